@@ -1,4 +1,6 @@
-"""`clip-train checkpoints`: what there is of a run, here and in the remote store, and what will become of it."""
+"""`clip-train checkpoints`: what there is of a run, here and in the remote store, and what will
+become of it.
+"""
 
 from __future__ import annotations
 

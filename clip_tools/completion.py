@@ -1,4 +1,5 @@
-"""`clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and keys of a recipe.
+"""`clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and
+keys of a recipe.
 
 The script holds all of it, so that a Tab starts no Python.
 """

@@ -1,4 +1,6 @@
-"""`clip-train demo`: data, training, zero-shot and the next command, in minutes on two CPU cores."""
+"""`clip-train demo`: data, training, zero-shot and the next command, in minutes on two CPU
+cores.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the data set under --dir (once), train recipes/demo_shapes.yaml on it, and print how good it is."""
+    """Build the data set under --dir (once), train recipes/demo_shapes.yaml on it, and print how
+    good it is.
+    """
     recipe = str(RECIPES / "demo_shapes.yaml")
     raw = read_recipe(recipe)
     # mistakes in the overrides, before minutes are spent on drawing
@@ -35,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     status = train(config, args.outcome, args.stop, args.startup)
     num_classes = len(ZeroShotClasses.load(data.classes).classnames)
     log(
-        f"zero-shot is over {data.num_val} images of {num_classes} captions never seen in training; "
-        f"chance is {1 / num_classes:.1%}"
+        f"zero-shot is over {data.num_val} images of {num_classes} captions never seen in "
+        f"training; chance is {1 / num_classes:.1%}"
     )
     log(
-        "run the demo again with run.steps=<more> to go on from its last checkpoint, or batch.micro_size=16 to see"
+        "run the demo again with run.steps=<more> to go on from its last checkpoint, or "
+        "batch.micro_size=16 to see"
     )
     log("that the loss curve does not care; report.html in the run directory shows the curves")
     return status

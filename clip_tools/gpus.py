@@ -1,4 +1,6 @@
-"""What GPUs are by their datasheets, and what a run would take on one of them, by arithmetic alone."""
+"""What GPUs are by their datasheets, and what a run would take on one of them, by arithmetic
+alone.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def usable(gpu: GPU) -> float:
 
 
 def estimate(resolved: Resolved, gpu: GPU) -> dict[str, Any]:
-    """What `clip-train plan --gpu` adds to a plan: rates, days; a row for each layout and each engine.
+    """What `clip-train plan --gpu` adds to a plan: rates, days; a row for each layout and each
+    engine.
 
     Speed is that of bf16, whatever the recipe says.
     """
@@ -75,7 +78,9 @@ def estimate(resolved: Resolved, gpu: GPU) -> dict[str, Any]:
 def layouts(
     resolved: Resolved, profiles: dict[bool, Any], limit: float, forwards_per_second: float
 ) -> list[dict[str, Any]]:
-    """Ways to cut the batch on the recipe's engine, those that fit first; `auto`: what it would choose."""
+    """Ways to cut the batch on the recipe's engine, those that fit first; `auto`: what it would
+    choose.
+    """
     free = replace(
         resolved,
         given=resolved.given.updated("batch", micro_size="auto", kept_graphs="auto"),

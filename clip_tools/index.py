@@ -47,7 +47,9 @@ def run_index(
     quiet: bool,
     overwrite_sizes: bool = False,
 ) -> int:
-    """Reads every shard once. UserError for shards that are not there; DataError for what is wrong with them."""
+    """Reads every shard once. UserError for shards that are not there; DataError for what is wrong
+    with them.
+    """
     sources = [part for spec in specs for part in existing(spec, "SHARDS")]
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
     if workers is not None and workers < 1:
@@ -79,7 +81,8 @@ def run_index(
     print(f"{summary}; wrote {', '.join(written)}{'' if left else ' and sizes.json'}")
     if left:
         print(
-            f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes these counts into it"
+            f"left as another tool has written it: {', '.join(left)}; --overwrite-sizes writes "
+            "these counts into it"
         )
     # samples that others replace
     invalid = sum((each.invalid for each in found.values()), Counter[str]())
@@ -88,15 +91,17 @@ def run_index(
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
     if invalid[OUT_OF_ORDER]:
         print(
-            "the files of a sample must be neighbours in the tar: write it again with `tar --sort=name`"
+            "the files of a sample must be neighbours in the tar: write it again with `tar "
+            "--sort=name`"
         )
     damage = {url: each.entry.damage for url, each in found.items()}
     refuse("shards are damaged, and were counted up to there", damage)
     if invalid.total() == samples:
         names = next((", ".join(each.names) for each in found.values() if each.names), "nothing")
         raise DataError(
-            f"no sample of {len(found)} shards can be used; the first has {names}: name the caption's with "
-            "--caption-key NAME here, and with data.caption_key=NAME in the recipe, or write the shards again"
+            f"no sample of {len(found)} shards can be used; the first has {names}: name the "
+            "caption's with --caption-key NAME here, and with data.caption_key=NAME in the "
+            "recipe, or write the shards again"
         )
     return 0
 

@@ -52,7 +52,9 @@ LOOKED_AT = (
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
-    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the ranks."""
+    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the
+    ranks.
+    """
     env = ranks.detect(os.environ)
     device, _ = ranks.take_device(env)
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
@@ -66,8 +68,9 @@ def evaluate_run(args: argparse.Namespace) -> int:
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
         if evaluate_once is None:
             raise UserError(
-                "data.val is null, and evaluate.zero_shot_data too: there is nothing to evaluate on; add "
-                "data.val=<shards>, or evaluate.zero_shot_data=<folder> evaluate.zero_shot_classes=imagenet"
+                "data.val is null, and evaluate.zero_shot_data too: there is nothing to evaluate "
+                "on; add data.val=<shards>, or evaluate.zero_shot_data=<folder> "
+                "evaluate.zero_shot_classes=imagenet"
             )
         results = evaluate_once()
         if dist.is_main() and args.json:
@@ -86,8 +89,9 @@ def to_evaluate(
 ) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
     """Collective: the settings, the model, its weights, and where these are from.
 
-    Of a run its newest checkpoint, or that one's moving average, or `weights`. Of weights themselves, or a model's name
-    with `weights`, all that is measured is in `overrides`. UserError, CheckpointError.
+    Of a run its newest checkpoint, or that one's moving average, or `weights`. Of weights
+    themselves, or a model's name with `weights`, all that is measured is in `overrides`. UserError,
+    CheckpointError.
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     raw = dist.on_main(partial(recipe_of_model, place, weights))
@@ -124,7 +128,9 @@ def to_evaluate(
 
 
 def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
-    """A recipe with what `place` says of the model, if it is a model's name or weights; None where it is a run's."""
+    """A recipe with what `place` says of the model, if it is a model's name or weights; None where
+    it is a run's.
+    """
     if weights is not None:
         known = place.startswith("open_clip:") or place in preset_names()
         model: dict[str, Any] | None = {"name": place} if known else None
@@ -135,14 +141,16 @@ def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
 
 
 def described(weights: str, place: str) -> str:
-    """The `model.name` of weights that lie here, by the description beside them, else their tag. UserError without."""
+    """The `model.name` of weights that lie here, by the description beside them, else their tag.
+    UserError without.
+    """
     folder = path if (path := local_path(weights)).is_dir() else path.parent
     if not (folder / CONFIG_NAME).is_file():
         if place.startswith("open_clip:"):
             return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
         raise UserError(
-            f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as in clip-train "
-            f"evaluate ViT-B-32 --weights {place}"
+            f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as "
+            f"in clip-train evaluate ViT-B-32 --weights {place}"
         )
     try:
         load_architecture(str(folder))
@@ -152,7 +160,9 @@ def described(weights: str, place: str) -> str:
 
 
 def chosen(args: argparse.Namespace, places: Places, only: CommitRef | None) -> Resumed:
-    """The checkpoint that the command line asks for; the newer ones that were passed over are reported."""
+    """The checkpoint that the command line asks for; the newer ones that were passed over are
+    reported.
+    """
     found = open_to_look(
         places,
         args.step,
@@ -167,8 +177,9 @@ def chosen(args: argparse.Namespace, places: Places, only: CommitRef | None) -> 
 
 
 def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
-    """The recipe and the newest complete checkpoint. Of a URL, or a bare folder of checkpoints, the recipe is the one
-    in the checkpoint: none of the run's files are needed. UserError, CheckpointError."""
+    """The recipe and the newest complete checkpoint. Of a URL, or a bare folder of checkpoints, the
+    recipe is the one in the checkpoint: none of the run's files are needed. UserError,
+    CheckpointError."""
     place, overrides = args.place, args.overrides
     config, places, only = find_run(place, overrides)
     found = chosen(args, places, only)
@@ -184,8 +195,8 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
         # whoever may write there must not choose what is opened here
         if url not in (None, IMAGENET) and name not in said:
             raise UserError(
-                f"the recipe in {found.path} names {name}={url}, which is opened only if you say so: add {name}={url}, "
-                f"another, or {name}=null"
+                f"the recipe in {found.path} names {name}={url}, which is opened only if you say "
+                f"so: add {name}={url}, another, or {name}=null"
             )
     config = check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}")
     if is_remote(place):
@@ -194,8 +205,9 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
 
 
 def check_names(found: Resumed, model: str, *, said: bool) -> None:
-    """UserError where the model of a checkpoint behind a URL names a tokenizer or model of the hub's, or a folder here,
-    that neither OpenCLIP's model of this name has, nor one of which the command line has said that it is it."""
+    """UserError where the model of a checkpoint behind a URL names a tokenizer or model of the
+    hub's, or a folder here, that neither OpenCLIP's model of this name has, nor one of which the
+    command line has said that it is it."""
 
     def names(architecture: dict[str, Any]) -> set[str]:
         text, trunk = (
@@ -214,8 +226,8 @@ def check_names(found: Resumed, model: str, *, said: bool) -> None:
             foreign -= names(load_architecture(model).model_dump())
     if foreign:
         raise UserError(
-            f"the model in {found.path} names {', '.join(sorted(foreign))}, which is opened only if you say so: add "
-            "model.name=<OpenCLIP's model, or a JSON, that names it as well>"
+            f"the model in {found.path} names {', '.join(sorted(foreign))}, which is opened only "
+            "if you say so: add model.name=<OpenCLIP's model, or a JSON, that names it as well>"
         )
 
 
@@ -226,7 +238,8 @@ def export_run(args: argparse.Namespace) -> int:
     config, places, only = find_run(args.place, args.overrides)
     if config is None and args.overrides:
         raise UserError(
-            f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe"
+            f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the "
+            "recipe"
         )
     found = chosen(args, places, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
@@ -236,8 +249,8 @@ def export_run(args: argparse.Namespace) -> int:
     if args.format == "transformers":
         if not isinstance(architecture, Architecture):
             raise UserError(
-                f"--format transformers holds CLIP's own towers, not {architecture.open_clip}'s: export with --format "
-                "open_clip"
+                f"--format transformers holds CLIP's own towers, not {architecture.open_clip}'s: "
+                "export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
         written = export_transformers(found.reader.full_state(args.ema), architecture, folder)

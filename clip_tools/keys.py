@@ -1,4 +1,6 @@
-"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each where a program reads, or as a page."""
+"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each where a program
+reads, or as a page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`clip-train plan`: what a run would do, before anything is submitted; and `train --dry-run`, which checks all of it.
+"""`clip-train plan`: what a run would do, before anything is submitted; and `train --dry-run`,
+which checks all of it.
 
 A plan touches no GPU and no shard.
 """
@@ -43,7 +44,9 @@ def make_plan(
     gpu: str | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory is the limit."""
+    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory
+    is the limit.
+    """
     found = find_gpu(gpu) if gpu is not None else None
     chosen = ", ".join(resolved.given.chosen)
     if chosen:
@@ -115,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def dry_run(args: argparse.Namespace) -> int:
-    """Check what can be checked before ranks meet, with the first shard and this machine's devices, and print it."""
+    """Check what can be checked before ranks meet, with the first shard and this machine's devices,
+    and print it.
+    """
     config = load_config(args.recipe, args.overrides)
     ranks = local_ranks(args.ranks, os.environ)
     resolved = resolve(config, ranks, is_rank=True)
@@ -221,8 +226,9 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         *([("batch schedule", plan["schedule"])] if plan["schedule"] else []),
         (
             "largest global batch" if plan["schedule"] else "global batch",
-            f"{plan['global_size']:,} = {plan['world_size']} ranks x {uneven}{plan['per_rank']:,}, in "
-            f"{plan['accum_steps']} micro-batches of {plan['micro_size']} with {plan['kept_graphs']} graphs kept",
+            f"{plan['global_size']:,} = {plan['world_size']} ranks x {uneven}{plan['per_rank']:,}, "
+            f"in {plan['accum_steps']} micro-batches of {plan['micro_size']} with "
+            f"{plan['kept_graphs']} graphs kept",
         ),
         ("engine", plan["engine"]),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),

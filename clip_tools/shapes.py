@@ -1,7 +1,7 @@
 """A data set made on the spot: captioned shapes.
 
-It is deterministic by its seed, its folder appears whole or not at all, and it returns at once if the folder
-already holds what it would write.
+It is deterministic by its seed, its folder appears whole or not at all, and it returns at once if
+the folder already holds what it would write.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def shapes(
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> SyntheticData:
-    """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in `val`.
+    """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in
+    `val`.
 
     The splits are written into a folder beside, which is renamed once it is whole.
 

@@ -1,4 +1,5 @@
-"""The base of every recipe section (frozen, no unknown keys, documented fields), and what its errors say.
+"""The base of every recipe section (frozen, no unknown keys, documented fields), and what its
+errors say.
 
 An error is pydantic's own message with the key, the value, the default and what to write:
 `optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
@@ -27,9 +28,11 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 
 @dataclass(frozen=True)
 class AtResume:
-    """In a field's `Annotated`: what its change means to a run that resumes. A field without one is reported.
+    """In a field's `Annotated`: what its change means to a run that resumes. A field without one is
+    reported.
 
-    refused: it would be another run, whose gradient would not continue as this one's began; unless it is forced
+    refused: it would be another run, whose gradient would not continue as this one's began; unless
+    it is forced
     layout:   reported in the line about ranks and stage
     rounding: how it is computed: the curve shows it by rounding alone
     silent:   what is written about it, and where
@@ -46,7 +49,9 @@ Silent = AtResume("silent")
 
 @dataclass(frozen=True)
 class Allowed:
-    """In a field's `Annotated`: what it takes, where pydantic's message is hard to read, and an example."""
+    """In a field's `Annotated`: what it takes, where pydantic's message is hard to read, and an
+    example.
+    """
 
     words: str
     example: str | None = None  # instead of the default
@@ -69,7 +74,9 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_slips(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take and nobody means: true for 1, empty text, huge numbers."""
+        """Refuse what pydantic would take and nobody means: true for 1, empty text, huge
+        numbers.
+        """
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         if value is False and any("off" in get_args(kind) for kind in kinds):
             return "off"  # which YAML reads as false
@@ -110,7 +117,8 @@ def explain(
 ) -> list[str]:
     """Every mistake of `raw`, once: key (value), pydantic's message, and what to write.
 
-    unknown: from the path of a key that does not exist to what may have been meant. within: what `raw` is called.
+    unknown: from the path of a key that does not exist to what may have been meant. within: what
+    `raw` is called.
     """
     lines: dict[str, str] = {}
     messages: dict[str, list[str]] = {}  # by path: the branches of a union have an error each
@@ -144,7 +152,9 @@ def explain(
 def _locate(
     model: type[BaseModel], raw: Any, loc: tuple[int | str, ...]
 ) -> tuple[list[int | str], FieldInfo | None, Any]:
-    """The keys of a mistake, its field and value. Pydantic's location also names the branches of unions."""
+    """The keys of a mistake, its field and value. Pydantic's location also names the branches of
+    unions.
+    """
     keys: list[int | str] = []
     field, inner = None, model
     for i, part in enumerate(loc):

@@ -1,7 +1,8 @@
 """OpenCLIP's flags: the keys that stand for them here, or why none does.
 
-Those of its 3.3.0 (`open_clip_train/params.py`), those that its main branch has besides (`NEWER`), and a few that it
-had once. `meaning` is what docs/from_openclip.md has of each, and what a verb answers that is given one.
+Those of its 3.3.0 (`open_clip_train/params.py`), those that its main branch has besides (`NEWER`),
+and a few that it had once. `meaning` is what docs/from_openclip.md has of each, and what a verb
+answers that is given one.
 """
 
 from __future__ import annotations
@@ -12,21 +13,61 @@ from typing import Any
 
 from launcher.config.names import SAME
 
-SWITCHES = frozenset({
-    "dataset-resampled", "log-local", "use-bn-sync", "skip-scheduler", "save-most-recent", "pretrained-image",
-    "lock-image", "lock-image-freeze-bn-stats", "grad-checkpointing", "local-loss", "gather-with-grad",
-    "force-quick-gelu", "force-custom-text", "torchscript", "torchcompile", "trace", "debug", "copy-codebase",
-    "horovod", "ddp-static-graph", "no-set-device-rank", "lock-text", "lock-text-freeze-layer-norm",
-    "delete-previous-checkpoint", "siglip",
-    "audio-fusion", "audio-int16-normalize", "text-pooler-own-group", "fsdp", "fsdp-no-reshard-after-forward",
-    "fsdp-offload-cpu", "use-naflex", "force-naflex-vision", "length-bucketing",
-    "square-resize-only",
-})  # fmt: skip
-LISTS = frozenset({
-    "image-mean", "image-std", "force-image-size", "aug-cfg",
-    "opt-kwargs", "opt-fallback-list", "wd-exclude", "json-text-key-probs", "naflex-patch-sizes",
-    "naflex-patch-size-probs", "naflex-seq-lens", "naflex-seq-len-probs",
-})  # fmt: skip
+SWITCHES = frozenset(
+    {
+        "dataset-resampled",
+        "log-local",
+        "use-bn-sync",
+        "skip-scheduler",
+        "save-most-recent",
+        "pretrained-image",
+        "lock-image",
+        "lock-image-freeze-bn-stats",
+        "grad-checkpointing",
+        "local-loss",
+        "gather-with-grad",
+        "force-quick-gelu",
+        "force-custom-text",
+        "torchscript",
+        "torchcompile",
+        "trace",
+        "debug",
+        "copy-codebase",
+        "horovod",
+        "ddp-static-graph",
+        "no-set-device-rank",
+        "lock-text",
+        "lock-text-freeze-layer-norm",
+        "delete-previous-checkpoint",
+        "siglip",
+        "audio-fusion",
+        "audio-int16-normalize",
+        "text-pooler-own-group",
+        "fsdp",
+        "fsdp-no-reshard-after-forward",
+        "fsdp-offload-cpu",
+        "use-naflex",
+        "force-naflex-vision",
+        "length-bucketing",
+        "square-resize-only",
+    }
+)
+LISTS = frozenset(
+    {
+        "image-mean",
+        "image-std",
+        "force-image-size",
+        "aug-cfg",
+        "opt-kwargs",
+        "opt-fallback-list",
+        "wd-exclude",
+        "json-text-key-probs",
+        "naflex-patch-sizes",
+        "naflex-patch-size-probs",
+        "naflex-seq-lens",
+        "naflex-seq-len-probs",
+    }
+)
 # Flag -> its keys, where there is more to say than one of them.
 OWN = {
     "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",
@@ -34,18 +75,26 @@ OWN = {
     "`data.aug_gray_scale_prob`; of `use_timm` the same, without random erasing",
     "batch-size": "`batch.micro_size`; times ranks and `--accum-freq` it is `batch.global_size`",
     "dataset-type": "`data.kind`: `shards`, of a CSV or a folder `clip-train shards` makes them; or `synthetic`",
-    "delete-previous-checkpoint": "`checkpoint.keep_last=1`", "epochs-cooldown": "`schedule.cooldown_steps`",
-    "force-image-size": "`model.image_size`", "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`",
-    "fsdp": "`engine.kind=fsdp`, `engine.zero_stage=3`", "fsdp-no-reshard-after-forward": "`engine.zero_stage=2`",
+    "delete-previous-checkpoint": "`checkpoint.keep_last=1`",
+    "epochs-cooldown": "`schedule.cooldown_steps`",
+    "force-image-size": "`model.image_size`",
+    "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`",
+    "fsdp": "`engine.kind=fsdp`, `engine.zero_stage=3`",
+    "fsdp-no-reshard-after-forward": "`engine.zero_stage=2`",
     "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",
-    "text-key": "`data.caption_key`", "json-text-key": "`data.caption_key`, each with `json.` in front",
+    "text-key": "`data.caption_key`",
+    "json-text-key": "`data.caption_key`, each with `json.` in front",
     "json-text-key-probs": "`data.caption_key`: names with weights",
     "logs": "`run.dir`, in a folder beside it: `DIR-clip-train/NAME`",
-    "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`", "lr-scheduler": "`schedule.name`",
-    "model": "`model.name`; `open_clip:NAME` for towers that are not built here", "name": "`run.name`",
+    "loss-dist-impl": "`loss.exchange`: `gather`, else `ring`",
+    "lr-scheduler": "`schedule.name`",
+    "model": "`model.name`; `open_clip:NAME` for towers that are not built here",
+    "name": "`run.name`",
     "opt": "`optim.name`; `engine.kind=fsdp` for `muon`",
     "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
-    "pretrained": "`model.init_from`", "distill-model": "`model.teacher_name`", "distill-pretrained": "`model.teacher`",
+    "pretrained": "`model.init_from`",
+    "distill-model": "`model.teacher_name`",
+    "distill-pretrained": "`model.teacher`",
     "report-to": "`log.wandb`, `log.tensorboard`, `log.trackio`",
     "remote-sync": "`checkpoint.remote`, in a folder beside it: `URL-clip-train/NAME`",
     "save-frequency": "`checkpoint.every_steps` and `checkpoint.keep_every`, in steps; "
@@ -55,34 +104,48 @@ OWN = {
     "train-data-upsampling-factors": "`data.train_weights`, each to be multiplied by the shards of its source",
     "val-frequency": "`evaluate.every_steps`, in steps",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: of the two frequencies the higher counts",
-}  # fmt: skip
+}
 # Flag -> why the recipe has nothing of it.
 NOTES = {
     "local-loss": "always so: each rank computes the rows of its own samples",
     "gather-with-grad": "always so: the gradient is that of the global batch on one device",
     "val-num-samples": "counted",
     "csv-separator": "seen by itself by `clip-train shards`: tab or comma",
-    "csv-img-key": "`clip-train shards --image-key`", "csv-caption-key": "`clip-train shards --caption-key`",
+    "csv-img-key": "`clip-train shards --image-key`",
+    "csv-caption-key": "`clip-train shards --caption-key`",
     "imagenet-v2": "`clip-train evaluate RECIPE evaluate.zero_shot_data=DIR` scores another set",
-    "cache-dir": "`export HF_HOME=DIR`", "log-local": "rank 0 logs, and any rank that fails",
+    "cache-dir": "`export HF_HOME=DIR`",
+    "log-local": "rank 0 logs, and any rank that fails",
     "use-bn-sync": "always so: batch statistics are over all ranks",
-    "save-most-recent": "always so: `checkpoint.keep_last`", "resume": "a run resumes by itself from its newest "
+    "save-most-recent": "always so: `checkpoint.keep_last`",
+    "resume": "a run resumes by itself from its newest "
     "checkpoint; OpenCLIP's epoch_K.pt gives its weights as `model.init_from`",
     "pretrained-image": "give the tower's weights as `model.init_image_from`",
-    "image-mean": "of the model's JSON", "image-std": "of the model's JSON",
-    "image-interpolation": "bicubic, antialiased", "image-resize-mode": "shortest side, then the centre",
-    "force-context-length": "of the model's JSON", "force-custom-text": "one layout of weights for all models",
-    "torchscript": "`engine.compile` compiles", "trace": "for inference", "device": "GPUs where there are any",
-    "dist-url": "of the launcher", "dist-backend": "nccl on GPUs, gloo on CPUs", "wandb-notes": "write them there",
-    "debug": "`clip-train doctor` looks for what is wrong", "copy-codebase": "`clip-train submit` freezes the code",
-    "horovod": "torchrun, srun or mpirun", "ddp-static-graph": "of DDP, no engine here (`engine.kind`)",
+    "image-mean": "of the model's JSON",
+    "image-std": "of the model's JSON",
+    "image-interpolation": "bicubic, antialiased",
+    "image-resize-mode": "shortest side, then the centre",
+    "force-context-length": "of the model's JSON",
+    "force-custom-text": "one layout of weights for all models",
+    "torchscript": "`engine.compile` compiles",
+    "trace": "for inference",
+    "device": "GPUs where there are any",
+    "dist-url": "of the launcher",
+    "dist-backend": "nccl on GPUs, gloo on CPUs",
+    "wandb-notes": "write them there",
+    "debug": "`clip-train doctor` looks for what is wrong",
+    "copy-codebase": "`clip-train submit` freezes the code",
+    "horovod": "torchrun, srun or mpirun",
+    "ddp-static-graph": "of DDP, no engine here (`engine.kind`)",
     "no-set-device-rank": "seen by itself",
     "coca-caption-loss-weight": "CoCa's captioner is not trained: its contrastive loss alone",
     "coca-contrastive-loss-weight": "the only loss",
-    "remote-sync-frequency": "each checkpoint is uploaded as it is saved", "remote-sync-protocol": "of the URL",
-    "use-bnb-linear": "`engine.linear=int8` is its like, by torchao", "log-every-n-steps": "every step is recorded",
+    "remote-sync-frequency": "each checkpoint is uploaded as it is saved",
+    "remote-sync-protocol": "of the URL",
+    "use-bnb-linear": "`engine.linear=int8` is its like, by torchao",
+    "log-every-n-steps": "every step is recorded",
     "lock-text-freeze-layer-norm": "a locked tower is locked whole",
-}  # fmt: skip
+}
 _AUDIO = "models of images and texts alone are trained here"
 _SQUARES = "images of one size alone: `model.image_size`"
 _ORDER = "the order is the seed's; the texts of a batch are cut behind the longest"
@@ -91,18 +154,50 @@ _COMPILED = "`engine.compile` compiles each block with inductor"
 # The same, of what the main branch has beyond 3.3.0.
 NEWER = {
     **dict.fromkeys(
-        ("audio-ext", "audio-fill", "audio-fusion", "audio-int16-normalize", "audio-layer-decay",
-         "audio-multiprocessing-context", "audio-trunc", "audio-zeroshot-audio-key", "audio-zeroshot-class-key",
-         "audio-zeroshot-dataset", "audio-zeroshot-multiprocessing-context", "audio-zeroshot-split",
-         "audio-zeroshot-target-key", "audio-zeroshot-template", "audio-zeroshot-workers", "pretrained-audio"), _AUDIO),
+        (
+            "audio-ext",
+            "audio-fill",
+            "audio-fusion",
+            "audio-int16-normalize",
+            "audio-layer-decay",
+            "audio-multiprocessing-context",
+            "audio-trunc",
+            "audio-zeroshot-audio-key",
+            "audio-zeroshot-class-key",
+            "audio-zeroshot-dataset",
+            "audio-zeroshot-multiprocessing-context",
+            "audio-zeroshot-split",
+            "audio-zeroshot-target-key",
+            "audio-zeroshot-template",
+            "audio-zeroshot-workers",
+            "pretrained-audio",
+        ),
+        _AUDIO,
+    ),
     **dict.fromkeys(
-        ("force-naflex-vision", "naflex-batch-divisor", "naflex-loss-scale", "naflex-max-text-tokens",
-         "naflex-max-tokens-per-batch", "naflex-num-train-image-tokens", "naflex-pad-multiple",
-         "naflex-patch-size-probs", "naflex-patch-sizes", "naflex-seq-len-probs", "naflex-seq-lens", "use-naflex"),
-        _SQUARES),
-    **dict.fromkeys(("bucket-chunk", "bucket-pool", "bucket-prefetch-pools", "length-bucketing"), _ORDER),
+        (
+            "force-naflex-vision",
+            "naflex-batch-divisor",
+            "naflex-loss-scale",
+            "naflex-max-text-tokens",
+            "naflex-max-tokens-per-batch",
+            "naflex-num-train-image-tokens",
+            "naflex-pad-multiple",
+            "naflex-patch-size-probs",
+            "naflex-patch-sizes",
+            "naflex-seq-len-probs",
+            "naflex-seq-lens",
+            "use-naflex",
+        ),
+        _SQUARES,
+    ),
+    **dict.fromkeys(
+        ("bucket-chunk", "bucket-pool", "bucket-prefetch-pools", "length-bucketing"), _ORDER
+    ),
     **dict.fromkeys(("image-layer-decay", "text-layer-decay", "visual-layer-decay"), _DECAY),
-    **dict.fromkeys(("torchcompile-backend", "torchcompile-mode", "torchcompile-strategy"), _COMPILED),
+    **dict.fromkeys(
+        ("torchcompile-backend", "torchcompile-mode", "torchcompile-strategy"), _COMPILED
+    ),
     "fsdp-checkpoint": "each rank writes its share, and any number of ranks and either engine resume from it",
     "image-key": "an image is known by its suffix: .jpg, .png, .webp, ...",
     "log-metric-every-n-steps": "every step is recorded",
@@ -114,38 +209,63 @@ NEWER = {
     "train-loss-ema-samples": "report.html shows each step's loss, and means",
     "val-retrieval-chunk-size": "retrieval is counted in pieces that fit",
     "val-retrieval-precision": "retrieval is counted in fp32",
-}  # fmt: skip
+}
 # Of its older versions and branches.
 OLDER = {
-    "hf-tokenizer-name": "of the model's JSON", "interpolation": NOTES["image-interpolation"],
+    "hf-tokenizer-name": "of the model's JSON",
+    "interpolation": NOTES["image-interpolation"],
     "square-resize-only": NOTES["image-resize-mode"],
-}  # fmt: skip
+}
 # Switch -> keys that it sets.
 SWITCH_KEYS: dict[str, dict[str, Any]] = {
     "fsdp": {"engine.kind": "fsdp", "engine.zero_stage": 3},
     "fsdp-no-reshard-after-forward": {"engine.zero_stage": 2},
     "fsdp-offload-cpu": {"engine.offload": "optimizer"},
     "siglip": {
-        "loss.kind": "sigmoid", "loss.exchange": "ring", "model.init_logit_bias": -10.0,
+        "loss.kind": "sigmoid",
+        "loss.exchange": "ring",
+        "model.init_logit_bias": -10.0,
         "model.init_logit_scale": math.log(10),
     },
     "skip-scheduler": {"schedule.name": "constant", "schedule.warmup_steps": 0},
     "delete-previous-checkpoint": {"checkpoint.keep_last": 1},
     "imagenet-val": {"evaluate.zero_shot_classes": "imagenet"},
-}  # fmt: skip
+}
 DEFAULTS = {
-    "batch-size": 64, "accum-freq": 1, "epochs": 32, "warmup": 10000, "wd": 0.2, "model": "RN50", "workers": 4,
-    "precision": "amp", "save-frequency": 1, "val-frequency": 1, "zeroshot-frequency": 2, "lr-scheduler": "cosine",
-    "seed": 0, "grad-clip-norm": None,
-}  # fmt: skip
+    "batch-size": 64,
+    "accum-freq": 1,
+    "epochs": 32,
+    "warmup": 10000,
+    "wd": 0.2,
+    "model": "RN50",
+    "workers": 4,
+    "precision": "amp",
+    "save-frequency": 1,
+    "val-frequency": 1,
+    "zeroshot-frequency": 2,
+    "lr-scheduler": "cosine",
+    "seed": 0,
+    "grad-clip-norm": None,
+}
 """Of OpenCLIP, where ours differ or a recipe needs them."""
 UNSAID = {
-    "accum-freq": "1", "coca-caption-loss-weight": "2.0", "coca-contrastive-loss-weight": "1.0",
-    "csv-caption-key": "title", "csv-img-key": "filepath", "device": "cuda", "dist-backend": "nccl",
-    "dist-url": "env://", "log-every-n-steps": "100", "opt": "adamw", "precision": "amp",
-    "remote-sync-frequency": "300", "remote-sync-protocol": "s3",
-}  # fmt: skip
-"""Its defaults, which its params.txt lists whether or not somebody gave them, and of which there is nothing to say."""
+    "accum-freq": "1",
+    "coca-caption-loss-weight": "2.0",
+    "coca-contrastive-loss-weight": "1.0",
+    "csv-caption-key": "title",
+    "csv-img-key": "filepath",
+    "device": "cuda",
+    "dist-backend": "nccl",
+    "dist-url": "env://",
+    "log-every-n-steps": "100",
+    "opt": "adamw",
+    "precision": "amp",
+    "remote-sync-frequency": "300",
+    "remote-sync-protocol": "s3",
+}
+"""Its defaults, which its params.txt lists whether or not somebody gave them, and of which there is
+nothing to say.
+"""
 REASONS = OLDER | NEWER | NOTES  # flag: why a recipe has nothing of it
 FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 
@@ -156,7 +276,9 @@ def meaning(flag: str) -> str:
 
 
 def suggest(unknown: Sequence[str], line: Sequence[str]) -> str:
-    """Behind the complaint about options that no verb has: what those of OpenCLIP are called here. line: all words."""
+    """Behind the complaint about options that no verb has: what those of OpenCLIP are called here.
+    line: all words.
+    """
     said = []
     for word in unknown:
         option, equals, value = word.partition("=")

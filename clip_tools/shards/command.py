@@ -1,4 +1,6 @@
-"""`clip-train shards`: a table or a folder of images with captions becomes indexed WebDataset shards."""
+"""`clip-train shards`: a table or a folder of images with captions becomes indexed WebDataset
+shards.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,17 @@
-"""Images with captions, as a table or a folder, -> WebDataset shards; every worker process writes shards of its own.
+"""Images with captions, as a table or a folder, -> WebDataset shards; every worker process writes
+shards of its own.
 
-    x.csv, x.tsv, x.jsonl, x.parquet   a row for each sample: the image's path or bytes, its caption or captions
-    a folder                           images with a `.txt` or `.caption` beside them, or a metadata.csv/.jsonl
+    x.csv, x.tsv, x.jsonl, x.parquet   a row for each sample: the image's path or bytes, its caption
+    or captions
+    a folder                           images with a `.txt` or `.caption` beside them, or a
+    metadata.csv/.jsonl
 
-Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one that is there need
-not be written again. Beside each is `NNNNN_stats.json`, as img2dataset has it, with the rows that were left out.
+Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one
+that is there need not be written again. Beside each is `NNNNN_stats.json`, as img2dataset has it,
+with the rows that were left out.
 
-A label that is a number becomes the sample's `.cls`, as in webdataset; a label that is a name, a field of its `.json`.
+A label that is a number becomes the sample's `.cls`, as in webdataset; a label that is a name, a
+field of its `.json`.
 """
 
 from __future__ import annotations
@@ -66,7 +71,9 @@ class Written:
 def read_rows(
     source: Path, image_key: str | None, caption_keys: Sequence[str], label_key: str | None
 ) -> Iterator[Row]:
-    """Every row in order. UserError if nothing can be read, or a column is missing. label_key: the column of labels."""
+    """Every row in order. UserError if nothing can be read, or a column is missing. label_key: the
+    column of labels.
+    """
     table: Path | None = source
     if source.is_dir():
         table = next((source / name for name in METADATA if (source / name).is_file()), None)
@@ -75,8 +82,8 @@ def read_rows(
     if table is None:
         if label_key:
             raise UserError(
-                f"--label-key ({label_key}) is a column of a table, and SOURCE ({source}) has none: put a metadata.csv "
-                "with file_name, caption and this column into it"
+                f"--label-key ({label_key}) is a column of a table, and SOURCE ({source}) has "
+                "none: put a metadata.csv with file_name, caption and this column into it"
             )
         yield from _folder_rows(source)
         return
@@ -92,8 +99,8 @@ def read_rows(
             if name in first:
                 return name
         raise UserError(
-            f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are {', '.join(map(str, first))}: "
-            f"say {option} NAME"
+            f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
+            f"{', '.join(map(str, first))}: say {option} NAME"
         )
 
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
@@ -112,7 +119,9 @@ def read_rows(
 
 
 def _are_numbers(records: Iterable[dict[str, Any] | Broken], key: str) -> bool:
-    """Whether all labels are numbers. A number that is not a text, as in Parquet, decides for all of them."""
+    """Whether all labels are numbers. A number that is not a text, as in Parquet, decides for all
+    of them.
+    """
     texts = False
     for record in records:
         label = _label_of(record, key)
@@ -147,15 +156,17 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
                 yield Row(str(path.relative_to(folder)), {"txt": texts[0] if texts else None})
     if not captioned:
         raise UserError(
-            f"SOURCE ({folder}) has no image with a caption: one is x.jpg with x.txt beside it, or a row of a "
-            "metadata.csv in it with the columns file_name and caption"
+            f"SOURCE ({folder}) has no image with a caption: one is x.jpg with x.txt beside it, or "
+            "a row of a metadata.csv in it with the columns file_name and caption"
         )
 
 
 def make_shards(
     rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int
 ) -> Iterator[Written]:
-    """Write every shard that is not there yet. root: where relative paths of images begin. OSError."""
+    """Write every shard that is not there yet. root: where relative paths of images begin.
+    OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = iter(rows)
     groups = iter(lambda: list(itertools.islice(rows, per_shard)), [])
@@ -240,7 +251,9 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
 
 
 def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note what the shards are made of; UserError where those that are there were made of something else."""
+    """Note what the shards are made of; UserError where those that are there were made of something
+    else.
+    """
     file = folder / SETTINGS
     before = json.loads(file.read_text()) if file.exists() else {}
     if any(folder.glob("*.tar")) and before != dict(settings):

@@ -29,7 +29,9 @@ class Broken(NamedTuple):
 
 
 def _csv(source: Path) -> Iterator[dict[str, Any] | Broken]:
-    """A row with a quote that is not closed takes one line only: the next line is read as a row of its own."""
+    """A row with a quote that is not closed takes one line only: the next line is read as a row of
+    its own.
+    """
     with source.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         delimiter = "\t" if "\t" in first else ","
@@ -69,7 +71,9 @@ def _first_row(lines: list[str], delimiter: str) -> tuple[list[str], str, list[s
 
 
 def _is_row(line: str, delimiter: str, columns: int) -> bool:
-    """Whether a line within a quoted text is more likely the table's next row: it names an image."""
+    """Whether a line within a quoted text is more likely the table's next row: it names an
+    image.
+    """
     cells = line.strip().split(delimiter)
     extensions = [cell.strip(' "').rpartition(".")[2].lower() for cell in cells]
     return len(cells) >= columns and any(each in IMAGE_EXTENSIONS for each in extensions)

@@ -1,6 +1,8 @@
-"""`report.html`: one file that shows how a run goes, or how several compare, to open anywhere; `report.html.j2` is it.
+"""`report.html`: one file that shows how a run goes, or how several compare, to open anywhere;
+`report.html.j2` is it.
 
-Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from elsewhere.
+Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class ReportSink:
         self._due = -math.inf
 
     def write(self, record: dict[str, Any], kind: str = "train") -> None:
-        """The page is made from the run's folder; a record only says that there is something new. OSError."""
+        """The page is made from the run's folder; a record only says that there is something new.
+        OSError.
+        """
         if kind == "invalid":
             LocalStorage(self._folder).put_bytes("invalid.json", json.dumps(record).encode())
         started = self._clock()
@@ -60,9 +64,11 @@ class ReportSink:
 
 
 def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write the page of a run, or of several beside each other, from their folders; returns its path. OSError.
+    """Write the page of a run, or of several beside each other, from their folders; returns its
+    path. OSError.
 
-    output: where to; by default `report.html` in the run's folder, or `comparison.html` here for several.
+    output: where to; by default `report.html` in the run's folder, or `comparison.html` here for
+    several.
     """
     default = Path("comparison.html") if len(runs) > 1 else Path(runs[0]) / "report.html"
     path = Path(output or default).absolute()
@@ -165,7 +171,9 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
 def _charts(
     curves: Sequence[Mapping[str, Curve]], runs: Sequence[Run], *, dots: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """One for each name, the known ones first, with the curves of all runs over one axis of steps."""
+    """One for each name, the known ones first, with the curves of all runs over one axis of
+    steps.
+    """
     last = max((run.step for run in runs), default=0) or 1
     starts, saves = [], []  # where an attempt began, and where a checkpoint was committed
     if len(runs) == 1:

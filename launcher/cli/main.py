@@ -1,4 +1,6 @@
-"""`clip-train VERB ...`: parses the line, imports what the verb needs, and ends the process with its exit status."""
+"""`clip-train VERB ...`: parses the line, imports what the verb needs, and ends the process with
+its exit status.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,15 @@ FEWEST_FILES = 128  # open at a time: of Python, torch, a loader's workers
 def entry() -> NoReturn:
     """The console script: `main`, and then out at once, however it went.
 
-    All files are closed and the process group is gone by now. What is left is the teardown of C++ threads,
-    which races at times ("terminate called without an active exception") and would turn a finished run's
-    status 0, or a preempted one's 75, into a crash.
+    All files are closed and the process group is gone by now. What is left is the teardown of C++
+    threads, which races at times ("terminate called without an active exception") and would turn a
+    finished run's status 0, or a preempted one's 75, into a crash.
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # else C++ stacks whenever another rank has gone
-    # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans up all the same
+    # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans
+    # up all the same
     ignored = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")]
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, ignored))
     stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
@@ -63,7 +66,9 @@ def entry() -> NoReturn:
 
 
 def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
-    """Run one verb; returns the exit status. SystemExit for a line that cannot be parsed, and after --help."""
+    """Run one verb; returns the exit status. SystemExit for a line that cannot be parsed, and after
+    --help.
+    """
     stop, startup = stop or StopRequest(), Startup()
     outcome = Outcome()
     startup.done("python")
@@ -82,8 +87,8 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: any number
         if 0 <= allowed < FEWEST_FILES:
             raise RankError(
-                f"this shell allows {allowed} open files (ulimit -n), and at least {FEWEST_FILES} are needed: raise it "
-                "with ulimit -n 4096, or in /etc/security/limits.conf"
+                f"this shell allows {allowed} open files (ulimit -n), and at least {FEWEST_FILES} "
+                "are needed: raise it with ulimit -n 4096, or in /etc/security/limits.conf"
             )
         run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
         module, _, function = run.partition(":")
@@ -100,7 +105,9 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """As the parser has it; overrides may also stand behind options, where argparse looks for none."""
+    """As the parser has it; overrides may also stand behind options, where argparse looks for
+    none.
+    """
     parser = build_parser()
     more: list[str] = []
     if arguments[:1] == ["submit"] and "--" in arguments:  # what follows is for sbatch

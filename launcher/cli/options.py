@@ -99,7 +99,8 @@ VERBS = {
     "keys": Verb(
         "clip_tools.keys:run",
         "every key that a recipe can hold",
-        "Print each key with its default, what may stand there, and what it means; one line each in a pipe.",
+        "Print each key with its default, what may stand there, and what it means; one line each "
+        "in a pipe.",
         """\
         clip-train keys                                         all of them
         clip-train keys optim                                   those that begin with it
@@ -110,7 +111,8 @@ VERBS = {
     "plan": Verb(
         "clip_tools.plan:run",
         "batch arithmetic, memory and length, without a GPU",
-        "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. Touches no GPU.",
+        "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. "
+        "Touches no GPU.",
         """\
         clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
         clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB
@@ -244,12 +246,14 @@ VERBS = {
             (
                 "caption-key",
                 "NAMES",
-                "columns of captions: the first with one counts, all are kept by name (default: title, ...)",
+                "columns of captions: the first with one counts, all are kept by name (default: "
+                "title, ...)",
             ),
             (
                 "label-key",
                 "NAME",
-                "column of labels for evaluation: numbers become .cls, names this field of the .json",
+                "column of labels for evaluation: numbers become .cls, names this field of the "
+                ".json",
             ),
             ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),
@@ -259,7 +263,8 @@ VERBS = {
     "index": Verb(
         "clip_tools.index:run",
         "count and checksum shards, so that epochs are exact and damage is seen",
-        "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or on S3.",
+        "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or "
+        "on S3.",
         """\
         clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
         clip-train index shards/*.tar --check                   have they changed, or been damaged?""",

@@ -1,1 +1,3 @@
-"""The recipe: its sections, what is wrong with it, what may change at a resume, the memory it needs."""
+"""The recipe: its sections, what is wrong with it, what may change at a resume, the memory it
+needs.
+"""

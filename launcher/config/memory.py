@@ -1,7 +1,9 @@
-"""How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto` becomes.
+"""How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto`
+becomes.
 
-`decide` is one function for `clip-train plan`, which knows sizes only (fake tensors), and for `clip-train
-train`, which asks it before the engine is built and again (`measure`) with what the engine's own forwards took.
+`decide` is one function for `clip-train plan`, which knows sizes only (fake tensors), and for
+`clip-train train`, which asks it before the engine is built and again (`measure`) with what the
+engine's own forwards took.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def estimate_memory(
     architecture: AnyArchitecture,
     profile: Profile | None,
 ) -> Memory:
-    """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without activations."""
+    """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without
+    activations.
+    """
     P, D = count_parameters(architecture), architecture.embed_dim
     trained = trained_parameters(config.model, architecture)
     held: Memory = find_engine(engine.kind).memory(
@@ -73,7 +77,9 @@ def micro_batch(architecture: AnyArchitecture, device: torch.device, size: int) 
     )
 
 
-SHALLOW = 2  # blocks of a tower, and one more where patches are averaged; each further one takes as much as the last
+# blocks of a tower, and one more where patches are averaged; each further one takes as much as the
+# last
+SHALLOW = 2
 
 
 @cache
@@ -84,9 +90,9 @@ def _profile(
     checkpointing: bool,
     frozen: frozenset[str] = frozenset(),
 ) -> Profile:
-    """By fake tensors; of shallow towers, and what one block more takes of either: those of a large model take half a
-    minute. OpenCLIP's stay whole. frozen: towers without a graph, which take no more the deeper they are; one that is
-    frozen in part is taken for a trained one."""
+    """By fake tensors; of shallow towers, and what one block more takes of either: those of a large
+    model take half a minute. OpenCLIP's stay whole. frozen: towers without a graph, which take
+    no more the deeper they are; one that is frozen in part is taken for a trained one."""
     towers, blocks = {}, SHALLOW  # those whose blocks are alike
     if isinstance(architecture, Architecture):
         towers["text_cfg", "text"] = architecture.text_cfg.layers
@@ -146,8 +152,8 @@ def decide(
 ) -> Resolved:
     """With every `auto` decided: the layout of least work within `limit` bytes a rank.
 
-    The numbers that the recipe gives stay as they are. measured: by the engine itself, built as `config.engine` says;
-    allocated: bytes that it holds.
+    The numbers that the recipe gives stay as they are. measured: by the engine itself, built as
+    `config.engine` says; allocated: bytes that it holds.
     """
     config, batch, plan = resolved.config, resolved.given.batch, resolved.plan
     engine, architecture = config.engine, resolved.architecture
@@ -187,7 +193,8 @@ def decide(
 
 
 def memory_limit(config: RunConfig, device: torch.device | None) -> float:
-    """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks. UserError.
+    """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks.
+    UserError.
 
     device None: nobody may look at one.
     """

@@ -92,24 +92,24 @@ class RunConfig(Settings):
             return self  # `resolve` counts them
         if (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST:
             raise ValueError(
-                f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) are more samples than "
-                "can be counted; lower run.epochs, or give run.steps"
+                f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) "
+                "are more samples than can be counted; lower run.epochs, or give run.steps"
             )
         if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
             raise ValueError(
-                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's {self.steps} steps; "
-                "lower it, or raise run.steps"
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's "
+                f"{self.steps} steps; lower it, or raise run.steps"
             )
         if self.schedule.cooldown_steps > self.steps:
             raise ValueError(
-                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the run's {self.steps} "
-                "steps; lower it, or raise run.steps"
+                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the "
+                f"run's {self.steps} steps; lower it, or raise run.steps"
             )
         decay = 0.0 if self.optim.ema_warmup else self.optim.ema_decay or 0.0
         if (initial := decay**self.steps) > 0.5 and self.model.init_from is None:
             raise ValueError(
-                f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the average would be the "
-                "initial weights; lower it, or set optim.ema_warmup=true"
+                f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
+                "average would be the initial weights; lower it, or set optim.ema_warmup=true"
             )
         return self
 
@@ -117,8 +117,17 @@ class RunConfig(Settings):
     def _objectives_fit_together(self) -> RunConfig:
         if self.model.teacher is not None and self.loss.kind != "info_nce":
             raise ValueError(
+<<<<<<< HEAD
                 f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
                 f"not with {self.loss.kind}"
+=======
+                f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached"
+            )
+        if self.batch.accumulation == "local" and self.chosen:
+            raise ValueError(
+                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of "
+                "a micro-batch changes what is learned; set it to a number"
+>>>>>>> 59f5afd (Lines of the tools within 100 characters)
             )
         return self
 
@@ -174,7 +183,9 @@ class RunConfig(Settings):
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string) and a repeated key is an error."""
+    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string) and a repeated key is an
+    error.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -223,7 +234,8 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
             "sections (run:, data:, ...)" if what == "recipe" else "lines such as partition: gpu"
         )
         raise UserError(
-            f"the {what} {path} must hold {holds}, and it is {shown(raw)}; see recipes/ and docs/slurm.md"
+            f"the {what} {path} must hold {holds}, and it is {shown(raw)}; see recipes/ and "
+            "docs/slurm.md"
         )
     return raw
 

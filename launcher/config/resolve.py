@@ -1,4 +1,6 @@
-"""A recipe resolved for a number of ranks on this machine: all its mistakes at once, or a value for every `auto`."""
+"""A recipe resolved for a number of ranks on this machine: all its mistakes at once, or a value for
+every `auto`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from launcher.engines import Facts, find_engine, on_this_machine
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe with a value for every `auto`; those that depend on memory get theirs from `memory.decide`."""
+    """A recipe with a value for every `auto`; those that depend on memory get theirs from
+    `memory.decide`.
+    """
 
     given: RunConfig  # the recipe with its defaults
     config: RunConfig  # what runs
@@ -47,7 +51,8 @@ class Resolved:
 def resolve(
     recipe: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False
 ) -> Resolved:
-    """What a recipe means for so many ranks on this machine. UserError: all mistakes that one process can find.
+    """What a recipe means for so many ranks on this machine. UserError: all mistakes that one
+    process can find.
 
     is_rank: this process is to train, so its devices have to do for the recipe.
     """
@@ -125,7 +130,9 @@ def check_place(key: str, place: str) -> None:
 
 
 def labels_of(config: RunConfig) -> list[Labelled]:
-    """What the first samples to be evaluated on show of their labels. UserError where one is not a class."""
+    """What the first samples to be evaluated on show of their labels. UserError where one is not a
+    class.
+    """
     return check_labels(config.evaluate, config.data.val, config.data.caption_key, config.storage)
 
 
@@ -141,12 +148,15 @@ def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> 
 def no_limit(config: RunConfig) -> str:
     return (
         f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
-        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its memory)"
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its "
+        "memory)"
     )
 
 
 def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
-    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would cancel one."""
+    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would
+    cancel one.
+    """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
     if kind == "sigmoid" and bias is None:
         yield (
@@ -160,8 +170,9 @@ def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator
         )
     if not architecture.layered and config.optim.layer_decay != 1:
         yield (
-            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {name} are not numbered "
-            "as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by name"
+            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {name} are not "
+            "numbered as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by "
+            "name"
         )
 
 
@@ -174,14 +185,15 @@ def advice(resolved: Resolved) -> str | None:
     if config.engine.activation_checkpointing:
         # both recompute the same forward: together they cost 2.7 forwards
         return (
-            f"engine.activation_checkpointing with batch.kept_graphs {kept} pays for the same forward twice "
-            f"({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set batch.kept_graphs=all, or "
-            "engine.activation_checkpointing=false with a smaller batch.micro_size, or auto for both"
+            f"engine.activation_checkpointing with batch.kept_graphs {kept} pays for the same "
+            f"forward twice ({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set "
+            "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller "
+            "batch.micro_size, or auto for both"
         )
     if resolved.layout is not None:
         return None
     return (
-        f"batch.kept_graphs ({kept} micro-batches) computes {plan.forwards_per_sample:.2f} forwards per "
-        "sample: if memory allows it, batch.kept_graphs=all computes 1.00, and batch.kept_graphs=auto "
-        "keeps as many as fit. The result is the same"
+        f"batch.kept_graphs ({kept} micro-batches) computes {plan.forwards_per_sample:.2f} "
+        "forwards per sample: if memory allows it, batch.kept_graphs=all computes 1.00, and "
+        "batch.kept_graphs=auto keeps as many as fit. The result is the same"
     )

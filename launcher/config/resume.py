@@ -1,4 +1,6 @@
-"""Is the checkpoint one of this recipe's run? What each key's change means stands beside the field (`AtResume`)."""
+"""Is the checkpoint one of this recipe's run? What each key's change means stands beside the field
+(`AtResume`).
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class Change:
 def changes(
     config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """Every key that differs from a recipe as resolved then, which may lack newer keys; with the architecture of then
-    also all of the model that does."""
+    """Every key that differs from a recipe as resolved then, which may lack newer keys; with the
+    architecture of then also all of the model that does."""
     now, then = config.to_keep(), redact(then)  # a URL that was signed again is the same
     others = [] if architecture is None else other_architecture(config, architecture)
     found = []
@@ -86,8 +88,8 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 def compare_with(
     config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None
 ) -> list[str]:
-    """What to report about resuming from this checkpoint, below where it is from. UserError where it is another run's,
-    but with `checkpoint.allow_changed_recipe`."""
+    """What to report about resuming from this checkpoint, below where it is from. UserError where
+    it is another run's, but with `checkpoint.allow_changed_recipe`."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
     if (
         before := resumed.state.get("teacher")
@@ -101,8 +103,9 @@ def compare_with(
     if another and not config.checkpoint.allow_changed_recipe:
         raise UserError(
             f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: "
-            f"{'; '.join(map(str, another))}. Restore the recipe, or begin anew with another run.name, or with "
-            "checkpoint.resume=never; or resume all the same with checkpoint.allow_changed_recipe=true"
+            f"{'; '.join(map(str, another))}. Restore the recipe, or begin anew with another "
+            "run.name, or with checkpoint.resume=never; or resume all the same with "
+            "checkpoint.allow_changed_recipe=true"
         )
     reported = [change for change in found if change.kind == "reported"]
     rounds = [change.path for change in found if change.kind == "rounding"]

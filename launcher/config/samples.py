@@ -9,7 +9,9 @@ from launcher.config.recipe import RunConfig, check_config
 
 
 def with_samples(config: RunConfig) -> RunConfig:
-    """With data.num_samples as it is beside the shards, where run.epochs needs it and nobody gave it. UserError."""
+    """With data.num_samples as it is beside the shards, where run.epochs needs it and nobody gave
+    it. UserError.
+    """
     data = config.data
     if config.run.epochs is None or data.num_samples is not None:
         return config

@@ -38,9 +38,9 @@ def test_shapes(tmp_path):
         120,
         size=32,
         per_shard=50,
-        progress=lambda done, total: ticks.append((done, total)),
+        progress=lambda: ticks.append(1),
     )
-    assert ticks[-1] == (120 + 608, 120 + 608) and len(ticks) == 728
+    assert len(ticks) == 120 + 608
     assert (data.num_train, data.num_val) == (120, 608)
     summary = check_source(DataConfig(train=data.train, val=data.val))
     assert summary.num_shards == 3
