@@ -106,7 +106,8 @@ class RunConfig(Settings):
                 f"run's {self.steps} steps; lower it, or raise run.steps"
             )
         decay = 0.0 if self.optim.ema_warmup else self.optim.ema_decay or 0.0
-        if (initial := decay**self.steps) > 0.5 and self.model.init_from is None:
+        initial = decay**self.steps
+        if initial > 0.5 and self.model.init_from is None:
             raise ValueError(
                 f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
                 "average would be the initial weights; lower it, or set optim.ema_warmup=true"
@@ -117,17 +118,8 @@ class RunConfig(Settings):
     def _objectives_fit_together(self) -> RunConfig:
         if self.model.teacher is not None and self.loss.kind != "info_nce":
             raise ValueError(
-<<<<<<< HEAD
                 f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
                 f"not with {self.loss.kind}"
-=======
-                f"model.teacher ({self.model.teacher}) needs batch.accumulation=cached"
-            )
-        if self.batch.accumulation == "local" and self.chosen:
-            raise ValueError(
-                f"{self.chosen[0]} (auto) needs batch.accumulation=cached: with local the size of "
-                "a micro-batch changes what is learned; set it to a number"
->>>>>>> 59f5afd (Lines of the tools within 100 characters)
             )
         return self
 
