@@ -1,4 +1,4 @@
-"""Weights out, for the `CLIPModel` of Hugging Face's transformers, which is not needed to write them."""
+"""Export for the `CLIPModel` of Hugging Face's transformers, which need not be installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _HELD = {
 _NAMES = {
     "transformer.resblocks.": "encoder.layers.", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
     "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
-    "ln_final": "final_layer_norm", "ln_pre": "pre_layrnorm", "ln_post": "post_layernorm",  # so spelled
+    "ln_final": "final_layer_norm", "ln_post": "post_layernorm",
+    "ln_pre": "pre_layrnorm",  # so spelled
     "class_embedding": "embeddings.class_embedding", "conv1": "embeddings.patch_embedding",
     "token_embedding": "embeddings.token_embedding",
     "positional_embedding": "embeddings.position_embedding.weight",
@@ -66,7 +67,8 @@ def check_transformers(architecture: Architecture) -> None:
         )
     if foreign:
         raise UserError(
-            f"--format transformers: transformers' CLIPModel is a ViT with a class token and a causal text tower, and "
+            "--format transformers: transformers' CLIPModel is a ViT with a class token and a "
+            "causal text tower, and "
             f"has no {', '.join(foreign)}: export with --format open_clip"
         )
 

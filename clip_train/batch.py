@@ -1,7 +1,8 @@
-"""The batch arithmetic: the user chooses `global_size`, everything else is derived here and nowhere else.
+"""The batch arithmetic: the user chooses `global_size`, everything else is derived here.
 
-`G` samples are in the global batch of a step, a function of the step alone (`BatchSizes`). `W` ranks share them
-so that they differ by one at most, and cut their shares into `k` micro-batches, equally many on every rank.
+`G` samples are in the global batch of a step, a function of the step alone (`BatchSizes`). `W`
+ranks share them so that they differ by one at most, and cut their shares into `k` micro-batches,
+equally many on every rank.
 """
 
 from __future__ import annotations
@@ -51,29 +52,29 @@ class BatchConfig(Settings):
         Allowed("a list of pieces, or null", example="'[{until_step: 1000, global_size: 1024}]'"),
         Refused,
     ] = None
-    """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...], behind which
-    global_size holds."""
+    """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...],
+    behind which global_size holds."""
     micro_size: Annotated[PositiveInt | Literal["auto"], Rounding] = 256
-    """Samples that go through the model at once on a rank (less where a rank has fewer). It changes memory
-    and speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, measured
-    at the start."""
+    """Samples that go through the model at once on a rank (less where a rank has fewer). It changes
+    memory and speed, never the result; the last micro-batch may be shorter. auto: the fastest that
+    fits, measured at the start."""
     kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = 1
-    """How many of the last micro-batches keep their graph and need no second forward. Each costs one
-    micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto, or as many as
-    fit beside a given micro_size."""
+    """How many of the last micro-batches keep their graph and need no second forward. Each costs
+    one micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto,
+    or as many as fit beside a given micro_size."""
     memory_limit: Annotated[
         int | str | None,
         Allowed("bytes, a size such as 24GiB or 500MB, or null"),
         Rounding,
     ] = None
-    """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations and features,
-    as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU needs it said (Python and its
-    libraries come on top there, about 0.5 GiB a rank)."""
+    """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations
+    and features, as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU
+    needs it said (Python and its libraries come on top there, about 0.5 GiB a rank)."""
 
     @model_validator(mode="before")
     @classmethod
     def _graphs_follow_the_size(cls, raw: Any) -> Any:
-        """With a chosen micro-batch the number of retained graphs is chosen too, unless the recipe has one."""
+        """With micro_size=auto the number of retained graphs is chosen too, unless it is given."""
         if isinstance(raw, dict) and raw.get("micro_size") == "auto":
             return {"kept_graphs": "auto", **raw}
         return raw
@@ -85,7 +86,7 @@ class BatchConfig(Settings):
         ends = [stage.until_step for stage in self.schedule or []]
         if any(b <= a for a, b in itertools.pairwise(ends)):
             raise ValueError(
-                f"batch.schedule: until_step must rise from piece to piece, and is {ends}; sort them"
+                f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them"
             )
         return self
 
@@ -110,7 +111,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of the global batches, a pure function of the step: nothing to save, nothing to restore."""
+    """The sizes of the global batches, a pure function of the step: there is no state to save."""
 
     stretches: tuple[Stretch, ...]
 
@@ -151,13 +152,14 @@ class BatchSizes:
             more = " and batch.schedule: a size" if len(self.stretches) > 1 else ""
             key = f"batch.global_size{more}"
             raise UserError(
-                f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of which needs a "
-                f"sample; raise it to {world_size}, or run on {smallest} rank{'s' if smallest > 1 else ''}"
+                f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of "
+                f"which needs a sample; raise it to {world_size}, or run on {smallest} "
+                f"rank{'s' if smallest > 1 else ''}"
             )
 
 
 def shares(total: int, world_size: int) -> list[int]:
-    """How many of `total` samples each rank holds, in the order of the ranks; they differ by one at most."""
+    """How many of `total` samples each rank holds; the first ranks hold one more."""
     return [total // world_size + (r < total % world_size) for r in range(world_size)]
 
 
@@ -169,8 +171,8 @@ def num_chunks(largest: int, smallest: int, micro_size: int) -> int:
 def chunk_sizes(n: int, k: int, micro_size: int) -> list[int]:
     """n samples in `k` chunks of `micro_size`, none empty: the last ones are shorter where need be.
 
-    With micro_size 1 and shares that differ there is one chunk less than the larger share has samples: its
-    last then has two.
+    With micro_size 1 and shares that differ there is one chunk less than the larger share has
+    samples: its last then has two.
     """
     sizes = []
     for behind in reversed(range(k)):

@@ -1,8 +1,8 @@
 """Collectives. Every function also works without a process group, as a world of one.
 
-Tensors travel by the backend of the device they are on; what ranks decide together (`sum_scalars`, `max_scalars`,
-objects, `barrier`) is on the CPU, by gloo, and so never waits for a GPU's queue: a process group on GPUs has to be
-`cpu:gloo,cuda:nccl`.
+Tensors travel by the backend of the device they are on; what ranks decide together (`sum_scalars`,
+`max_scalars`, objects, `barrier`) is on the CPU, by gloo, and so never waits for a GPU's queue: a
+process group on GPUs has to be `cpu:gloo,cuda:nccl`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """[counts[rank], ...] on each rank -> [sum(counts), ...] on all, in the order of the ranks. No gradient.
+    """[counts[rank], ...] on each rank -> [sum(counts), ...] on all, by rank. No gradient.
 
-    Equal counts are one `all_gather`; others are padded to the longest first. All ranks know all counts
-    (`clip_train.batch.shares`): asking for them would be a second collective.
+    Equal counts are one `all_gather`; others are padded to the longest first. All ranks know all
+    counts (`clip_train.batch.shares`): asking for them would be a second collective.
     """
     longest = max(counts)
     if min(counts) == longest:
@@ -58,9 +58,10 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:
-    """Send `x` to the next rank of the ring and start to receive the previous one's, of `rows` rows.
+    """Send `x` to the next rank of the ring and start to receive the previous one's `rows` rows.
 
-    Returns what waits for it, and gives it. Do not write to `x` before. Called on all ranks together.
+    Returns a function that waits for it and returns it. Do not write to `x` before. All ranks call
+    this together.
     """
     W, here = world_size(), rank()
     arriving = x.new_empty((rows, *x.shape[1:]))
@@ -126,9 +127,10 @@ def barrier() -> None:
 
 
 def agreed(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it fails on any, it fails on all, and nobody waits in a collective.
+    """Run `action` on every rank. If it fails on any, it fails on all, and no rank is left waiting.
 
-    The lowest rank that failed raises its own error, and so prints it; the others raise `RemoteRankError`.
+    The lowest rank that failed raises its own error, and so prints it; the others raise
+    `RemoteRankError`.
     """
     error: Exception | None = None
     result: Any = None
@@ -141,7 +143,10 @@ def agreed(action: Callable[[], T]) -> T:
 
 
 def raise_agreed(error: Exception | None) -> None:
-    """Collective: raise if any rank has an error, on the lowest such rank its own, elsewhere `RemoteRankError`."""
+    """Collective: raise if any rank has an error.
+
+    The lowest such rank raises its own, the others raise `RemoteRankError`.
+    """
     failed = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     first = next((other for other, message in enumerate(failed) if message is not None), None)
     if first is None:
@@ -153,8 +158,10 @@ def raise_agreed(error: Exception | None) -> None:
 
 
 def is_agreed(error: Exception) -> bool:
-    """Whether all ranks have an error here, so that they may continue together: one that `raise_agreed` raised, or a
-    mistake that all ranks see alike."""
+    """Whether all ranks have this error, so that they may continue together.
+
+    `raise_agreed` raised it, or it is a mistake that all ranks see alike.
+    """
     alike = isinstance(error, UserError) and not isinstance(error, RankError)
     return world_size() == 1 or alike or getattr(error, "agreed", False)
 

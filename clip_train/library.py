@@ -1,4 +1,4 @@
-"""The two passes over anybody's two-tower module, for a training loop of one's own: see docs/library.md."""
+"""The two passes over any two-tower module, for your own training loop: see docs/library.md."""
 
 from __future__ import annotations
 
@@ -41,32 +41,36 @@ def contrastive_step(
 ) -> Tensor:
     """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
 
-    Clearing gradients before and stepping the optimizer afterwards is the caller's. Under DistributedDataParallel
-    `.grad` is then the same on all ranks.
+    Clearing gradients before and stepping the optimizer afterwards is the caller's. Under
+    DistributedDataParallel `.grad` is then the same on all ranks.
 
     Args:
-        model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both normalised, logit_scale:
-            the factor itself[, logit_bias]), or a dict with these names. Its training mode is left as it is.
-        images, texts: this rank's n samples: tensors, sequences, or dicts of them, on the model's device. All ranks
-            need equally many.
+        model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both
+            normalised, logit_scale: the factor itself[, logit_bias]), or a dict with these names.
+            Its training mode is left as it is.
+        images, texts: this rank's n samples: tensors, sequences, or dicts of them, on the model's
+            device. All ranks need equally many.
         micro_size: samples that go through the model at once.
-        kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards and need more memory.
+        kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards
+            and need more memory.
         loss: None is InfoNCE().
-        scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()` would; go on with
-            `scaler.step(optimizer)` and `scaler.update()`.
+        scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
+            would; go on with `scaler.step(optimizer)` and `scaler.update()`.
 
     Returns:
-        The loss over the global batch, float64 [], detached and not scaled; not checked for being finite.
+        The loss over the global batch, float64 [], detached and not scaled; not checked for being
+        finite.
 
     Raises:
-        ValueError: inputs that cannot be cut alike; a model that returns something else, or that is a
-            function on several ranks; another kind of loss; a device whose random state cannot be
+        ValueError: inputs that cannot be cut alike; a model that returns something else, or that is
+            a function on several ranks; another kind of loss; a device whose random state cannot be
             replayed.
     """
     objective = InfoNCE() if loss is None else loss
     if not isinstance(objective, (InfoNCE, SigmoidLoss)):
         raise ValueError(
-            f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need a trainer"
+            f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need the "
+            "trainer"
         )
     if micro_size < 1:
         raise ValueError(f"micro_size ({micro_size}) must be at least 1")
@@ -77,8 +81,8 @@ def contrastive_step(
         )
     if dist.world_size() > 1 and not isinstance(model, nn.Module):
         raise ValueError(
-            "model is a function, and there are several ranks: give an nn.Module that holds it as a "
-            "submodule, and whose forward does what the function does, so that its gradients are "
+            "model is a function, and there are several ranks: give an nn.Module that holds it as "
+            "a submodule, and whose forward does what the function does, so that its gradients are "
             "summed over ranks"
         )
     starts = range(0, n, micro_size)
@@ -95,7 +99,7 @@ def contrastive_step(
 
 @dataclass
 class Inputs(MicroBatch):
-    """Of any make that can be cut along the first dimension: tensors, sequences, mappings of them."""
+    """Anything that can be cut along the first dimension: tensors, sequences, mappings of them."""
 
     images: Any
     texts: Any
@@ -122,13 +126,13 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
 
 
 class ModuleEngine:
-    """One step of `model(images, texts)`: k backwards that add to `.grad`, of which DDP sees only the last.
+    """One step of `model(images, texts)`: k backwards that add to `.grad`. DDP sees only the last.
 
-    DDP modules may be anywhere in `model`: inside torch.compile's wrapper or an adapter, one for each tower. What
-    an adapter has beside them, often `logit_scale`, is summed over ranks here.
+    DDP modules may be anywhere in `model`: inside torch.compile's wrapper or an adapter, one for
+    each tower. What an adapter has beside them, often `logit_scale`, is summed over ranks here.
 
-    most_graphs: that can be retained. DDP hangs its reduction on a forward that is followed by its own backward at
-    once, so one of several micro-batches goes forward again.
+    most_graphs: that can be retained. DDP hangs its reduction on a forward that is followed by its
+    own backward at once, so one of several micro-batches goes forward again.
     """
 
     def __init__(
@@ -196,8 +200,9 @@ def as_features(out: Any) -> Features:
         or any(v is None for v in values[:3])
     ):
         raise ValueError(
-            "the model must return (image_features, text_features, logit_scale[, logit_bias]), or a dict with these "
-            f"names, not {type(out).__name__}; logit_scale is the factor itself: exp of the parameter"
+            "the model must return (image_features, text_features, logit_scale[, logit_bias]), or "
+            f"a dict with these names, not {type(out).__name__}; logit_scale is the factor itself: "
+            "exp of the parameter"
         )
     image, text, scale, *bias = (at_least_float32(value) for value in values if value is not None)
     return named_features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)

@@ -17,29 +17,31 @@ class LossConfig(Settings):
     sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
     memory_bank: info_nce with the features of past batches on top (ContAccum)."""
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
-    """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time, so that no
-    rank holds the global batch's features."""
+    """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time,
+    so that no rank holds the global batch's features."""
     bank_size: PositiveInt = 4096
-    """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a pair."""
+    """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a
+    pair."""
     bank_warmup_steps: NonNegativeInt = 1000
-    """memory_bank: optimizer steps before the banks count; they fill from the first. Early features go stale
-    quickly, and a bank of them can keep a model from learning at all."""
+    """memory_bank: optimizer steps before the banks count; they fill from the first. Early features
+    go stale quickly, and a bank of them can keep a model from learning at all."""
     bank_mode: Literal["negatives", "contaccum"] = "negatives"
-    """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well, as in the
-    paper (arXiv 2406.12356)?"""
+    """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well,
+    as in the paper (arXiv 2406.12356)?"""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
-    """Side of the largest piece of the N x N logits that exists at once (memory: 2 x 4 x tile^2 bytes);
+    """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes);
     auto: from the batch and the cache."""
 
     matmul: Annotated[Matmul, Rounding] = "highest"
-    """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three products of bfloat16
-    (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
+    """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three
+    products of bfloat16 (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
 
     @model_validator(mode="after")
     def _ring_is_for_sigmoid(self) -> LossConfig:
         if self.exchange == "ring" and self.kind != "sigmoid":
             raise ValueError(
-                f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all logits of a row "
+                f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all "
+                "logits of a row "
                 "before it has any gradient; set loss.exchange=gather"
             )
         return self

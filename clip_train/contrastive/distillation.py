@@ -1,13 +1,14 @@
-"""CLIP's loss and the cross-entropy with a frozen teacher's softmaxes: OpenCLIP's `DistillClipLoss`, in closed form.
+"""CLIP's loss plus the cross-entropy with a frozen teacher's softmaxes, in closed form.
 
     L = InfoNCE + 1/(2N) sum_i [ -sum_j q_ij log p_ij ] + [ -sum_j q'_ji log p'_ji ]
 
-p, p' are the softmaxes over rows and over columns of the student's logits `S = s I T^T`, q, q' those of the
-teacher's `Z = z U V^T`. Both halves have weight 1, as in OpenCLIP; the teacher's width may differ from D.
+p, p' are the softmaxes over rows and over columns of the student's logits `S = s I T^T`, q, q'
+those of the teacher's `Z = z U V^T`. Both halves have weight 1, as in OpenCLIP's `DistillClipLoss`;
+the teacher's width may differ from D.
 
-`-sum_j q_ij log p_ij = (lse_i - S_ii) - sum_j (q_ij - 1_ij) S_ij`: the second half is InfoNCE again, minus
-something linear in S. So its gradient is InfoNCE's with p in place of 1 and q in place of p, and its value, too,
-falls out of a product with features.
+`-sum_j q_ij log p_ij = (lse_i - S_ii) - sum_j (q_ij - 1_ij) S_ij`: the second half is InfoNCE
+again, minus something linear in S. So its gradient is InfoNCE's with p in place of 1 and q in place
+of p, and its value, too, falls out of a product with features.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Teacher = Callable[[MicroBatch], Features]
 class Distillation(Objective):
     """The loss of the formula above."""
 
-    # Normalized features of a micro-batch, of any width, and the factor; called in the first pass only.
+    # Normalized features of any width, and the factor, for a micro-batch of the first pass.
     teacher: Teacher
     tile: int = AUTO_SIDE
 

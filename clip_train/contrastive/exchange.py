@@ -1,4 +1,4 @@
-"""Which samples of the global batch are whose, and how their features reach the ranks that need them."""
+"""Which rank holds which samples of the global batch, and how ranks get each other's features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clip_train.contrastive.tiles import Block
 
 
 def share_counts(n: int, global_size: int | None) -> list[int]:
-    """Samples of every rank. n: on this one. global_size: N; None where every rank holds n. ValueError.
+    """Samples of every rank. n: on this one. global_size: N, or None if every rank holds n.
 
     Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
     """
@@ -22,15 +22,18 @@ def share_counts(n: int, global_size: int | None) -> list[int]:
     )
     if counts[dist.rank()] != n:
         raise ValueError(
-            f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must hold "
-            f"{counts[dist.rank()]}: of N samples each of W ranks holds N // W, the first N % W one more"
+            f"rank {dist.rank()} holds {n} samples of a global batch of {global_size}, and must "
+            f"hold {counts[dist.rank()]}: each of W ranks holds N // W, the first N % W one more"
         )
     return counts
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Image and text features of one batch; equal rows belong together. `Pairs(I, T, I, T)` is a batch of its own."""
+    """Image and text features of one batch; equal rows belong together.
+
+    `Pairs(I, T, I, T)` is a batch of its own.
+    """
 
     image: Tensor  # [n, D], this rank's
     text: Tensor

@@ -4,8 +4,8 @@
 
 Each rank computes the loss and the gradient of the *global mean* with respect to its own features:
 OpenCLIP's `--local-loss --gather-with-grad`, without its reduce-scatter in the backward and without
-an n x N matrix. What crosses the network, once per step: 2 N D features in one all-gather, N row sums and
-N column sums in one all-reduce.
+an n x N matrix. What crosses the network, once per step: 2 N D features in one all-gather, N row
+sums and N column sums in one all-reduce.
 """
 
 from __future__ import annotations

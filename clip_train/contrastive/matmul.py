@@ -1,12 +1,13 @@
-"""How the loss multiplies float32 matrices: in full, or faster on a GPU's tensor cores; never in bare bfloat16.
+"""How the loss multiplies float32 matrices: in full, or faster on a GPU's tensor cores.
 
     highest  float32
     tf32     factors rounded to 11 significant bits: on an H200 7 times the speed
-    bf16x3   each factor a sum of two bfloat16, of whose four products the three large ones are taken: 16 bits, at a
-             third of bfloat16's speed (arXiv 1904.06376)
+    bf16x3   each factor a sum of two bfloat16, of whose four products the three large ones are
+             taken: 16 bits, at a third of bfloat16's speed (arXiv 1904.06376)
 
-Sums are float32 always. `benchmarks/matmul.py` has what each does to the gradient. On a CPU the factors are
-rounded as a GPU would round them, and the products are float32: the same numbers, and no faster.
+Sums are float32 always. `benchmarks/matmul.py` has what each does to the gradient. On a CPU the
+factors are rounded as a GPU would round them, and the products are float32: the same numbers, and
+no faster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def matmul_precision(chosen: Matmul) -> Iterator[None]:
 def add_product(
     out: Tensor, a: Tensor, b: Tensor, weight: float = 1.0, keep: bool = True
 ) -> Tensor:
-    """`out = weight * a b`, `+ out` with `keep`, in place. a: [r, D], b: [D, c], out: [r, c], of one dtype."""
+    """`out = weight * a b`, `+ out` with `keep`, in place.
+
+    a: [r, D], b: [D, c], out: [r, c], all of one dtype.
+    """
     chosen = _chosen.get()
     if chosen == "highest" or out.dtype != torch.float32 or (chosen == "tf32" and out.is_cuda):
         return out.addmm_(a, b, alpha=weight) if keep else torch.mm(a, b, out=out)

@@ -1,14 +1,16 @@
-"""InfoNCE with memory banks of past features: ContAccum (arXiv 2406.12356) on top of the exact global batch.
+"""InfoNCE with memory banks of past features (ContAccum, arXiv 2406.12356).
 
-`N` pairs in the global batch, `M` in the banks (one of images, one of texts, equally long), `n` and `m` of them
-on this rank. S is the (N + M) x (N + M) matrix of scaled products; gradient reaches the current features only.
+`N` pairs in the global batch, `M` in the banks (one of images, one of texts, equally long), `n` and
+`m` of them on this rank. S is the (N + M) x (N + M) matrix of scaled products; gradient reaches the
+current features only.
 
-    negatives    L = 1/(2N)     sum over current pairs of   [ lse_j(S_ij) - S_ii ] + [ lse_j(S_ji) - S_ii ]
-    contaccum    L = 1/(2(N+M)) sum over all N + M pairs of the same: past pairs are rows too, as in the paper
+    negatives  L = 1/(2N) sum over current pairs of [ lse_j(S_ij) - S_ii ] + [ lse_j(S_ji) - S_ii ]
+    contaccum  L = 1/(2(N+M)) sum over all N + M pairs of the same: past pairs are rows too, as in
+               the paper
 
-The logarithm runs over all N + M columns in both. An entry whose row and column are the same sample by id is
-left out unless both are current: the past copy of a sample is no negative of it. Flops on a rank beside the
-exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
+The logarithm runs over all N + M columns in both. An entry whose row and column are the same sample
+by id is left out unless both are current: the past copy of a sample is no negative of it. Flops on
+a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def sample_ids(keys: Iterable[str]) -> Tensor:
 class MemoryBank(Objective):
     """The exact InfoNCE of the global batch with `size` past pairs on top.
 
-    Until the banks count, and while they are empty, this is `InfoNCE`. The banks change in `after_step`
-    only, so that a loss may be computed twice.
+    Until the banks count, and while they are empty, this is `InfoNCE`. The banks change in
+    `after_step` only, so that a loss may be computed twice.
     """
 
     size: int
@@ -81,7 +83,7 @@ class MemoryBank(Objective):
         return output
 
     def after_step(self) -> None:
-        """The optimizer has stepped: this step's features become past ones. All ranks push the same."""
+        """This step's features become past ones. All ranks push the same."""
         for name, new in self.seen.items():
             both = torch.cat([self.past[name].to(new), new]) if name in self.past else new
             # a copy: the rows that leave do not stay alive
@@ -103,10 +105,16 @@ class MemoryBank(Objective):
 
 
 def banked(
-    pairs: Pairs, ids: Tensor, past: dict[str, Tensor], scale: Tensor, side: int, *, past_are_terms: bool,
+    pairs: Pairs,
+    ids: Tensor,
+    past: dict[str, Tensor],
+    scale: Tensor,
+    side: int,
+    *,
+    past_are_terms: bool,
     deferred: bool,
-) -> LossOutput:  # fmt: skip
-    """S has the N current pairs first, then the M past ones, of which this rank has a contiguous share.
+) -> LossOutput:
+    """S has the N current pairs first, then the M past ones; this rank has a contiguous share.
 
     ids: of the current ones, int64 [N]. past_are_terms: of the loss, not only negatives.
     """
@@ -123,7 +131,7 @@ def banked(
     share = slice(first, first + counts[dist.rank()])
 
     def blocks(A: Tensor, A_all: Tensor, B_all: Tensor) -> list[Block]:
-        """This rank's current rows against all columns; its share of the past ones against those of the terms."""
+        """This rank's current rows, and its share of the past ones."""
         return [
             Block(A, B_all, own.start, 0, (ids_all[own], ids_of_past)),
             Block(A_all[share], B_all[:R], share.start, 0, (ids_all[share], ids_all[:R])),

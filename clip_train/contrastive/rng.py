@@ -1,7 +1,8 @@
 """Capturing and restoring the random state, so that the second forward draws what the first drew.
 
-Dropout and patch dropout of this project's models are counter-based and do not need it; anything else
-random in a model does. Without replay the gradient is wrong by half and biased, not merely noisy.
+Dropout and patch dropout of this project's models are counter-based and do not need it; anything
+else random in a model does. Without replay the gradient is wrong by half and biased, not merely
+noisy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Of torch's generators, uint8: the CPU's, and that of the device the model runs on, whatever its type.
+    """States of torch's generators, uint8: the CPU's, and that of the model's device.
 
     ValueError for a device whose generator cannot be read: its dropout could not be replayed.
     """

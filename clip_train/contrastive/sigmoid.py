@@ -1,14 +1,16 @@
 """The sigmoid loss of SigLIP (arXiv 2303.15343) over the global batch, in closed form over tiles.
 
-    L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, -1 for all others
+    L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, else -1
 
-as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. A pair needs nothing of any
-other, so one tiled pass gives value and gradient. Two ways to let every image meet every text:
+as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. A pair needs nothing
+of any other, so one tiled pass gives value and gradient. Two ways to let every image meet every
+text:
 
-    gather  2 N D features cross the network once; each rank multiplies its images with all texts and its
-            texts with all images (8 n N D flops). No gradient travels.
-    ring    texts go round from rank to rank, and the gradient that they collect goes with them and comes
-            home after W hops: 6 n N D flops, and no rank ever holds more than two ranks' texts.
+    gather  2 N D features cross the network once; each rank multiplies its images with all texts
+            and its texts with all images (8 n N D flops). No gradient travels.
+    ring    texts go round from rank to rank, and the gradient that they collect goes with them and
+            comes home after W hops: 6 n N D flops, and no rank ever holds more than two ranks'
+            texts.
 """
 
 from __future__ import annotations
@@ -70,12 +72,20 @@ class SigmoidLoss(Objective):
 
 
 def _tiled_pass(
-    dA: Tensor, dB: Tensor | None, block: Block, *, scale: Tensor, bias: Tensor, weight: float, side: int,
+    dA: Tensor,
+    dB: Tensor | None,
+    block: Block,
+    *,
+    scale: Tensor,
+    bias: Tensor,
+    weight: float,
+    side: int,
     with_sums: bool = True,
-) -> Tensor:  # fmt: skip
-    """`dA += weight * G B`, if asked `dB += weight * G^T A`, with `G = sigmoid(S + bias)` on the negatives.
+) -> Tensor:
+    """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = sigmoid(S + bias)` of negatives.
 
-    Returns the sums of `softplus(S + bias)` and of G over them, float64 [2] (zeros without `with_sums`).
+    Returns the sums of `softplus(S + bias)` and of G over them, float64 [2] (zeros without
+    `with_sums`).
     """
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
@@ -96,7 +106,7 @@ def _tiled_pass(
 def _round(
     tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, counts: list[int]
 ) -> Tensor:
-    """Every rank's texts visit this rank's images; `d_text` travels with them, and ends as the gradient of `T`."""
+    """Every rank's texts visit this rank's images; `d_text` travels with them."""
     W, here = dist.world_size(), dist.rank()
     first = list(itertools.accumulate(counts, initial=0))  # of every rank
     texts, gradient = T, d_text

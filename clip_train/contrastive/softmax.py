@@ -1,7 +1,8 @@
-"""The softmaxes over the rows and over the columns of `S = scale * I T^T`, from sums over tiles and ranks.
+"""The softmaxes over rows and columns of `S = scale * I T^T`, from sums over tiles and ranks.
 
-All that the objectives with a softmax (InfoNCE, with memory banks, distillation) need of the logits. The positive
-is kept outside the sums: loss and gradient then keep their digits when the loss is tiny.
+The objectives with a softmax (InfoNCE, with memory banks, distillation) need nothing else of the
+logits. The positive is kept outside the sums: loss and gradient then keep their digits when the
+loss is tiny.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Softmaxes:
     row_gap: Tensor  # log-sum-exp over the negatives of row x, minus S_xx: 1 - p_xx is its sigmoid
     col_gap: Tensor  # of column x
     shift: Tensor | None  # [1], taken from logits before their exponentials; None: of 0
-    direct: bool  # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
+    # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
+    direct: bool
     unsafe: (
         Tensor | None
     )  # bool []: not so after all, and all that follows is to be thrown away; see `Context`
@@ -60,10 +62,11 @@ class Softmaxes:
         *,
         deferred: bool,
     ) -> Softmaxes:
-        """rows: this rank's blocks of S; over all ranks they hold every negative of every pair once, a row's all
-        in one. cols: of S^T.
+        """rows: this rank's blocks of S. Over all ranks they hold every negative of every pair
+        once, and one block holds all of a row. cols: the same for S^T.
 
-        B of every block is the same on all ranks. S may have more rows and columns than `positive` has entries.
+        B of every block is the same on all ranks. S may have more rows and columns than `positive`
+        has entries.
         """
         shift = _stabiliser(rows, cols, scale)
         R, size = len(positive), max(block.cols.stop for block in rows)
@@ -122,14 +125,20 @@ class Softmaxes:
         return torch.cat([self.positive + softplus(gap), beyond])
 
     def add_gradient(
-        self, dA: Tensor, dB: Tensor | None, block: Block, weight: float, *, transposed: bool = False,
+        self,
+        dA: Tensor,
+        dB: Tensor | None,
+        block: Block,
+        weight: float,
+        *,
+        transposed: bool = False,
         values: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """`dA += weight * G B` and, if asked, `dB += weight * G^T A`, `G = P + P'` on the negatives, else zero.
+    ) -> None:
+        """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = P + P'` on negatives, else 0.
 
-        P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T. values: stand for A and
-        B in the two products, as in attention. Where they are `direct` one exponential per entry serves both terms;
-        else each takes its own, and any logits are safe.
+        P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T.
+        values: stand for A and B in the two products, as in attention. Where they are `direct` one
+        exponential per entry serves both terms; else each takes its own, and any logits are safe.
         """
         row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
         if transposed:
@@ -151,7 +160,7 @@ class Softmaxes:
 
 
 def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:
-    """|S_xy| <= s max|I| max|T| (Cauchy-Schwarz), so no pass over the logits is needed for a maximum. None: 0."""
+    """From |S_xy| <= s max|I| max|T|: no pass over the logits is needed for a maximum. None: 0."""
     longest_text, longest_image = (
         torch.stack(
             [
@@ -174,10 +183,12 @@ def add_cross_entropy_gradient(
     weight: float,
     values: Pairs | None = None,
 ) -> None:
-    """Add `weight * (P + P' - 2) T` and its like for the texts; P, P' are the softmaxes over rows and columns.
+    """Add `weight * (P + P' - 2) T`, and the same for the texts.
 
-    weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose features stand for I
-    and T in the products; by default `pairs`.
+    P and P' are the softmaxes over rows and over columns.
+
+    weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose
+    features stand for I and T in the products; by default `pairs`.
     """
     of, own = values or pairs, pairs.own
     along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]

@@ -1,10 +1,12 @@
 """Passes over the tiles of blocks of `S = scale * A B^T` that never hold more than one tile.
 
-Every objective's logits are made here, and nowhere else. Rows of A are usually this rank's side, rows of B the
-other side of the whole global batch. Sums, exponentials and products are in float32 (float64 if a side is),
-whatever the features' own dtype: bfloat16 logits alone cost 4-18% of the gradient at scales of 50-100.
+All logits of all objectives are made here. Rows of A are usually this rank's side,
+rows of B the other side of the whole global batch. Sums, exponentials and products are in float32
+(float64 if a side is), whatever the features' own dtype: bfloat16 logits alone cost 4-18% of the
+gradient at scales of 50-100.
 
-`side` is the largest tile's, AUTO_SIDE the one that fits shapes and cache; `[r, c]` is a block's shape.
+`side` is the largest tile's, AUTO_SIDE the one that fits shapes and cache; `[r, c]` is a block's
+shape.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def auto_side(n: int, N: int) -> int:
-    """The side of the tiles of an n x N matrix: as large as fits into the cores' second-level caches.
+    """The side of the tiles of an n x N matrix: as large as fits into the second-level caches.
 
-    The elementwise passes over a tile then read from cache what the matrix product left there, and the
-    product is large enough to run at full speed. Rounded so that no thin strip is left at an edge.
+    The elementwise passes over a tile then read from cache what the matrix product left there, and
+    the product is large enough to run at full speed. Rounded so that no thin strip is left at an
+    edge.
     """
     if torch.cuda.is_available():
         side = GPU_SIDE
@@ -64,8 +67,8 @@ def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]
 class Block:
     """Rows `row + i` of S, made by A [r, D], against its columns `col + j`, made by B [c, D].
 
-    Row x and column x are a pair: such an entry is a positive. ids, int64 [r] and [c]: entries of one sample are
-    no negatives either; a negative id is of no known sample.
+    Row x and column x are a pair: such an entry is a positive. ids, int64 [r] and [c]: entries of
+    one sample are no negatives either; a negative id is of no known sample.
     """
 
     A: Tensor
@@ -89,7 +92,7 @@ class Block:
     def logits(
         self, scale: Tensor, shift: Tensor | None, side: int
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Tile by tile, in the same memory: rows, columns, `S = scale * a b^T - shift`, and as much to spare.
+        """Each tile's rows, columns, `S = scale * a b^T - shift`, and a spare tile of memory.
 
         scale, shift: [1], on the device: asking for their values would wait for it. None: no shift.
         """
@@ -122,7 +125,10 @@ class Block:
         self, rows: slice, cols: slice, G: Tensor, weight: float, dA: Tensor, dB: Tensor | None,
         values: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`dA += weight * G B` and, if asked, `dB += weight * G^T A` for the tile G; `values` stand for A and B."""
+        """For the tile G: `dA += weight * G B`, if asked `dB += weight * G^T A`.
+
+        values: stand for A and B.
+        """
         A, B = values or (self.A, self.B)
         add_product(dA[rows], G, B[cols].to(self.dtype), weight)
         if dB is not None:
@@ -130,10 +136,10 @@ class Block:
 
 
 def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:
-    """Row sums [r] and column sums [c] of `exp(S - shift)` (None: no shift) over the negatives of the block.
+    """Row sums [r] and column sums [c] of `exp(S - shift)` over the negatives of the block.
 
-    One exponential per entry feeds both directions (2 r c D flops). The caller picks a `shift` that cannot
-    overflow and checks that nothing that matters underflowed.
+    One exponential per entry feeds both directions (2 r c D flops). The caller picks a `shift` that
+    cannot overflow and checks that nothing that matters underflowed.
     """
     row_sums, col_sums = (x.new_zeros(len(x), dtype=block.dtype) for x in (block.A, block.B))
     for rows, cols, S, _ in block.logits(scale, shift, side):
@@ -145,7 +151,7 @@ def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tu
 
 
 def row_logsumexp(block: Block, scale: Tensor, side: int) -> Tensor:
-    """log of the row sums [r] of `exp(S)` over the negatives, for any logits: a running maximum per row.
+    """log of the row sums [r] of `exp(S)` over the negatives, with a running maximum per row.
 
     The slow and always safe form of `exp_sums`; a row without negatives gives -inf.
     """
@@ -157,7 +163,10 @@ def row_logsumexp(block: Block, scale: Tensor, side: int) -> Tensor:
 
 
 def row_dots(A: Tensor, B: Tensor) -> Tensor:
-    """`(A * B).sum(1)` [n], summed in float64 (digits a loss near zero needs), without an n x D product in memory."""
+    """`(A * B).sum(1)` [n], summed in float64, without an n x D product in memory.
+
+    A loss near zero needs these digits.
+    """
     size = 256 if A.device.type == "cpu" else 8192  # rows: few launches on a GPU, in cache on a CPU
     dtype = accumulation_dtype(A, B)
     chunks = zip(A.split(size), B.split(size), strict=True)

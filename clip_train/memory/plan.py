@@ -1,7 +1,7 @@
-"""Which micro-batch, how many retained graphs: the least work among what fits into memory. Pure arithmetic.
+"""Micro-batch size and retained graphs: the least work among the layouts that fit into memory.
 
-The same function decides at the start of a run and in `clip-train plan`. `n` samples on a rank go through
-the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
+The same function decides at the start of a run and in `clip-train plan`. `n` samples on a rank go
+through the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REDUCTION = (
 
 @dataclass(frozen=True)
 class Profile:
-    """What one sample more needs, in bytes, measured as the difference between two sizes of micro-batch."""
+    """Bytes that one more sample needs: the difference between two sizes of micro-batch."""
 
     forward: float  # at the highest point of a forward without a graph
     graph: float  # held between forward and backward
@@ -37,7 +37,10 @@ class Profile:
         return max(self.building, self.backward)
 
     def deeper(self, more: Profile, less: Profile, times: int) -> Profile:
-        """This with `times` blocks more, where `more` is of one more than `less`; without a graph none is held."""
+        """With `times` more blocks. `more` has one block more than `less`.
+
+        Without a graph no block is held.
+        """
         each = zip(astuple(self)[1:], astuple(more)[1:], astuple(less)[1:], strict=True)
         return Profile(
             max(self.forward, more.forward), *(here + times * (b - a) for here, b, a in each)
@@ -57,7 +60,8 @@ class Memory:
     gradients: float
     optimizer: float  # fp32 master weights and moments; 0 where they are offloaded
     buffers: float  # of the engine: gradients and parameters on their way
-    features: float = 0.0  # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
+    # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
+    features: float = 0.0
     activations: float = 0.0  # of the retained graphs, and of the micro-batch at work
 
     @property
@@ -77,7 +81,8 @@ class Room:
     """What there is to choose from, on each rank alike."""
 
     limit: float  # bytes
-    fixed: float  # what does not depend on the micro-batch; with reductions in each backward where there is a choice
+    # Independent of the micro-batch; with reductions in each backward if there is a choice.
+    fixed: float
     whole_gradient: float = (
         0.0  # what a reduction once per step needs beyond that; see `reductions`
     )
@@ -126,9 +131,10 @@ class Layout:
         if self.room.each_backward_costs:
             more += f", gradients reduced {'once' if self.reduce_once else 'in each backward'}"
         return (
-            f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept{more}: "
-            f"{self.forwards_per_sample:.2f} forwards per sample, the least work that fits: {gib(self.bytes)} of "
-            f"{gib(self.room.limit)} a rank, {gib(self.fixed)} fixed; a sample takes {gib(profile.graph)} with its "
+            f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs "
+            f"kept{more}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
+            f"fits: {gib(self.bytes)} of {gib(self.room.limit)} a rank, {gib(self.fixed)} fixed; a "
+            f"sample takes {gib(profile.graph)} with its "
             f"graph, {gib(profile.peak)} at its highest, {gib(profile.forward)} without a graph"
         )
 
@@ -144,8 +150,8 @@ def candidates(
 ) -> list[Layout]:
     """Every layout worth a look, whether it fits or not. None for a number means: any.
 
-    `profiles`: activation checkpointing -> Profile. Micro-batches of equal size only (up to one sample), unless a size
-    is given.
+    `profiles`: activation checkpointing -> Profile. Micro-batches of equal size only (up to one
+    sample), unless a size is given.
     """
     n = -(-global_size // world_size)
     layouts = []
@@ -177,14 +183,18 @@ def choose(
     profiles: dict[bool, Profile],
     **given: int | None,
 ) -> Layout:
-    """Of `candidates` the cheapest that fits; of equally cheap ones the smallest. UserError where none fits."""
+    """The cheapest of `candidates` that fits, or the smallest of equally cheap ones.
+
+    UserError if none fits.
+    """
     layouts = candidates(global_size, world_size, room, profiles, **given)
     fitting = [layout for layout in layouts if layout.bytes <= room.limit]
     if not fitting:
         least = min((layout.bytes for layout in layouts), default=room.fixed)
         raise UserError(
-            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} a rank (the least that a step "
-            f"needs is {gib(least)}), of which {gib(room.fixed)} are weights, gradients, optimizer state and features; "
+            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} a rank (the "
+            f"least that a step needs is {gib(least)}), of which {gib(room.fixed)} are weights, "
+            "gradients, optimizer state and features; "
             "raise batch.memory_limit, or use more ranks, a higher engine.zero_stage, "
             "engine.activation_checkpointing=auto, or a smaller batch.global_size"
         )

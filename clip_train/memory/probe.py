@@ -1,7 +1,8 @@
-"""How much memory one more sample needs: the difference between two sizes of micro-batch, by real forwards.
+"""Memory of one more sample: the difference between forwards of two sizes of micro-batch.
 
-On a GPU the allocator is asked; elsewhere every tensor that torch makes is counted while it lives. The same
-count on fake tensors (no memory, no arithmetic, no weights) is what `clip-train plan` predicts with.
+On a GPU the allocator is asked; elsewhere every tensor that torch makes is counted while it lives.
+The same count on fake tensors (no memory, no arithmetic, no weights) is what `clip-train plan`
+predicts with.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from clip_train.memory.plan import Profile
 from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 
-FAKE_SIZE = (
-    2**30
-)  # samples: what does not grow with them, such as the gradients of the weights, is nothing beside them
+# Samples: beside so many, what does not grow with them (gradients of the weights) is negligible.
+FAKE_SIZE = 2**30
 REAL_SIZES = (2, 2, 6)  # the first only warms up: ZeRO-3 fetches parameters in another way then
 
 
@@ -66,11 +66,11 @@ class LiveBytes(TorchDispatchMode):
 def fake_profile(
     make_model: Callable[[], torch.nn.Module], micro_batch: Callable[[int], MicroBatch]
 ) -> Profile:
-    """Of `make_model()` in training, on fake tensors: forward, and backward as well. Allocates nothing."""
+    """The profile of `make_model()` in training, on fake tensors: allocates nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     collects = gc.isenabled()
-    gc.disable()  # so many small objects set collections off that they took a fifth of the time, and found nothing
+    gc.disable()  # collections took a fifth of the time, and found nothing
     try:
         with torch.random.fork_rng(devices=[]), FakeTensorMode():
             points = _fake_step(make_model().train(), micro_batch(FAKE_SIZE))
@@ -81,7 +81,7 @@ def fake_profile(
 
 
 def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int, int]:
-    """Bytes: the highest point without a graph, the graph, the highest point with it, and that of its backward."""
+    """Bytes: peak without a graph, size of the graph, peak with it, and peak of its backward."""
     known = [
         *model.parameters(),
         *model.buffers(),
@@ -107,7 +107,7 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
 def real_profile(
     engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile
 ) -> Profile:
-    """Of the engine itself, on its device: forwards only, so that no gradient and no weight changes.
+    """The engine's own profile, on its device: forwards only, so no gradient or weight changes.
 
     The backward's own need is taken from `predicted`. All ranks make the same calls.
     """

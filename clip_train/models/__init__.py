@@ -1,1 +1,1 @@
-"""The model: OpenCLIP's architectures and parameter names, dropout that belongs to the sample, conversion."""
+"""The model: OpenCLIP's architectures and parameter names, counter-based dropout, conversion."""

@@ -1,4 +1,6 @@
-"""Batch normalisation over the micro-batch of all ranks, whose running statistics see each sample of a step once.
+"""Batch normalization over the micro-batch of all ranks.
+
+The running statistics see each sample of a step once.
 
 `P` values of a channel (samples times pixels) on this rank, `C` channels.
 """
@@ -22,9 +24,10 @@ _updates: list[Update] | None = None  # None: nobody wants to know what passes b
 
 @contextmanager
 def observed() -> Iterator[list[Update]]:
-    """Within, every forward in training adds what it would do to running statistics, for the caller to do or to drop.
+    """Collects the updates of running statistics that forwards in training ask for.
 
-    Outside of it they stay as they are: in replayed forwards, in the recomputation of activations, in probes.
+    The caller applies or drops them. Outside of this context the statistics stay as they are: in
+    replayed forwards, in the recomputation of activations, in probes.
     """
     global _updates  # noqa: PLW0603  autograd recomputes activations in threads of its own
     before, _updates = _updates, []
@@ -39,10 +42,6 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(each, BatchNorm2d) for each in model.modules())
 
 
-def _sum_over_ranks(x: Tensor) -> Tensor:
-    return x if isinstance(x, FakeTensor) else dist.all_reduce_sum(x)
-
-
 class _Normalise(torch.autograd.Function):
     """torch's SyncBatchNorm, on any device. Saves its input and [C] values."""
 
@@ -50,14 +49,17 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[b, C, ...], weight and bias [C] in at least float32 -> the same, mean [C], variance [C], values of a channel
-        on all ranks, float64 [1]"""
+        """[b, C, ...], weight and bias [C] in at least float32 -> the same, mean [C], variance [C],
+        values of a channel on all ranks, float64 [1]"""
+        others = [0, *range(2, x.ndim)]  # all dimensions but the channels'
         variance, mean = (
-            each.double() for each in torch.var_mean(x.to(weight.dtype), _others(x), correction=0)
+            each.double() for each in torch.var_mean(x.to(weight.dtype), others, correction=0)
         )
         P = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
         # in float64 nothing is lost to squares that cancel
-        sums = _sum_over_ranks(torch.cat([P, P * mean, P * (variance + mean.square())]))
+        sums = torch.cat([P, P * mean, P * (variance + mean.square())])
+        if not isinstance(sums, FakeTensor):
+            dist.all_reduce_sum(sums)
         count, total, squares = sums.split([1, len(mean), len(mean)])
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
@@ -78,22 +80,23 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, deviation, count = ctx.saved_tensors  # `deviation`: 1 / standard deviation
         wide, column = gradients[0].to(weight.dtype), [-1] + [1] * (x.ndim - 2)
         centred = x.to(weight.dtype) - mean.view(column)
-        own = torch.stack([wide.sum(_others(x)), (wide * centred).sum(_others(x))])  # [2, C]
-        total, product = _sum_over_ranks(own.clone()) / count
+        others = [0, *range(2, x.ndim)]
+        own = torch.stack([wide.sum(others), (wide * centred).sum(others)])  # [2, C]
+        sums = own.clone()
+        if not isinstance(sums, FakeTensor):
+            dist.all_reduce_sum(sums)
+        total, product = sums / count
         centred.mul_((product * deviation.square()).view(column))
         out = wide.sub(centred).sub_(total.view(column)).mul_((weight * deviation).view(column))
         # of the parameters this rank's share, as of every other: the engine sums it
         return out.to(x.dtype), own[1] * deviation, own[0], None
 
 
-def _others(x: Tensor) -> list[int]:
-    """All dimensions but the channels'."""
-    return [0, *range(2, x.ndim)]
-
-
 class BatchNorm2d(nn.BatchNorm2d):
-    """Under `nn.BatchNorm2d`'s names; in training by the statistics of a micro-batch on all ranks, which may differ in
-    length."""
+    """`nn.BatchNorm2d`, in training by the statistics of a micro-batch on all ranks.
+
+    The ranks' micro-batches may differ in length.
+    """
 
     running_mean: Tensor
     running_var: Tensor
@@ -123,7 +126,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.num_batches_tracked += 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> BatchNorm2d:
-        """As any module's, but that no `model.to(bfloat16)` rounds statistics: they move by a tenth of a difference."""
+        """`model.to(bfloat16)` does not round statistics: they move by a tenth of a difference."""
         before = {name: getattr(self, name) for name in ("running_mean", "running_var")}
         super()._apply(fn, recurse)
         for name, kept in before.items():

@@ -1,4 +1,7 @@
-"""The pre-norm transformer that both towers are made of, with OpenCLIP's parameter names. `b` samples, `L` tokens."""
+"""The pre-norm transformer of both towers, with OpenCLIP's parameter names.
+
+`b` samples, `L` tokens.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ class _OneDNN(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """Draws its weight from a normal distribution with `std`, and its bias, unless zero; where None as torch does."""
+    """Draws its weight from a normal distribution with `std`; None: as torch does."""
 
     def __init__(
         self, in_features: int, out_features: int, std: float | None, zero_bias: bool = False
@@ -108,7 +111,10 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with the parameters of `nn.MultiheadAttention`; one token may ask alone."""
+    """Multi-head self-attention with the parameters of `nn.MultiheadAttention`.
+
+    It can be computed for one query token alone.
+    """
 
     def __init__(
         self, width: int, heads: int, std: float | None, projection_std: float | None
@@ -125,11 +131,14 @@ class Attention(nn.Module):
         self.out_proj = Linear(width, width, projection_std, zero_bias=True)
 
     def forward(self, x: Tensor, causal: bool, token: Tensor | None = None) -> Tensor:
-        """[b, L, width] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token alone."""
+        """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
+        width].
+        """
         seen = None
         if token is None:
             q, k, v = self._heads(linear(x, self.in_proj_weight, self.in_proj_bias), 3)
-        else:  # all tokens are keys and values; split, not slices: its backward writes the packed gradient once
+        else:
+            # All tokens are keys and values. The backward of a split writes the gradient once.
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
             (q,) = self._heads(linear(at(x, token), query, query_bias), 1)
@@ -196,8 +205,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
     ) -> Tensor:
-        """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b], [b, 1, width]: the result at that token
-        alone, for which the others are needed only as keys and values."""
+        """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
+        [b, 1, width], for which the others are needed only as keys and values."""
         attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token))
         x = (x if token is None else at(x, token)) + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
@@ -215,8 +224,10 @@ class Transformer(nn.Module):
         self.activation_checkpointing, self.one_token = activation_checkpointing, one_token
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor) -> Tensor:
-        """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read; unless `one_token`, all: [b, L,
-        width]"""
+        """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read.
+
+        Without `one_token` all tokens: [b, L, width].
+        """
         for i, block in enumerate(self.resblocks):
             asked = token if self.one_token and i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():

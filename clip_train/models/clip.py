@@ -1,4 +1,7 @@
-"""CLIP: two towers, a temperature, and for the sigmoid loss a bias. `b` samples of `L` tokens, `D` features."""
+"""CLIP: two towers, a temperature, and for the sigmoid loss a bias.
+
+`b` samples of `L` tokens, `D` features.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from clip_train.protocols import text_ends
 
 
 class CLIP(nn.Module):
-    """Parameters are named as in OpenCLIP, the text tower's at the root; `logit_scale` is [1], which every engine can
-    share out. They are drawn from torch's generator as OpenCLIP draws them."""
+    """CLIP with OpenCLIP's parameter names, the text tower's at the root, and its initialization.
+
+    `logit_scale` is [1], which every engine can shard.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class CLIP(nn.Module):
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
     ) -> Outputs:
-        """Encode what is given. Both towers are reached by calling the model: ZeRO-3 knows no other way in.
+        """Encode what is given. Call the model itself: ZeRO-3 gathers parameters in no other way.
 
         Args:
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
@@ -78,11 +83,13 @@ class CLIP(nn.Module):
             sample_seeds: int64 [b], for the dropouts in training.
 
         Returns:
-            image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale) [1],
-            logit_bias [1] or None. Features have length 1. All are float32, or float64 in a float64 model.
+            image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)
+            [1], logit_bias [1] or None. Features have length 1. All are float32, or float64 in a
+            float64 model.
 
         Raises:
-            ValueError: in training with dropout, without `sample_seeds`; images or texts of another size.
+            ValueError: `sample_seeds` are missing in training with dropout; a wrong size of images
+                or texts.
         """
         image_features = text_features = None
         if images is not None:
@@ -98,8 +105,7 @@ class CLIP(nn.Module):
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
     def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """int64 [b, L], int64 [b] -> [b, D]; L may be less than the context where a text has an end: padding that all
-        texts share."""
+        """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off."""
         cfg = self.architecture.text_cfg
         if (
             texts.ndim != 2
@@ -109,9 +115,8 @@ class CLIP(nn.Module):
             raise ValueError(
                 f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}"
             )
-        x = (
-            self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
-        )  # [b, L, width]
+        # [b, L, width]
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         if cfg.pool_type in ("argmax", "eos"):
             token = text_ends(texts, cfg.end_id)
         else:
@@ -121,9 +126,9 @@ class CLIP(nn.Module):
 
 
 def parse_saved(dump: Mapping[str, Any]) -> AnyArchitecture:
-    """As its `model_dump` has given it. CheckpointError if it cannot be one.
+    """The architecture that a checkpoint describes. CheckpointError if it does not describe one.
 
-    Earlier versions had ResNets of their own, with keys that no ResNet has, and their `norm` beside every ViT.
+    Earlier versions saved `patch_size` with ResNets and `norm` with ViTs.
     """
     try:
         if "open_clip" in dump:
@@ -148,9 +153,11 @@ def build_model(
     patch_dropout: float | None = None,
     activation_checkpointing: bool = False,
 ) -> nn.Module:
-    """A `CLIP`, or one of OpenCLIP's modules with the same `forward` (its dropouts are in its architecture).
+    """A `CLIP`, or one of OpenCLIP's modules with the same `forward`, whose architecture has its
+    dropouts.
 
-    UserError where OpenCLIP is not installed, or cannot build it."""
+    UserError if OpenCLIP is not installed, or cannot build it.
+    """
     if isinstance(architecture, OpenCLIPArchitecture):
         library(architecture.open_clip)
         from clip_train.models.openclip.model import build
@@ -177,11 +184,11 @@ def count_parameters(architecture: AnyArchitecture) -> int:
 
 @cache
 def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) -> float:
-    """Floating point operations of one image and one text going forward: products only, 2 for each MAC.
+    """Floating point operations of one image and one text going forward: 2 for each MAC.
 
-    Counted by torch on tensors without data. Causal attention counts in full, as is the custom, and so
-    does the padding behind a text, which the model may skip. A step costs 3 of these for each sample,
-    and one more for each time the sample goes forward again.
+    Counted by torch on tensors without data. Causal attention counts in full, as is the custom, and
+    so does the padding behind a text, which the model may skip. A step costs 3 of these for each
+    sample, and one more for each time the sample goes forward again.
     """
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
     side, length = vision.image_size, architecture.text_cfg.context_length

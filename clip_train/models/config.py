@@ -72,10 +72,6 @@ class VisionConfig(_Tower):
             raise ValueError(
                 f"width ({width}) must be a multiple of head_width ({self.head_width})"
             )
-        if self.pos_embed_type == "sin_cos_2d" and width % 4:
-            raise ValueError(
-                f"width ({width}) must be a multiple of 4 for pos_embed_type sin_cos_2d"
-            )
         if size % patch:
             raise ValueError(
                 f"image_size ({size}) must be a multiple of patch_size ({patch}); "
@@ -180,11 +176,14 @@ class ModelConfig(Settings):
     """The recipe's `model` section."""
 
     name: Annotated[str, Refused] = "ViT-B-32"
-    """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME (docs/models.md)."""
+    """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
+    (docs/models.md)."""
     image_size: Annotated[PositiveInt | None, Refused] = None
-    """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as the JSON says."""
+    """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
+    the JSON says."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
-    """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON says."""
+    """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON
+    says."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     freeze: Annotated[list[str], Refused] = Field([])
@@ -192,32 +191,39 @@ class ModelConfig(Settings):
     lock_image: Annotated[bool, Refused] = False
     """Freeze the image tower (OpenCLIP's --lock-image; recipes/lit.yaml)."""
     lock_image_unlocked_groups: Annotated[NonNegativeInt, Refused] = 0
-    """Of a locked image tower, train this many groups at its top: projection, last block with its norm, each other."""
+    """With lock_image, train this many groups at the tower's top: the projection, the last block
+    with its norm, each further block."""
     lock_image_freeze_bn_stats: Annotated[bool, Refused] = False
-    """Of a locked image tower, keep and use the batch norms' running statistics (a flag of OpenCLIP's)."""
+    """With lock_image, keep and use the batch norms' running statistics (OpenCLIP's flag)."""
     lock_text: Annotated[bool, Refused] = False
     """Freeze the text tower (OpenCLIP's --lock-text)."""
     lock_text_unlocked_layers: Annotated[NonNegativeInt, Refused] = 0
-    """Of a locked text tower, train this many groups at its top, counted as those of the image tower."""
+    """With lock_text, train this many groups at the tower's top, counted as in the image tower."""
     init_from: str | None = None
-    """Start from these weights: a file in OpenCLIP's layout, an export, a run, each also at a URL: docs/weights.md."""
+    """Start from these weights: a file in OpenCLIP's layout, an export, a run, each also at a URL:
+    docs/weights.md."""
     init_image_from: str | None = None
-    """The image tower alone from there, of a whole model or of an image tower; the rest is drawn, or `init_from`'s."""
+    """Only the image tower from these weights, of a whole model or of an image tower; the rest is
+    initialized at random, or from `init_from`."""
     init_text_from: str | None = None
-    """The text tower alone from there, of a whole model or of a text tower; the rest is drawn, or `init_from`'s."""
+    """Only the text tower from these weights, of a whole model or of a text tower; the rest is
+    initialized at random, or from `init_from`."""
     teacher: str | None = None
-    """Learn from this frozen model as well (OpenCLIP's distillation loss): weights from any place of `init_from`. It
-    sees the same images and texts, once per step; every rank holds all of it."""
+    """Learn from this frozen model as well (OpenCLIP's distillation loss): weights from any place
+    of `init_from`. It sees the same images and texts, once per step; every rank holds all of it."""
     teacher_name: str | None = None
-    """The teacher's architecture, as in `name`; none: by its tag, or its folder's own open_clip_config.json."""
+    """The teacher's architecture, as in `name`; none: by its tag, or its folder's own
+    open_clip_config.json."""
     init_logit_scale: Annotated[
         float | None,
         Field(ge=0, le=math.log(100)),
         Allowed("a number from 0 to 4.6 (ln 100), or null"),
     ] = None
-    """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says (ln 1/0.07)."""
+    """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says
+    (ln 1/0.07)."""
     init_logit_bias: Annotated[float | None, Refused] = None  # whether there is such a parameter
-    """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON says."""
+    """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON
+    says."""
 
     @model_validator(mode="after")
     def _only_locked_towers_are_unlocked(self) -> ModelConfig:
@@ -228,7 +234,8 @@ class ModelConfig(Settings):
             for key in keys:
                 if getattr(self, key) and not getattr(self, lock):
                     raise ValueError(
-                        f"model.{key} ({shown(getattr(self, key))}) without a lock; set model.{lock}=true"
+                        f"model.{key} ({shown(getattr(self, key))}) without a lock; set "
+                        f"model.{lock}=true"
                     )
         return self
 
@@ -242,7 +249,7 @@ class ModelConfig(Settings):
         return load_architecture(self.name).changed(self, scalars, vision)
 
     def teacher_architecture(self) -> AnyArchitecture | None:
-        """The teacher's, or None without one. UserError, also if it cannot see the student's samples."""
+        """The teacher's, or None without one. UserError, also if it needs other samples."""
         place, name = self.teacher, self.teacher_name
         if place is None:
             return None
@@ -257,7 +264,8 @@ class ModelConfig(Settings):
             if remote or not os.path.isfile(local_path(place) / "open_clip_config.json"):
                 raise UserError(
                     f"model.teacher ({place}) is not a folder with an open_clip_config.json that "
-                    "describes the model; set model.teacher_name to a preset or to the path of a JSON"
+                    "describes the model; set model.teacher_name to a preset or to the path of a "
+                    "JSON"
                 )
             name = str(local_path(place))
         ours, theirs = self.architecture(), load_architecture(name)
@@ -269,8 +277,8 @@ class ModelConfig(Settings):
             own, other = map(attrgetter(what), (ours, theirs))
             if own != other:
                 raise UserError(
-                    f"model.teacher ({place}) has {what} {other}, the student {own}: both see the same "
-                    "samples; choose another teacher or student"
+                    f"model.teacher ({place}) has {what} {other}, the student {own}: both see the "
+                    "same samples; choose another teacher or student"
                 )
         return theirs
 
@@ -305,9 +313,9 @@ def load_architecture(name: str) -> AnyArchitecture:
     near += [by_lower[preset] for preset in close]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, OpenCLIP's "
-        "ViTs and ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or the path of a "
-        "JSON file in its schema"
+        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, "
+        "OpenCLIP's ViTs and ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or "
+        "the path of a JSON file in its schema"
     )
 
 
@@ -330,7 +338,7 @@ def parse_architecture(content: Any, source: str) -> Architecture:
     try:
         return Architecture.model_validate(cleaned)
     except ValidationError as e:
-        lines = explain(e, Architecture, cleaned, unknown=_nearest, within="file")
+        lines = explain(e, Architecture, cleaned, unknown=_unknown, within="file")
         raise UserError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -346,12 +354,6 @@ def _without_neutral(section: dict[str, Any], schema: type[Described]) -> dict[s
     }
 
 
-def _nearest(where: str) -> str:
-    """A hint for a key that the towers do not have."""
-    section, _, key = where.rpartition(".")
-    schemas: dict[str, type[Described]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
-    keys = list(schemas.get(section, Architecture).model_fields)
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
-    if near:
-        return f"did you mean {near[0]}?"
-    return "not implemented in OpenCLIP's plain ViT and text transformer"
+def _unknown(path: str) -> str:
+    """The remedy for a key that the towers do not have."""
+    return "not implemented in OpenCLIP's plain ViT and text transformer; correct it or take it out"

@@ -1,8 +1,9 @@
 """Dropout whose randomness belongs to the sample.
 
-Every mask is an integer hash of (sample seed, layer, position), computed in wrapping int64 arithmetic:
-the same on CPU and GPU, in any precision, in either pass over a sample, under recomputation, and
-however the samples are cut into micro-batches. `b` is the number of samples in a micro-batch.
+Every mask is an integer hash of (sample seed, layer, position), computed in wrapping int64
+arithmetic: the same on CPU and GPU, in any precision, in either pass over a sample, under
+recomputation, and however the samples are cut into micro-batches. `b` is the number of samples in a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -32,77 +33,74 @@ def splitmix64(x: Tensor) -> Tensor:
 
 
 def random_bits(
-    sample_seeds: Tensor, layer_id: int | Tensor, count: int, first: Tensor | None = None
+    sample_seeds: Tensor | None, layer_id: int | Tensor, count: int, first: Tensor | None = None
 ) -> Tensor:
-    """int64 [b] -> [b, count] int64, uniform over all 64 bits: from number `first` [b] of each stream on, or 0."""
+    """int64 [b] -> [b, count] int64, uniform over all 64 bits.
+
+    first: [b], the number in each stream to begin with; None: 0. ValueError without seeds.
+    """
+    if sample_seeds is None:
+        raise ValueError("dropout needs sample_seeds in training: int64 [b], one for each sample")
     key = splitmix64(
         splitmix64(sample_seeds) + layer_id
     )  # [b]: one stream for each (sample, layer)
     number = torch.arange(count, device=key.device)
     if first is not None:
         number = first[:, None] + number  # [b, count]
-    # key + number * _GAMMA. Written so, inductor would take the product for an index, which must not overflow in C++.
+    # key + number * _GAMMA. Written so, inductor would take the product for an index, which must
+    # not overflow in C++.
     return splitmix64(((key * _INVERSE)[:, None] + number) * _GAMMA)
 
 
-def _seeds_for(sample_seeds: Tensor | None, batch: int, what: str) -> Tensor:
-    if sample_seeds is None or sample_seeds.shape != (batch,):
-        raise ValueError(
-            f"{what} needs sample_seeds in training: int64 [{batch}], one for each sample"
-        )
-    return sample_seeds
-
-
 class SampleDropout(nn.Module):
-    """Zeroes elements with probability `p` in [0, 1) (in steps of 1/65536) and scales the others to keep the mean."""
+    """Zeroes elements with probability `p` (in steps of 1/65536), scales the others up."""
 
     def __init__(self, p: float, layer_id: int) -> None:
         super().__init__()
-        # A tensor, for torch.compile would make a graph for each int; not a buffer: it stays on the CPU.
+        # A tensor: torch.compile would make a graph for each int. Not a buffer: it stays on the
+        # CPU.
         self.layer_id = torch.tensor(layer_id, device="cpu")
         self.dropped = min(round(p * 65536), 65535)  # of the 65536 values that 16 bits can have
 
     def forward(
         self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
     ) -> Tensor:
-        """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, 1, width] is that token alone of each
-        sample's [L, width], and gets the mask that it would get among the others."""
+        """[b, ...], int64 [b] -> [b, ...]. With `token`, int64 [b], x [b, 1, width] is that token
+        alone of each sample's [L, width], and gets the mask that it would get among the others."""
         if self.dropped == 0 or not self.training:
             return x
-        seeds = _seeds_for(sample_seeds, len(x), "dropout")
         size = x[0].numel()
-        # four elements from each hash: 16 bits decide one, which costs a fourth of the time and memory
+        # Each hash decides four elements, 16 bits for each: a fourth of the time and memory.
         if token is None:
-            bits = random_bits(seeds, self.layer_id, (size + 3) // 4).view(torch.int16)[
-                :, :size
-            ]  # [b, size]
+            bits = random_bits(sample_seeds, self.layer_id, (size + 3) // 4)
+            bits = bits.view(torch.int16)[:, :size]  # [b, size]
         else:
-            start = (
-                token * size
-            )  # the first element's number; three more at most come before it in its hash
-            bits = random_bits(seeds, self.layer_id, (size + 6) // 4, start // 4).view(torch.int16)
+            # The first element's number; at most three more come before it in its hash.
+            start = token * size
+            bits = random_bits(sample_seeds, self.layer_id, (size + 6) // 4, start // 4).view(
+                torch.int16
+            )
             bits = bits.gather(1, (start % 4)[:, None] + torch.arange(size, device=x.device))
         keep = (bits >= self.dropped - 32768).view(x.shape)
         return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
 
 
 class PatchDropout(nn.Module):
-    """Keeps `max(1, int(T (1 - p)))` of T patches, and always the class token (FLIP, 2212.00794)."""
+    """Keeps the class token and `max(1, int(T (1 - p)))` of T patches (FLIP, 2212.00794)."""
 
     def __init__(self, p: float, layer_id: int) -> None:
         super().__init__()
         self.p, self.layer_id = p, layer_id
 
     def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """[b, 1 + T, width], int64 [b] -> [b, 1 + kept, width], the kept ones in their order in the image"""
+        """[b, 1 + T, width], int64 [b] -> [b, 1 + kept, width], in the order of the image"""
         if not self.training or self.p == 0:
             return x
-        seeds = _seeds_for(sample_seeds, len(x), "patch dropout")
         num_patches = x.shape[1] - 1
         keep = max(1, int(num_patches * (1 - self.p)))
         # the hash is a bijection of the position: two patches of an image never tie
         patches = (
-            random_bits(seeds, self.layer_id, num_patches)
+            random_bits(sample_seeds, self.layer_id, num_patches)
             .topk(keep, dim=1)
             .indices.sort(dim=1)
             .values

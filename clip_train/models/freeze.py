@@ -18,12 +18,8 @@ from clip_train.settings import shown
 from clip_train.task import IMAGE_TEXT, groups
 
 NORMS = ("ln_post", "ln_final")  # behind the blocks
-TOP = (*NORMS, "proj", "text_projection")
+TOP = re.compile(r"(?:visual\.|text\.)*(ln_post|ln_final|proj|text_projection)(?:\.|$)")
 BLOCK = re.compile(r"\bresblocks\.(\d+)\.")
-
-
-def _within_tower(name: str) -> str:
-    return name.removeprefix("visual.").removeprefix("text.")
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
@@ -39,18 +35,22 @@ def depths(names: Iterable[str]) -> dict[str, int]:
         layers[towers[name]] = max(layers[towers[name]], number + 1)
     out = dict.fromkeys(names, 0)
     for name, tower in towers.items():
-        if _within_tower(name).split(".")[0] not in TOP:
+        if TOP.match(name) is None:
             out[name] = layers[tower] - blocks.get(name, -1)
     return out
 
 
 def matching(key: str, value: Any, glob: str, names: Collection[str]) -> set[str]:
-    """The parameters that a glob of the recipe's `key`, which is `value`, means. UserError where there are none."""
+    """The parameters that match a glob in the recipe's `key`, which is `value`.
+
+    UserError if there are none.
+    """
     found = {name for name in names if fnmatchcase(name, glob)}
     if not found:
         near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or sorted(names)[:3]
         raise UserError(
-            f"{key} ({shown(value)}): {glob} matches none of the model's parameters, such as {', '.join(near)}; "
+            f"{key} ({shown(value)}): {glob} matches none of the model's parameters, such as "
+            f"{', '.join(near)}; "
             "correct it (visual.* is the image tower), or take it out"
         )
     return found
@@ -70,14 +70,16 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     }
     for name in names:
         locked, unlocked = locks.get(IMAGE_TEXT.group(name) or "", (False, 0))
-        group = 1 if _within_tower(name).startswith(NORMS) else depth[name]
+        top = TOP.match(name)
+        group = 1 if top is not None and top[1] in NORMS else depth[name]
         if locked and group >= unlocked:
             frozen.add(name)
     for glob in config.freeze:
         frozen |= matching("model.freeze", config.freeze, glob, names)
     if len(frozen) == len(names):
         raise UserError(
-            f"model.freeze ({shown(config.freeze)}), model.lock_image ({shown(config.lock_image)}) and "
+            f"model.freeze ({shown(config.freeze)}), model.lock_image ({shown(config.lock_image)}) "
+            "and "
             f"model.lock_text ({shown(config.lock_text)}) leave no parameter to train; freeze fewer"
         )
     return frozen

@@ -27,15 +27,15 @@ def check_size(images: Tensor, size: int) -> None:
 
 
 class PatchEmbedding(nn.Conv2d):
-    """A convolution whose stride is its kernel, under its name, computed as the matrix product that it is.
+    """A convolution whose stride is its kernel, computed as a matrix product.
 
-    It takes pixels as they are decoded: normalised and cut into patches at one go, by one kernel where compiled.
+    It normalizes decoded pixels while it cuts them into patches: one kernel if compiled.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         cfg = architecture.vision_cfg
         super().__init__(3, cfg.width, cfg.patch_size, stride=cfg.patch_size, bias=False)
-        # Plain numbers, not buffers: `model.to(bfloat16)` would round a buffer, and the pixels with it.
+        # Plain numbers: `model.to(bfloat16)` would round a buffer, and the pixels with it.
         self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
 
     def forward(self, images: Tensor) -> Tensor:
@@ -56,7 +56,9 @@ class PatchEmbedding(nn.Conv2d):
 
 
 def sin_cos_2d(side: int, width: int) -> Tensor:
-    """[1 + side^2, width]: sines and cosines of column and of row, as in MoCo v3; zeros for the class token."""
+    """[1 + side^2, width]: sines and cosines of column and row, as in MoCo v3; the class token's
+    are zeros.
+    """
     place, channel = (torch.arange(n, dtype=torch.float64) for n in (side, width // 4))
     angles = place[:, None] / 10000 ** (channel / (width / 4))
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, width / 2]
@@ -65,7 +67,10 @@ def sin_cos_2d(side: int, width: int) -> Tensor:
 
 
 class VisionTower(nn.Module):
-    """Pixels to features that are not yet normalised. OpenCLIP leaves blocks and patches at torch's initialisation."""
+    """Pixels to features that are not yet normalized.
+
+    Blocks and patches have torch's initialization, as in OpenCLIP.
+    """
 
     def __init__(
         self,

@@ -20,10 +20,10 @@ class OptimConfig(Settings):
         Refused,
     ] = Field("adamw", pattern=r"^(adamw|sgd|lion|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
     """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs
-    `pip install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the blocks'
-    matrices, AdamW the rest; it needs whole parameters, which not every engine and stage leaves it
-    (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step` and tensors
-    of a parameter's shape."""
+    `pip install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the
+    blocks' matrices, AdamW the rest; it needs whole parameters, which not every engine and stage
+    leaves it (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step`
+    and tensors of a parameter's shape."""
     options: dict[str, Any] = Field({})
     """For an import path: the optimizer's arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4
@@ -39,20 +39,23 @@ class OptimConfig(Settings):
         dict[str, PositiveFloat],
         Allowed("patterns over parameters' names, each with a factor greater than 0"),
     ] = Field({})
-    """Factors of the learning rate by patterns over parameters' names, such as {"visual.*": 0.1}; the first that
-    matches counts."""
+    """Factors of the learning rate by patterns over parameters' names, such as {"visual.*": 0.1};
+    the first that matches counts."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """The learning rate of each layer of a tower, as a multiple of that of the layer above it (BEiT, arXiv 2106.08254):
-    the projection and the norm below it have all of it, the last block once this factor, the embeddings the least."""
+    """The learning rate of each layer of a tower, as a multiple of that of the layer above it
+    (BEiT, arXiv 2106.08254): the projection and the norm below it have all of it, the last block
+    once this factor, the embeddings the least."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null to leave gradients alone."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights with this decay, such as 0.9999, in fp32; evaluated beside them
-    as ema_..., and what `clip-train evaluate` and `export` take with --ema. null: none."""
+    """Keep an exponential moving average of the weights with this decay, such as 0.9999, in fp32;
+    evaluated beside them as ema_..., and what `clip-train evaluate` and `export` take with --ema.
+    null: none."""
     ema_warmup: bool = False
-    """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's --model-ema-warmup)."""
+    """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's
+    --model-ema-warmup)."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How `lr`, chosen for a global batch of `reference_batch`, grows with the run's own: linear
     (arXiv 1706.02677) for sgd, sqrt (arXiv 2205.10287) for adamw."""
@@ -63,8 +66,9 @@ class OptimConfig(Settings):
     def _fits_together(self) -> OptimConfig:
         if (self.lr_scaling == "none") != (self.reference_batch is None):
             raise ValueError(
-                f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch ({self.reference_batch}) go together: "
-                "set both, or leave lr_scaling=none and reference_batch=null"
+                f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch "
+                f"({self.reference_batch}) go together: set both, or leave lr_scaling=none and "
+                "reference_batch=null"
             )
         if self.ema_warmup and self.ema_decay is None:
             raise ValueError(
@@ -72,8 +76,9 @@ class OptimConfig(Settings):
             )
         if self.options and not self.is_imported:
             raise ValueError(
-                f"optim.options ({shown(self.options)}) go with an optim.name that is an import path (it is "
-                f"{self.name}, whose keys are beta1, beta2, eps, momentum); take them out"
+                f"optim.options ({shown(self.options)}) go with an optim.name that is an import "
+                f"path (it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them "
+                "out"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Optimizers of other libraries, named by import path: found and tried before the model is built."""
+"""Optimizers named by import path: found and tried before the model is built."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def find_class(path: str, install: str = "install it, or correct the path") -> A
 def try_out(path: str, lr: float, options: Mapping[str, Any]) -> Trial:
     """Two steps on a matrix and, as separate parameters, on its rows.
 
-    UserError if the class does not take the options, or if a checkpoint cannot hold its state: it may
-    keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
+    UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
+    may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
     """
     drawn = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
     whole = nn.Parameter(drawn[0].clone())
@@ -66,7 +66,7 @@ def try_out(path: str, lr: float, options: Mapping[str, Any]) -> Trial:
             lost.append(slot)
     if lost:
         raise UserError(
-            f"optim.name ({path}) remembers {', '.join(lost)}, which does not have a parameter's shape: "
-            "a checkpoint could not hold it; choose another optimizer"
+            f"optim.name ({path}) remembers {', '.join(lost)}, which does not have a parameter's "
+            "shape: a checkpoint could not hold it; choose another optimizer"
         )
     return Trial(slots, torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7))

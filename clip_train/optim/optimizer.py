@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from clip_train.engine import MovingAverage
-from clip_train.models.freeze import TOP, depths, matching
+from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.imported import find_class, try_out
 
-# What an update must see at once. elements: each for itself, so engines may cut and join parameters.
-# parameters: whole ones.
+# What an update must see at once. elements: each for itself, so engines may cut and join
+# parameters. parameters: whole ones.
 Needs = Literal["elements", "parameters"]
 LION = "lion_pytorch.Lion"
 
@@ -46,7 +46,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied by. UserError for a pattern that matches none."""
+    """The factor on each parameter's learning rate. UserError for a pattern that matches none."""
     given, depth = config.lr_multipliers, depths(names)
     written = {glob: factor if factor % 1 else int(factor) for glob, factor in given.items()}
     matched = {glob: matching("optim.lr_multipliers", written, glob, names) for glob in given}
@@ -57,7 +57,10 @@ def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
 
 
 def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
-    """Parameters without decay whatever their shape: OpenCLIP's rule, and `no_decay`. UserError as above."""
+    """Parameters of any shape without decay: OpenCLIP's rule, and `no_decay`.
+
+    UserError for a pattern that matches none.
+    """
     found = {
         name for name in names if any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
     }
@@ -69,10 +72,10 @@ def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
 def parameter_groups(
     config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict]:
-    """torch's groups, each with its `weight_decay`, `lr_factor` and, for muon, whether it holds hidden matrices; frozen
-    parameters are in none.
+    """torch's groups of trained parameters, with `weight_decay`, `lr_factor` and `muon`.
 
-    Matrices and embeddings decay, vectors and what is `spared` do not: OpenCLIP's two groups, unless factors differ.
+    Matrices and embeddings decay, vectors and `spared` parameters do not: OpenCLIP's two groups,
+    unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
     """
     named = dict(parameters)
     factors, without = lr_factors(config, named), spared(config, named)
@@ -82,7 +85,8 @@ def parameter_groups(
             # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
             is_matrix = len(getattr(p, "ds_shape", p.shape)) >= 2
             # A matrix of a block: neither an embedding nor a tower's projection.
-            inner = "embedding" not in name and name.split(".")[-1] not in TOP
+            last = name.split(".")[-1]
+            inner = "embedding" not in name and last not in ("proj", "text_projection")
             by_muon = config.name == "muon" and len(p.shape) == 2 and inner
             groups.setdefault(
                 (is_matrix and name not in without, factors[name], by_muon), []

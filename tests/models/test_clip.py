@@ -258,9 +258,9 @@ def test_every_dropout_of_the_model_has_random_bits_of_its_own():
 def test_dropout_sleeps_in_evaluation_and_asks_for_seeds_in_training():
     model = small_model(dropout=0.2)
     images, texts, seeds = inputs(2)
-    with pytest.raises(ValueError, match=r"dropout needs sample_seeds in training: int64 \[2\]"):
+    with pytest.raises(ValueError, match=r"dropout needs sample_seeds in training: int64 \[b\]"):
         model(images, texts)
-    with pytest.raises(ValueError, match="patch dropout needs sample_seeds"):
+    with pytest.raises(ValueError, match="dropout needs sample_seeds"):
         small_model(patch_dropout=0.5)(images, texts)
     model.eval()
     torch.testing.assert_close(

@@ -1,1 +1,1 @@
-"""Models that OpenCLIP builds, behind this project's interface. Needs `pip install 'clip-train[openclip]'`."""
+"""Models that OpenCLIP builds. They need `pip install 'clip-train[openclip]'`."""

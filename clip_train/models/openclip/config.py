@@ -35,8 +35,9 @@ Channels = tuple[float, float, float]
 # The largest sizes of a tower: a description from somebody else must not ask for more than any
 # machine holds.
 MOST = {
-    "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100, "image_size": 65_536,
-    "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000, "embed_dim": 65_536,
+    "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100,
+    "image_size": 65_536, "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000,
+    "embed_dim": 65_536,
 }  # fmt: skip
 
 
@@ -105,11 +106,12 @@ class TextKeys(Described):
     @field_validator("tokenizer_kwargs")
     @classmethod
     def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Other options would reach transformers, which may run code from the hub (trust_remote_code)."""
+        """Other options reach transformers, which may run code from the hub (trust_remote_code)."""
         foreign = sorted(set(options or ()) - TOKENIZER_OPTIONS)
         if foreign:
             raise ValueError(
-                f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it out"
+                f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it "
+                "out"
             )
         return options
 
@@ -160,12 +162,13 @@ class OpenCLIPArchitecture(Described):
             )
         if text.get("hf_model_name"):
             found.append(
-                f"without model.init_from the text tower {text['hf_model_name']} starts from random "
-                "weights"
+                f"without model.init_from the text tower {text['hf_model_name']} starts from "
+                "random weights"
             )
         if self.multimodal_cfg is not None:
             found.append(
-                f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is trained"
+                f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is "
+                "trained"
             )
         return found
 
@@ -183,20 +186,20 @@ class OpenCLIPArchitecture(Described):
         """With the overrides of the recipe's `model` section. UserError."""
         if config.dropout:
             raise UserError(
-                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts of "
-                "their own (timm_drop, timm_drop_path); set model.dropout=0"
+                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts "
+                "of their own (timm_drop, timm_drop_path); set model.dropout=0"
             )
         if self.vision_cfg.is_resnet and config.patch_dropout:
             raise UserError(
-                f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and has "
-                "no patches; set model.patch_dropout=null"
+                f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and "
+                "has no patches; set model.patch_dropout=null"
             )
         for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             if getattr(config, key) and not self.layered:
                 raise UserError(
                     f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not "
-                    "numbered as OpenCLIP's own; lock the tower as a whole, or name what is frozen in "
-                    "model.freeze"
+                    "numbered as OpenCLIP's own; lock the tower as a whole, or name what is frozen "
+                    "in model.freeze"
                 )
         vision_cfg = self.vision_cfg.model_copy(update=vision)
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
@@ -219,8 +222,8 @@ def named_model(name: str) -> OpenCLIPArchitecture:
     open_clip = library(PREFIX + name)
     if name not in open_clip.list_models():
         raise UserError(
-            f"model.name ({PREFIX}{clipped(name)}): OpenCLIP {open_clip.__version__} has no such model, "
-            "and there is no such file; open_clip.list_models() has the names"
+            f"model.name ({PREFIX}{clipped(name)}): OpenCLIP {open_clip.__version__} has no such "
+            "model, and there is no such file; open_clip.list_models() has the names"
         )
     # Of the preprocessing, the values that all pretrained weights of the model share.
     tags = open_clip.list_pretrained_tags_by_model(name)

@@ -1,6 +1,7 @@
-"""OpenCLIP's own modules, which give what `clip_train.models.clip.CLIP` gives. `b` samples, `D` features.
+"""OpenCLIP's own modules, with the forward of `clip_train.models.clip.CLIP`.
 
-The only module that imports open_clip and timm at its top: import it where such a model is asked for.
+Only this module imports open_clip and timm at its top: import it where such a model is built.
+`b` samples, `D` features.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class BatchNormAct2d(BatchNorm2d):
 
 
 class ResNetLayer(nn.ModuleList):
-    """A stage of OpenCLIP's ResNet, which has no activation checkpointing itself; its blocks are an engine's units."""
+    """A stage of OpenCLIP's ResNet, which has no activation checkpointing of its own."""
 
     activation_checkpointing = False
 
@@ -60,7 +61,8 @@ OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
 class Contrastive(nn.Module):
     """Beside one of OpenCLIP's classes: its parameters under its names, this project's forward.
 
-    What is random in it (dropouts, stochastic depth) draws from torch's generator, which a replayed forward restores.
+    Its dropouts and stochastic depth draw from torch's generator, which a replayed forward
+    restores.
     """
 
     architecture: OpenCLIPArchitecture
@@ -77,7 +79,7 @@ class Contrastive(nn.Module):
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
     ) -> Outputs:
-        """As `CLIP.forward`; texts are whole, [b, context_length], and `sample_seeds` are not needed."""
+        """As `CLIP.forward`, but texts are whole, [b, context_length]. Needs no `sample_seeds`."""
         image_features = text_features = None
         if images is not None:
             check_size(images, self.architecture.vision_cfg.image_size)
@@ -94,7 +96,7 @@ class Contrastive(nn.Module):
         return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Contrastive:
-        """As any module's, but for buffers that no checkpoint holds (masks, rotations): they are computed again."""
+        """Buffers that no checkpoint holds (masks, rotations) are computed again."""
         super().to_empty(device=device, recurse=recurse)
         saved = self.state_dict().keys()
         empty = {name: buffer for name, buffer in self.named_buffers() if name not in saved}
@@ -119,23 +121,16 @@ class Captioner(Contrastive, open_clip.CoCa):
 
     text_decoder: Any
 
-    def __init__(self, **config: Any) -> None:
-        super().__init__(**config)
-        nn.init.normal_(
-            self.text_decoder.text_projection, std=0.02
-        )  # OpenCLIP leaves it as the memory was
-
 
 def build(
     architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False
 ) -> Contrastive:
-    """UserError, in OpenCLIP's words, where it cannot build it, and for batch norms that are not for micro-batches.
+    """UserError if OpenCLIP cannot build it, and for batch norms that cannot see all ranks.
 
-    activation_checkpointing: of ResNets, and of towers that have it; OpenCLIP lets the others go without.
+    activation_checkpointing: for ResNets, and for towers that have it; the others ignore it.
     """
-    if (
-        fake := detect_fake_mode()
-    ) is not None:  # timm reads numbers out of tensors, which fake ones do not have
+    fake = detect_fake_mode()
+    if fake is not None:  # timm reads numbers from tensors, which fake tensors do not have
         with unset_fake_temporarily(), torch.device("meta"):
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
@@ -153,6 +148,9 @@ def build(
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         model = kind(**config, nonscalar_logit_scale=True)
+        if kind is Captioner:  # OpenCLIP leaves this parameter uninitialized
+            decoder: Any = model.text_decoder
+            nn.init.normal_(decoder.text_projection, std=0.02)
         if activation_checkpointing:
             model.set_grad_checkpointing()
     except (
@@ -166,8 +164,8 @@ def build(
         ImportError,
     ) as e:
         raise UserError(
-            f"model.name (open_clip:{architecture.open_clip}): OpenCLIP cannot build it ({type(e).__name__}: {e}); "
-            "choose another model, or correct the JSON"
+            f"model.name (open_clip:{architecture.open_clip}): OpenCLIP cannot build it "
+            f"({type(e).__name__}: {e}); choose another model, or correct the JSON"
         ) from e
     model.architecture = architecture
     if architecture.vision_cfg.is_resnet:
@@ -180,8 +178,9 @@ def build(
                 or not (each.affine and each.track_running_stats)
             ):
                 raise UserError(
-                    f"model.name (open_clip:{architecture.open_clip}): {name} is a {type(each).__name__}, whose "
-                    "statistics cannot be taken over a micro-batch of all ranks; choose another model"
+                    f"model.name (open_clip:{architecture.open_clip}): {name} is a "
+                    f"{type(each).__name__}, whose statistics cannot be taken over a micro-batch "
+                    "of all ranks; choose another model"
                 )
             each.__class__ = OURS[type(each)]
         elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
@@ -193,7 +192,7 @@ def build(
 
 
 def _prepare_resnet(tower: Any, norm: str, activation_checkpointing: bool) -> None:
-    """norm: with group each batch norm becomes a group norm of 32 groups, or as many as divide the channels."""
+    """norm: `group` makes each batch norm a group norm of 32 groups, or as many as divide C."""
     for stage in (1, 2, 3, 4):
         layer = tower.get_submodule(f"layer{stage}")
         layer.__class__ = ResNetLayer
@@ -208,7 +207,10 @@ def _prepare_resnet(tower: Any, norm: str, activation_checkpointing: bool) -> No
 
 
 def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
-    """OpenCLIP's for this model, picklable; None: CLIP's own. UserError where its files are missing."""
+    """OpenCLIP's tokenizer for this model, picklable; None: CLIP's own.
+
+    UserError if its files are missing.
+    """
     text = architecture.text_cfg
     options = {"context_length": text.context_length, **(text.tokenizer_kwargs or {})}
     if text.hf_tokenizer_name is None and not text.tokenizer_kwargs:
@@ -222,7 +224,9 @@ def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
         )
     except (OSError, ValueError, ImportError, RuntimeError, TypeError) as e:
         raise UserError(
-            f"model.name (open_clip:{architecture.open_clip}): its tokenizer {text.hf_tokenizer_name} cannot be loaded "
-            f"({type(e).__name__}: {str(e)[:300]}); it needs transformers, and its files from the Hugging Face hub: "
-            "fetch them where there is a network (hf download), or set text_cfg.hf_tokenizer_name to a folder"
+            f"model.name (open_clip:{architecture.open_clip}): its tokenizer "
+            f"{text.hf_tokenizer_name} cannot be loaded ({type(e).__name__}: {str(e)[:300]}); it "
+            "needs transformers, and its files from the Hugging Face hub: fetch them where there "
+            "is "
+            "a network (hf download), or set text_cfg.hf_tokenizer_name to a folder"
         ) from e
