@@ -145,8 +145,7 @@ def _rank_manifests(
     while True:
         late = time.monotonic() > end()
         listed = [entry.name for entry in store.list(request.prefix) if entry.name in missing]
-        run_parallel(read, listed, _PARALLEL_READS)
-        for name in listed:
+        for name in in_parallel(read, listed, _PARALLEL_READS):
             rank = missing.pop(name)
             if "error" in bodies[rank]:
                 kind = SupersededError if bodies[rank]["superseded"] else RefusedError
@@ -273,20 +272,11 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
             raise DamagedError(f"{name} has {sizes[name]} bytes instead of {entry.size}")
 
 
-def run_parallel(
-    action: Callable[[T], object],
-    jobs: Sequence[T],
-    workers: int,
-    done: Callable[[T], object] | None = None,
-) -> None:
-    """Run `action` on all jobs, `workers` at a time; the first error ends it.
-
-    done: called in this thread with each job that has finished, in their order.
-    """
+def in_parallel(action: Callable[[T], object], jobs: Sequence[T], workers: int) -> Iterator[T]:
+    """Each job when it is done, in their order, `workers` at a time; the first error ends it."""
     pool = ThreadPoolExecutor(min(workers, max(len(jobs), 1)))
     try:
         for job, _ in zip(jobs, pool.map(action, jobs), strict=True):
-            if done is not None:
-                done(job)
+            yield job
     finally:
         pool.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import READS, DamagedError, Found, readable, run_parallel
+from clip_train.checkpoint.commit import READS, DamagedError, Found, in_parallel, readable
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
@@ -139,13 +139,11 @@ class CheckpointFiles:
     def verify(self, blocks: Collection[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         unknown = [block for block in blocks if block not in self._ready]
-        before, began, done = self.fetched, time.monotonic(), 0
+        before, began = self.fetched, time.monotonic()
         next_line = began + _PROGRESS_SECONDS
 
-        def progress(block: Block) -> None:
-            nonlocal done, next_line
+        for done, block in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
             self._ready.add(block)
-            done += 1
             now = time.monotonic()
             if self.fetched > before and now >= next_line and done < len(unknown):
                 next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
@@ -153,8 +151,6 @@ class CheckpointFiles:
                     f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank "
                     f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
-
-        run_parallel(self._ensure, unknown, PARALLEL_BLOCKS, progress)
         if self.fetched > before:
             self.seconds += time.monotonic() - began
 

@@ -10,12 +10,12 @@ from clip_train.checkpoint.commit import (
     DamagedError,
     Found,
     check_sizes,
+    in_parallel,
     list_commits,
     prefix_of,
     read_found,
     read_layout,
     readable,
-    run_parallel,
 )
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
@@ -125,7 +125,7 @@ def _verify(storage: Storage, found: Found) -> None:
 
     files = found.manifest.files
     blocks = [(entry, number) for entry in files for number in range(len(entry.blocks))]
-    run_parallel(check, blocks, PARALLEL_BLOCKS)
+    list(in_parallel(check, blocks, PARALLEL_BLOCKS))
 
 
 # -- one checkpoint

@@ -255,9 +255,10 @@ class FragmentReader:
             self._shapes = {name: tuple(shape) for name, shape in head["params"]}
             self._slots = [slot for slot, _ in head["kinds"]]
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
-            self._tensors: list[dict[str, Any]] = head["tensors"]
+            # of each file: those that are no fragments, with their shapes
+            self._tensors: list[dict[str, tuple[list[int], Extent]]] = []
             self._rows = _fragment_rows(data, begin, _natural(head["rows"]), len(self._slots))
-            self._check_places()
+            self._check_places(head["tensors"])
         except (
             ValueError,
             LookupError,
@@ -273,7 +274,7 @@ class FragmentReader:
         ranges = zip(self._shapes, itertools.pairwise(cuts), strict=True)
         self._of = {name: self._rows[low:high] for name, (low, high) in ranges}  # sorted by start
 
-    def _check_places(self) -> None:
+    def _check_places(self, head_tensors: list[dict[str, Any]]) -> None:
         """ValueError if a fragment or a tensor is not within its parameter and its file."""
         rows = self._rows
         numels = [math.prod(map(_natural, shape)) for shape in self._shapes.values()]
@@ -290,18 +291,14 @@ class FragmentReader:
             last = sizes[rows["file"]] - rows["numel"] * dtype.itemsize
             if np.any((offset < -1) | (offset > np.maximum(last, -1))):
                 raise ValueError("a fragment is not within its file")
-        for file, (tensors, size) in enumerate(zip(self._tensors, sizes.tolist(), strict=True)):
-            for name, (_, shape, at) in tensors.items():
-                for number in (at, *shape):
-                    _natural(number)
-                if self._tensor_piece(file, name).stop > size:
+        for file, (tensors, size) in enumerate(zip(head_tensors, sizes.tolist(), strict=True)):
+            self._tensors.append({})
+            for name, (kind, shape, at) in tensors.items():
+                numel, dtype = math.prod(map(_natural, shape)), _TORCH[kind]
+                stop = _natural(at) + numel * dtype.itemsize
+                if stop > size:
                     raise ValueError(f"{name!r} is not within its file")
-
-    def _tensor_piece(self, file: int, key: str) -> Extent:
-        """Where a tensor is that is no fragment."""
-        kind, shape, at = self._tensors[file][key]
-        numel, dtype = math.prod(shape), _TORCH[kind]
-        return Extent(0, numel, dtype, file, at, at + numel * dtype.itemsize)
+                self._tensors[file][name] = (shape, Extent(0, numel, dtype, file, at, stop))
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Every parameter in the checkpoint with its shape."""
@@ -395,10 +392,9 @@ class FragmentReader:
             name = manifest.rank_file(file)
             raise CheckpointError(f"{self._where}: no file {name} in this checkpoint")
         tensors: dict[str, Tensor] = {}
-        for key, (_, shape, _) in self._tensors[file].items():
+        for key, (shape, piece) in self._tensors[file].items():
             if key.startswith(prefix):
                 # a copy: the caller may keep it for long, and write to it
-                piece = self._tensor_piece(file, key)
                 flat = self._files.read(file, piece.at, piece.stop).view(piece.dtype)
                 tensors[key.removeprefix(prefix)] = flat.reshape(shape).clone()
         return tensors

@@ -30,7 +30,7 @@ from clip_train.checkpoint.commit import (
     SaveRequest,
     SupersededError,
     explain,
-    run_parallel,
+    in_parallel,
 )
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.retention import (
@@ -360,7 +360,7 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
         with contextlib.suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
         starts = range(0, size, BLOCK_BYTES)
-        run_parallel(copy, starts, min(_HASHING_THREADS, os.cpu_count() or 1))
+        list(in_parallel(copy, starts, min(_HASHING_THREADS, os.cpu_count() or 1)))
         file.truncate(size)
     return [digests[start] for start in starts]
 
