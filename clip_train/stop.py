@@ -22,7 +22,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.file: Path | None = None  # the STOP file that asked, on the rank that saw it
-        self.removed = False  # it was obeyed
         self._arrived: int | None = None  # the reading end of a pipe of signal numbers
 
     def ask(self, reason: str) -> None:
@@ -32,11 +31,12 @@ class StopRequest:
     def obey(self) -> bool:
         """Remove the STOP file that asked for the stop, so that the same line resumes. True if it
         was removed."""
-        if self.file is not None and not self.removed:
-            with contextlib.suppress(OSError):
-                self.file.unlink()
-                self.removed = True
-        return self.removed
+        if self.file is None:
+            return False
+        with contextlib.suppress(OSError):
+            self.file.unlink()
+            return True
+        return False
 
     def listen(self) -> None:
         """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal
