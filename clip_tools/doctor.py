@@ -1,4 +1,7 @@
-"""`clip-train doctor [RECIPE]`: what will go wrong, before it does; each line ok, warning or error, with the remedy."""
+"""`clip-train doctor [RECIPE]`: what will go wrong, before it does.
+
+Each line is ok, a warning or an error with the remedy.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_shards(config: RunConfig) -> Iterator[Finding]:
-    """Shards, index and a first caption of data.train and data.val; a mistake in one does not hide the other."""
+    """Shards, index and a first caption of data.train and of data.val, each by itself."""
     storage = config.storage.model_copy(update={"attempts": min(3, config.storage.attempts)})
     for key in ("data.train", "data.val"):
         data = config.data
@@ -144,8 +147,9 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 def check_classes(config: RunConfig) -> Iterator[Finding]:
     """Have the first samples that are evaluated on labels that are classes?"""
     for seen in labels_of(config):
-        message = f"{seen.key} ({seen.place}): {seen.labelled} of the first {seen.samples} samples have a class"
-        remedy = "docs/evaluation.md shows how samples are labelled; or set evaluate.zero_shot_classes=null"
+        have = f"{seen.labelled} of the first {seen.samples} samples have a class"
+        message = f"{seen.key} ({seen.place}): {have}"
+        remedy = "see docs/evaluation.md; or set evaluate.zero_shot_classes=null"
         yield warning_if(not seen.labelled, "labels", message, remedy)
 
 

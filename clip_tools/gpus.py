@@ -134,6 +134,7 @@ def engines(resolved: Resolved, profiles: dict[bool, Any], limit: float) -> list
             }
             rows.append({
                 "engine": describe(engine), "kind": kind, **asdict(fixed), "fixed": fixed.total,
-                "largest_micro_size": largest[False], "with_activation_checkpointing": largest[True],
+                "largest_micro_size": largest[False],
+                "with_activation_checkpointing": largest[True],
             })  # fmt: skip
     return rows

@@ -19,7 +19,8 @@ from launcher.config.recipe import known_keys, nearest, section_model
 PAGE = """\
 # Every key of a recipe
 
-Printed by `clip-train keys --markdown`, from the code that checks recipes. On a command line: `section.key=value`.
+Printed by `clip-train keys --markdown`, from the code that checks recipes. On a command line:
+`section.key=value`.
 """
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 

@@ -1,4 +1,4 @@
-"""What `clip-train doctor` looks at on this machine and its cluster; one function for each thing that can go wrong.
+"""What `clip-train doctor` looks at on this machine and its cluster.
 
 As a program, under torchrun, it is one rank of the process group that `check_group` measures.
 """
@@ -28,13 +28,22 @@ from launcher.slurm.scheduler import answer
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
-    ("JobRequeue", "0", "jobs are not requeued by default", "keep #SBATCH --requeue, or submit --template chain"),
+    (
+        "JobRequeue", "0", "jobs are not requeued by default",
+        "keep #SBATCH --requeue, or submit --template chain",
+    ),
     (
         "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
         "submit --template chain: the next job of the array goes on",
     ),
-    ("KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save", "touch STOP before you cancel"),
-    ("ProctrackType", ".*linuxproc", "it signals every process and loses some", "ask for proctrack/cgroup"),
+    (
+        "KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save",
+        "touch STOP before you cancel",
+    ),
+    (
+        "ProctrackType", ".*linuxproc", "it signals every process and loses some",
+        "ask for proctrack/cgroup",
+    ),
 )  # fmt: skip
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 
@@ -55,7 +64,8 @@ def check_devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        message = f"{torch.cuda.get_device_name(index)} {index}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        message = f"{torch.cuda.get_device_name(index)} {index}, {memory}"
         remedy = "another process holds its memory: nvidia-smi shows which"
         yield warning_if(free < 0.9 * total, "devices", message, remedy)
 
@@ -64,7 +74,9 @@ def check_ranks() -> Iterator[Finding]:
     env = detect(os.environ)
     left = [name for name in LAUNCHERS if name in os.environ]
     wrong = bool(left) and launcher_pid(os.environ) is None and "SLURM_STEP_ID" not in os.environ
-    message = f"{', '.join(left)} are set in this shell, and sbatch and srun would hand them to every task"
+    message = (
+        f"{', '.join(left)} are set in this shell: every task of sbatch or srun would have them"
+    )
     yield warning_if(
         wrong, "ranks", message if wrong else env.describe(), f"unset {' '.join(left)}"
     )
@@ -98,7 +110,8 @@ def check_group() -> Iterator[Finding]:
         yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
         return
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
-    speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s, latency {found['latency'] * 1e6:.0f} us"
+    speed = f"all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s"
+    speed += f", latency {found['latency'] * 1e6:.0f} us"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
     yield warning_if(
         slow, "process group", f"{ranks} ranks, {speed}", "slow for GPUs: check nvidia-smi topo -m"
@@ -148,7 +161,8 @@ def check_slurm() -> Iterator[Finding]:
         if (
             values.get("PreemptMode", "OFF") != "OFF" and int(values.get("GraceTime", "0")) < 60
         ):  # seconds
-            message = f"partition {values['PartitionName']} preempts {values.get('GraceTime', '0')} s after its warning"
+            seconds = values.get("GraceTime", "0")
+            message = f"partition {values['PartitionName']} preempts {seconds} s after its warning"
             yield warning(
                 "slurm", message, "lower checkpoint.every_minutes: a save that takes longer is lost"
             )

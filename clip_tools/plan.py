@@ -177,7 +177,8 @@ def show(plan: dict[str, Any]) -> None:
         [
             f"{row['micro_size']:,}", str(row["accum_steps"]), str(row["kept_graphs"]),
             "yes" if row["activation_checkpointing"] else "no", f"{row['bytes'] / GIB:.1f}",
-            "yes" if row["fits"] else "no", f"{row['seconds']:.3g}", "<- auto" if row["auto"] else "",
+            "yes" if row["fits"] else "no", f"{row['seconds']:.3g}",
+            "<- auto" if row["auto"] else "",
         ]
         for row in gpu["layouts"]
     ]  # fmt: skip

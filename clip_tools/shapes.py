@@ -96,7 +96,8 @@ def shapes(
     """
     folder = Path(folder)
     parameters = {
-        "kind": "shapes", "num_train": num_train, "size": size, "per_shard": per_shard, "seed": seed,
+        "kind": "shapes", "num_train": num_train, "size": size, "per_shard": per_shard,
+        "seed": seed,
         "version": VERSION,
     }  # fmt: skip
     seen, held_out = split_combinations(seed)

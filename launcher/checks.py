@@ -1,4 +1,7 @@
-"""Checks of a recipe's places, each written once: `doctor` shows them, `submit` and `train --dry-run` require them."""
+"""Checks of a recipe's places, each written once.
+
+`doctor` shows what they find; `submit` and `train --dry-run` require that they pass.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:
-    """Can the run be written, is there room for it, is the file server's clock right? `clip-train submit` asks too."""
+    """Can the run be written, is there room for it, is the file server's clock right?"""
     run_dir = config.run_dir.absolute()
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     probe = folder / f".doctor-{os.getpid()}"
@@ -89,16 +92,17 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     if abs(skew) > 5:
         message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
         yield warning("disk", message, "synchronise both clocks (chronyd)")
-    # fp32 weights and two moments of each parameter, in as many checkpoints as are kept and one being written
+    # fp32 weights and two moments of each parameter, in the checkpoints that are kept and one more
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free
-    message = f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by checkpoints"
+    room = f"{free / 1e9:.1f} GB free for run.dir ({run_dir})"
+    message = f"{room}, {needed / 1e9:.1f} needed by checkpoints"
     remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
     yield error("disk", message, remedy) if needed > free else ok("disk", message)
 
 
 def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
-    """Folders that a node has for itself: a job that is requeued on another would not find its checkpoints."""
+    """Folders that a node has for itself: a job that is requeued on another loses its checkpoints."""
     places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
     if remote is not None and not is_remote(remote):
         places["checkpoint.remote"] = local_path(remote).absolute()

@@ -29,8 +29,8 @@ from launcher.runtime.log import warn
 
 ALWAYS = """\
 # From an OpenCLIP command line. What has another meaning here:
-# batch.global_size is what one optimizer step sees over all ranks; OpenCLIP's --batch-size is of one GPU
-# a sample without a caption, or with an empty one, is invalid here and replaced; OpenCLIP trains on empty captions
+# batch.global_size is what one step sees over all ranks; OpenCLIP's --batch-size is of one GPU
+# a sample without a caption is invalid here and replaced; OpenCLIP trains on empty captions
 # every epoch visits each sample once; OpenCLIP rounds an epoch to whole batches of each worker
 # checkpoint.every_minutes saves every hour as well, so that a kill costs an hour at most"""
 CHECK = "CHECK: "  # begins a note on what the recipe may have wrong: it is a warning too
@@ -146,10 +146,14 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
     known = keys["model.name"].removeprefix("open_clip:")
     is_known = own == known or HF_TOWER.fullmatch(known) or FAMILIES.fullmatch(known)
     if not is_known and known not in preset_names():
-        notes.append((
-            "--model", f"{CHECK}OpenCLIP 3.3.0 has no {known}: if it is a JSON of your own, set model.name to its "
-            "path, or to open_clip:PATH if a tower is timm's or Hugging Face's",
-        ))  # fmt: skip
+        notes.append(
+            (
+                "--model",
+                f"{CHECK}OpenCLIP 3.3.0 has no {known}: if it is a JSON of your own, set "
+                "model.name to its path, or to open_clip:PATH if a tower is timm's or Hugging "
+                "Face's",
+            )
+        )
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
@@ -163,15 +167,25 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
         start = f"{known}-start.pt"
         keys["model.init_from"] = start
         made = f"open_clip.create_model('{known}').state_dict(), '{start}'"
-        notes.append(("--model", f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make the "
-                      f"file that model.init_from names, once, with the options of your command: python -c \"import "
-                      f"open_clip, torch; torch.save({made})\""))  # fmt: skip
+        notes.append(
+            (
+                "--model",
+                f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make "
+                "the file that model.init_from names, once, with the options of your command: "
+                f'python -c "import open_clip, torch; torch.save({made})"',
+            )
+        )
     if HF_TOWER.fullmatch(known) and "lock-text" in given:
         keys.pop("model.lock_text")
         keys.pop("model.lock_text_unlocked_layers", None)
-        notes.append(("--lock-text", f"{CHECK}OpenCLIP leaves the projection of {known} trainable, and its LayerNorms "
-                      "unless --lock-text-freeze-layer-norm is given. Name what is frozen in model.freeze, such as "
-                      "text.transformer.*"))  # fmt: skip
+        notes.append(
+            (
+                "--lock-text",
+                f"{CHECK}OpenCLIP leaves the projection of {known} trainable, and its LayerNorms "
+                "unless --lock-text-freeze-layer-norm is given. Name what is frozen in "
+                "model.freeze, such as text.transformer.*",
+            )
+        )
     if "lock-image" not in given:  # without it OpenCLIP ignores this one
         keys.pop("model.lock_image_freeze_bn_stats", None)
     if "force-image-size" in given:
@@ -186,8 +200,9 @@ def model_name(name: str, flag: str = "") -> str:
     """Ours, or by OpenCLIP's own. UserError for one that no name of a recipe can stand for."""
     if name.startswith(("hf-hub:", "local-dir:")):
         raise UserError(
-            f"--{flag}model {name}: a recipe has architecture and weights apart; give --{flag}model the architecture's "
-            f"name, and --{flag}pretrained {name.removeprefix('local-dir:')}"
+            f"--{flag}model {name}: a recipe has architecture and weights apart; give "
+            f"--{flag}model the architecture's name, and --{flag}pretrained "
+            f"{name.removeprefix('local-dir:')}"
         )
     name = name.replace("/", "-").replace("-quickgelu-quickgelu", "-quickgelu")
     return name if name in preset_names() else f"open_clip:{name}"
@@ -220,10 +235,14 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
     if "data.num_samples" not in keys:  # an epoch that nobody has counted
         shards = sum(map(len, expand_braces(keys["data.train"])))
         keys["data.num_samples"] = shards * PER_SHARD if shards > 1 else ASSUMED
-        notes.append((
-            "--train-num-samples", f"{CHECK}is not given: {keys['data.num_samples']:,} samples are ASSUMED, and steps, "
-            "warm-up, saves and evaluations follow from them; add the flag to the command",
-        ))  # fmt: skip
+        notes.append(
+            (
+                "--train-num-samples",
+                f"{CHECK}is not given: {keys['data.num_samples']:,} samples are ASSUMED, and "
+                "steps, warm-up, saves and evaluations follow from them; add the flag to the "
+                "command",
+            )
+        )
     for flag, prefix in (("text-key", ""), ("json-text-key", "json.")):
         if flag in flags:
             names = [prefix + name for name in str(flags[flag]).split(";") if name]
@@ -233,8 +252,13 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
     if "train-data-upsampling-factors" in flags:
         factors = str(flags["train-data-upsampling-factors"]).split("::")
         keys["data.train_weights"] = [as_value(factor) for factor in factors]
-        notes.append(("--train-data-upsampling-factors", f"{CHECK}OpenCLIP draws each shard with its source's factor: "
-                      "multiply each number of data.train_weights by the number of shards of its source"))  # fmt: skip
+        notes.append(
+            (
+                "--train-data-upsampling-factors",
+                f"{CHECK}OpenCLIP draws each shard with its source's factor: "
+                "multiply each number of data.train_weights by the number of shards of its source",
+            )
+        )
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
@@ -294,8 +318,9 @@ def _optimizer(keys: Keys, notes: Notes, flags: Flags) -> None:
     name = str(flags.get("opt", "adamw")).lower().removeprefix("timm/")
     if name not in OPTIMIZERS and "." not in name:
         raise UserError(
-            f"--opt ({flags['opt']}): take it out of the command, and set optim.name to the import path of its class, "
-            f"such as timm.optim.Adafactor; by name there are {', '.join(OPTIMIZERS)}"
+            f"--opt ({flags['opt']}): take it out of the command, and set optim.name to the import "
+            "path of its class, such as timm.optim.Adafactor; by name there are "
+            f"{', '.join(OPTIMIZERS)}"
         )
     keys["optim.name"] = name
     if name == "muon":

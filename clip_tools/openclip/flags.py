@@ -71,10 +71,11 @@ LISTS = frozenset(
 # Flag -> its keys, where there is more to say than one of them.
 OWN = {
     "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",
-    "aug-cfg": "`data.aug_scale`, `data.aug_ratio`, `data.aug_color_jitter`, `data.aug_color_jitter_prob`, "
+    "aug-cfg": "`data.aug_scale`, `data.aug_ratio`, `data.aug_color_jitter`, "
+    "`data.aug_color_jitter_prob`, "
     "`data.aug_gray_scale_prob`; of `use_timm` the same, without random erasing",
     "batch-size": "`batch.micro_size`; times ranks and `--accum-freq` it is `batch.global_size`",
-    "dataset-type": "`data.kind`: `shards`, of a CSV or a folder `clip-train shards` makes them; or `synthetic`",
+    "dataset-type": "`data.kind`: `shards` (of a CSV by `clip-train shards`), or `synthetic`",
     "delete-previous-checkpoint": "`checkpoint.keep_last=1`",
     "epochs-cooldown": "`schedule.cooldown_steps`",
     "force-image-size": "`model.image_size`",
@@ -101,9 +102,9 @@ OWN = {
     "`checkpoint.every_minutes=60` besides",
     "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
     "skip-scheduler": "`schedule.name=constant`, no warm-up",
-    "train-data-upsampling-factors": "`data.train_weights`, each to be multiplied by the shards of its source",
+    "train-data-upsampling-factors": "`data.train_weights`: multiply each by its source's shards",
     "val-frequency": "`evaluate.every_steps`, in steps",
-    "zeroshot-frequency": "`evaluate.every_steps`, in steps: of the two frequencies the higher counts",
+    "zeroshot-frequency": "`evaluate.every_steps`, in steps: the higher frequency counts",
 }
 # Flag -> why the recipe has nothing of it.
 NOTES = {
@@ -198,7 +199,7 @@ NEWER = {
     **dict.fromkeys(
         ("torchcompile-backend", "torchcompile-mode", "torchcompile-strategy"), _COMPILED
     ),
-    "fsdp-checkpoint": "each rank writes its share, and any number of ranks and either engine resume from it",
+    "fsdp-checkpoint": "each rank writes its share; any layout and engine resumes from it",
     "image-key": "an image is known by its suffix: .jpg, .png, .webp, ...",
     "log-metric-every-n-steps": "every step is recorded",
     "max-image-pixels": "images of more than 89 million pixels are invalid",

@@ -105,5 +105,6 @@ def _parquet(source: Path) -> Iterator[dict[str, Any]]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Broken]]] = {
-    ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet,
+    ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines,
+    ".parquet": _parquet,
 }  # fmt: skip

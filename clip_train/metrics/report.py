@@ -136,10 +136,12 @@ def _shown(run: Run) -> dict[str, Any]:
     done_at = time.localtime(time.time() + (run.eta_seconds or 0))
     counts = sorted(run.invalid.get("bad_samples", {}).items(), key=lambda row: (-row[1], row[0]))
     return {
-        "name": run.name, "state": run.state, "step": run.step, "steps": run.steps, "eta": run.eta_seconds,
+        "name": run.name, "state": run.state, "step": run.step, "steps": run.steps,
+        "eta": run.eta_seconds,
         "done": 100 * min(run.step / run.steps, 1) if run.steps else None,
         "done_at": time.strftime(DATE, done_at),
-        "notes": run.notes(), "tiles": tiles, "starts": run.starts, "now": run.starts[-1] if run.starts else {},
+        "notes": run.notes(), "tiles": tiles, "starts": run.starts,
+        "now": run.starts[-1] if run.starts else {},
         "evaluations": [(name, [number(each.get(name)) for each in latest]) for name in names],
         "at": [each["step"] for each in latest],
         "invalid": [(*key.split("\t", 1), count) for key, count in counts[:ROWS]],
@@ -218,8 +220,8 @@ def _chart(
     ]
     x_ticks = [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)]
     return {
-        "title": title, "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks, "bottom": bottom, "top": top,
-        "last": last,
+        "title": title, "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,
+        "bottom": bottom, "top": top, "last": last,
     }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ RECENT = 50  # steps that the ETA is made from
 SILENT_SECONDS = 300.0  # without a step, and twenty times as long as one lasts: something is wrong
 DATA_WAIT, MEMORY = "data_wait", "peak_memory"  # of the step, %; GiB: made from what the record has
 NO_CURVE = {
-    "step", "samples", "peak_memory_bytes", "micro_size", "accum_steps", "kept_graphs", "checkpoint_step",
-    "checkpoint_seconds", "checkpoint_failures", "time",
+    "step", "samples", "peak_memory_bytes", "micro_size", "accum_steps", "kept_graphs",
+    "checkpoint_step", "checkpoint_seconds", "checkpoint_failures", "time",
 }  # fmt: skip
 
 Level = Literal["ok", "warning", "error"]
@@ -53,14 +53,14 @@ class Curve:
         return statistics.median(self.values)
 
     def thinned(self) -> np.ndarray:
-        """[n, 4], n <= `BUCKETS`: of equal stretches the mean step, and the values' mean, least and greatest."""
+        """[n, 4], n <= `BUCKETS`: the mean step, and the values' mean, least and greatest."""
         points = np.array([self.steps, self.values], dtype=np.float64).T
         parts = np.array_split(points, min(len(points), BUCKETS))
         return np.array([(*each.mean(0), each[:, 1].min(), each[:, 1].max()) for each in parts])
 
 
 class Run:
-    """A folder, read once: look again with another `Run`. A folder without files is a run that has not begun."""
+    """A folder, read once: look again with another `Run`. Without files the run has not begun."""
 
     def __init__(self, folder: Path | str) -> None:
         """OSError where it cannot be read."""
@@ -145,13 +145,15 @@ class Run:
         names = ("loss", "samples_per_second", DATA_WAIT)
         loss, rate, wait = (self.curves.get(name) for name in names)
         if loss is not None and len(loss.values) > 20 and loss.recent > loss.values[0]:
-            above = f"the loss ({loss.recent:.4g}) is above where it was at first ({loss.values[0]:.4g})"
+            first = f"{loss.values[0]:.4g}"
+            above = f"the loss ({loss.recent:.4g}) is above where it was at first ({first})"
             found.append(("warning", above))
         if wait is not None and wait.recent > 10:
             waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
             found.append(("warning", waits))
         if rate is not None and len(rate.values) > 20 and rate.recent < 0.7 * rate.median:
-            slow = f"{rate.recent:,.0f} samples/s of late, {rate.median:,.0f} in the median: has a node slowed down?"
+            rates = f"{rate.recent:,.0f} samples/s of late, {rate.median:,.0f} in the median"
+            slow = f"{rates}: has a node slowed down?"
             found.append(("warning", slow))
         count = sum(self.invalid.get("bad_samples", {}).values())
         if count:

@@ -10,15 +10,15 @@ from typing import Any
 from clip_train import __version__
 
 EPILOG = """\
-exit status: 0 done; 75 preempted after a commit (run the same line again); 130 interrupted twice; 2 a mistake in the
-recipe or the command; 1 anything else.
+exit status: 0 done; 75 preempted after a commit (run the same line again); 130 interrupted twice;
+2 a mistake in the recipe or the command; 1 anything else.
 
 examples:
-  clip-train demo                                        train on captioned shapes, 4 minutes on a laptop
-  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs of this machine; resumes by itself when run again
+  clip-train demo                                        train on captioned shapes, 4 minutes
+  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs; the same line again resumes
   torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
   clip-train index 's3://bucket/cc12m/{00000..01242}.tar'   once, before training from shards
-  clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory, before a job is submitted
+  clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory
 """
 
 SHELLS = ("bash", "zsh")
@@ -81,12 +81,12 @@ VERBS = {
         "launcher.cli.train:run",
         "train, or resume training",
         """\
-        Train the recipe; if its run directory has a checkpoint, resume from the newest complete one.
-        Under torchrun, srun or another launcher, every rank runs this same line.""",
+    Train the recipe; if its run directory has a checkpoint, resume from the newest complete
+    one. Under torchrun, srun or another launcher, every rank runs this same line.""",
         """\
-        clip-train train recipes/vit_b32.yaml                   all GPUs of this machine; the same line again resumes
-        clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
-        clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher""",
+    clip-train train recipes/vit_b32.yaml                   all GPUs; the same line again resumes
+    clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
+    clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher""",
         options=(
             ("ranks", "N", "without a launcher: ranks on this machine (default: GPUs, else 1)"),
             (
@@ -102,9 +102,9 @@ VERBS = {
         "Print each key with its default, what may stand there, and what it means; one line each "
         "in a pipe.",
         """\
-        clip-train keys                                         all of them
-        clip-train keys optim                                   those that begin with it
-        clip-train keys --markdown > docs/recipe.md             the page of the documentation""",
+    clip-train keys                                         all of them
+    clip-train keys optim                                   those that begin with it
+    clip-train keys --markdown > docs/recipe.md             the page of the documentation""",
         positions=("prefix?",),
         options=(("markdown", None, "as a page with a table for each section"),),
     ),
@@ -114,9 +114,9 @@ VERBS = {
         "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. "
         "Touches no GPU.",
         """\
-        clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
-        clip-train plan recipes/vit_b32.yaml --world-size 64 batch.micro_size=auto batch.memory_limit=80GB
-        clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, engines, speed, traffic on it""",
+    clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
+    clip-train plan recipes/vit_b32.yaml batch.micro_size=auto batch.memory_limit=80GB
+    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed""",
         options=(
             ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
             (
@@ -136,13 +136,13 @@ VERBS = {
         "launcher.slurm.submit:run",
         "render, check and submit a SLURM job",
         """\
-        Check everything that would fail after hours in the queue, freeze recipe and code beside the batch script,
-        and hand it to sbatch. The job requeues itself until it is done, or gives up: docs/slurm.md.
-        Options after -- are sbatch's own.""",
+    Check everything that would fail after hours in the queue, freeze recipe and code beside the
+    batch script, and hand it to sbatch. The job requeues itself until it is done, or gives up:
+    docs/slurm.md. Options after -- are sbatch's own.""",
         """\
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 --dry-run   look first
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
-        clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100 --dependency=afterok:12""",
+    clip-train submit recipes/vit_l14.yaml --nodes 4 --time 24:00:00 --dry-run   look first
+    clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
+    clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100""",
         options=(
             ("nodes", "N", "(default: the site's, else 1)"),
             ("gpus-per-node", "N", "each with a rank (default: the site's, else 8)"),
@@ -171,11 +171,12 @@ VERBS = {
         "clip_tools.doctor:run",
         "check this machine, the recipe and the cluster",
         """\
-        One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit status 1 with an error.
-        Nothing is changed: what is written to try a disk or a bucket is removed.""",
+    One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit
+    status 1 with an error. Nothing is changed: what is written to try a disk or a bucket is
+    removed.""",
         """\
-        clip-train doctor                                       this machine and its cluster
-        clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, captions, S3 and disk too""",
+    clip-train doctor                                       this machine and its cluster
+    clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too""",
         positions=("recipe?", "overrides"),
         options=(JSON,),
     ),
@@ -183,13 +184,14 @@ VERBS = {
         "clip_tools.inspect:evaluate_run",
         "zero-shot, retrieval, validation loss and linear probe of a run or of any weights",
         """\
-        Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. Of a URL, or a bare folder of checkpoints,
-        the recipe is the one in the checkpoint. PLACE may also be weights (an exported folder, hf-hub:org/name,
-        open_clip:NAME/TAG) or, with --weights, a model's name.""",
+    Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. Of a URL, or a bare
+    folder of checkpoints, the recipe is the one in the checkpoint. PLACE may also be weights
+    (an exported folder, hf-hub:org/name, open_clip:NAME/TAG) or, with --weights, a model's
+    name.""",
         """\
-        clip-train evaluate my.yaml                             the newest checkpoint of that run
-        clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
-        clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar' evaluate.zero_shot_classes=imagenet""",
+    clip-train evaluate my.yaml                             the newest checkpoint of that run
+    clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
+    clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar'""",
         positions=("place", "overrides"),
         options=(
             (
@@ -206,12 +208,12 @@ VERBS = {
         "clip_tools.inspect:export_run",
         "weights for OpenCLIP or transformers, as safetensors",
         """\
-        Write a folder that open_clip, or transformers, loads, without a GPU. Of a run's folder or the URL of its
-        checkpoints, none of the run's other files are needed.""",
+    Write a folder that open_clip, or transformers, loads, without a GPU. Of a run's folder or
+    the URL of its checkpoints, none of the run's other files are needed.""",
         """\
-        clip-train export runs/clip --output clip-b32           of a run on this disk
-        clip-train export s3://bucket/run --step 20000          of a run elsewhere
-        clip-train export runs/clip --format transformers       for transformers.CLIPModel""",
+    clip-train export runs/clip --output clip-b32           of a run on this disk
+    clip-train export s3://bucket/run --step 20000          of a run elsewhere
+    clip-train export runs/clip --format transformers       for transformers.CLIPModel""",
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
@@ -230,12 +232,13 @@ VERBS = {
         "clip_tools.shards.command:run",
         "a table or a folder of images with captions as shards",
         """\
-        Write WebDataset shards and their index. Rows whose image or caption cannot be used are left out and reported.
-        Run again after an interruption, it goes on. Of URLs, img2dataset makes shards.""",
+    Write WebDataset shards and their index. Rows whose image or caption cannot be used are left
+    out and reported. Run again after an interruption, it goes on. Of URLs, img2dataset makes
+    shards.""",
         """\
-        clip-train shards captions.csv shards                   columns are found, or --image-key, --caption-key
-        clip-train shards photos shards                         each x.jpg with its x.txt; or a metadata.csv in it
-        clip-train shards birds.csv birds --label-key kind      with birds/classes.json, for zero-shot evaluation""",
+    clip-train shards captions.csv shards                   columns are found, or --image-key ...
+    clip-train shards photos shards                         each x.jpg with its x.txt
+    clip-train shards birds.csv birds --label-key kind      with birds/classes.json""",
         positions=("source", "out"),
         options=(
             (
@@ -266,8 +269,8 @@ VERBS = {
         "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or "
         "on S3.",
         """\
-        clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
-        clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
+    clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
+    clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
         positions=("shards",),
         options=(
             (
@@ -284,11 +287,11 @@ VERBS = {
         "clip_tools.checkpoints:run",
         "what checkpoints there are, whole or not, and which will stay",
         """\
-        List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a committed one is not
-        whole.""",
+    List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a
+    committed one is not whole.""",
         """\
-        clip-train checkpoints runs/clip
-        clip-train checkpoints s3://bucket/run --verify         read all of them""",
+    clip-train checkpoints runs/clip
+    clip-train checkpoints s3://bucket/run --verify         read all of them""",
         positions=("place", "overrides"),
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
     ),
@@ -296,11 +299,12 @@ VERBS = {
         "clip_tools.report:write",
         "a run as a page, or several compared in one",
         """\
-        Write report.html of a run anew, which training keeps up to date by itself: health, curves, evaluations,
-        attempts, what differs from the defaults. Of several runs comparison.html, with all curves in one.""",
+    Write report.html of a run anew, which training keeps up to date by itself: health, curves,
+    evaluations, attempts, what differs from the defaults. Of several runs comparison.html, with
+    all curves in one.""",
         """\
-        clip-train report runs/clip
-        clip-train report runs/a runs/b --output a-b.html       curves over each other, keys that differ""",
+    clip-train report runs/clip
+    clip-train report runs/a runs/b --output a-b.html       curves, keys that differ""",
         positions=("runs",),
         options=(
             (
@@ -315,8 +319,8 @@ VERBS = {
         "a run in the terminal, live",
         "Show progress, the latest metrics, health and attempts until the run is done, or Ctrl-C.",
         """\
-        clip-train watch runs/clip
-        clip-train watch runs/clip --once                       print it and end""",
+    clip-train watch runs/clip
+    clip-train watch runs/clip --once                       print it and end""",
         positions=("run",),
         options=(("once", None, "print it and end"),),
     ),
@@ -324,11 +328,11 @@ VERBS = {
         "clip_tools.openclip.command:run",
         "an OpenCLIP command line as a recipe",
         """\
-        Print the recipe that trains what an OpenCLIP command line trains, with what means something else here in
-        comments above. Of OpenCLIP's params.txt, too.""",
+    Print the recipe that trains what an OpenCLIP command line trains, with what means something
+    else here in comments above. Of OpenCLIP's params.txt, too.""",
         """\
-        clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar --train-num-samples 100000"
-        clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",
+    clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar"
+    clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",
         positions=("command",),
         options=(
             (
@@ -342,11 +346,12 @@ VERBS = {
         "clip_tools.demo:run",
         "train a small CLIP in minutes and see it work",
         """\
-        Build a small data set, train on it with micro-batches and the feature cache, and evaluate zero-shot.
-        It draws captioned shapes, and tests on colour-shape-size-background combinations never seen in training.""",
+    Build a small data set, train on it with micro-batches and the feature cache, and evaluate
+    zero-shot. It draws captioned shapes, and tests on colour-shape-size-background combinations
+    never seen in training.""",
         """\
-        clip-train demo
-        clip-train demo run.steps=100 data.num_samples=5000     shorter""",
+    clip-train demo
+    clip-train demo run.steps=100 data.num_samples=5000     shorter""",
         positions=("overrides",),
         options=(("dir", "DIR", "where data and runs go (default: runs)", "runs"),),
     ),
@@ -355,8 +360,8 @@ VERBS = {
         "completion of this command by your shell",
         "Print a script by which bash or zsh completes verbs, options and the keys of a recipe.",
         """\
-        clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
-        clip-train completion zsh > ~/.clip-train.zsh           and in .zshrc: source ~/.clip-train.zsh""",
+    clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
+    clip-train completion zsh > ~/.clip-train.zsh           in .zshrc: source ~/.clip-train.zsh""",
         positions=("shell",),
     ),
 }
@@ -367,7 +372,8 @@ def build_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="clip-train",
-        description="Train CLIP so that the result depends on the global batch alone, not on how it is computed.",
+        description="Train CLIP so that the result depends on the global batch alone, not on how "
+        "it is computed.",
         epilog=EPILOG,
         formatter_class=style,
     )

@@ -192,7 +192,8 @@ class RecipeLoader(yaml.SafeLoader):
 RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+        r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$"
+        r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
     ),
     list("-+0123456789."),
 )
