@@ -1,7 +1,8 @@
-"""What a run starts from, wherever it is -> files on this node's disk, fetched by one rank of each node.
+"""What a run starts from -> files on this node's disk, fetched by one rank of each node.
 
-an export or a weights file          as it is; at a URL: fetched, compared with the sha256 beside it
-a run (recipe, folder, URL, ...)     its newest committed checkpoint: its parameters alone, verified by the manifest
+an export or a weights file       as it is; at a URL: fetched, compared with the sha256 beside it
+a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameters alone, verified by
+                                  the manifest
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look, places_of
@@ -45,9 +46,9 @@ T = TypeVar("T")
 def weights_here(
     config: ModelConfig, storage: StorageConfig, keys: Sequence[str] = KEYS
 ) -> Iterator[ModelConfig]:
-    """Collective: `config` with places that this rank can open. Fetched files stay until the node's last rank leaves
-    the block.
+    """Collective: `config` with places that this rank can open.
 
+    Fetched files stay until the node's last rank leaves the block.
     UserError, CheckpointError, on all ranks.
     """
     given = {key: getattr(config, key) for key in keys}
@@ -58,24 +59,39 @@ def weights_here(
     fetches = ranks.detect(os.environ).local_rank == 0
     with _node_folder(fetches) as folder:
         here = {
-            key: _place_here(key, place, folder / key if fetches else None, storage)
+            key: _place_here(f"model.{key} ({place})", place, folder / key, fetches, storage)
             for key, place in places.items()
         }
         yield config.model_copy(update=here)
 
 
+def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
+    """Collective: what the rank of this node that `fetches` got."""
+    got = dist.agreed(lambda: (node_name(), fetch(*arguments)) if fetches else None)
+    return dict(pair for pair in dist.gather_objects(got) if pair is not None)[node_name()]
+
+
 @contextlib.contextmanager
 def _node_folder(makes: bool) -> Iterator[Path]:
-    """Collective: a temporary folder that the ranks of a node share; one rank of each node `makes` it.
+    """Collective: a temporary folder that the ranks of a node share; one of them `makes` it.
 
-    Each rank holds a shared lock while it uses the folder. A rank that leaves tries to turn its lock into an exclusive
-    one, which only the last rank gets; the last rank removes the folder. The kernel releases the lock of a rank that
-    dies, and nobody waits for another rank on the way out.
+    Each rank holds a shared lock while it uses the folder. A rank that leaves tries to turn its
+    lock into an exclusive one, which only the last rank gets; the last rank removes the folder. The
+    kernel releases the lock of a rank that dies, and nobody waits for another rank on the way out.
+    The block's own collectives make sure that nobody leaves before all have their locks.
     """
-    made = dist.agreed(lambda: (node_name(), _temporary_folder()) if makes else None)
-    folder = dict(one for one in dist.gather_objects(made) if one is not None)[node_name()]
-    with contextlib.ExitStack() as stack:
-        lock = dist.agreed(lambda: stack.enter_context(_lock_shared(folder)))
+
+    def make() -> Path:
+        try:
+            return Path(tempfile.mkdtemp(prefix="clip-train-"))
+        except OSError as e:
+            raise UserError(
+                f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights"
+            ) from e
+
+    folder = _on_node(makes, make)
+    with (folder / "in use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         try:
             yield folder
         finally:
@@ -84,67 +100,42 @@ def _node_folder(makes: bool) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock_shared(folder: Path) -> IO[str]:
-    lock = (folder / "in use").open("w")
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return lock
-
-
-def _temporary_folder() -> Path:
+def _readable(what: str, action: Callable[..., T], *arguments: object) -> T:
     try:
-        return Path(tempfile.mkdtemp(prefix="clip-train-"))
+        return action(*arguments)
     except OSError as e:
-        raise UserError(
-            f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights"
-        ) from e
+        raise CheckpointError(f"{what} cannot be read: {e}") from e
 
 
-def _place_here(key: str, place: str, folder: Path | None, storage: StorageConfig) -> str:
-    """folder: where this rank puts what it fetches for its node; None: another does."""
-
-    def readable(action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except OSError as e:
-            raise CheckpointError(f"model.{key} ({place}) cannot be read: {e}") from e
-
-    def on_node(fetch: Callable[[Path], T]) -> T:
-        """What the node's first rank has fetched."""
-        got = dist.agreed(
-            lambda: None if folder is None else (node_name(), readable(lambda: fetch(folder)))
-        )
-        return dict(each for each in dist.gather_objects(got) if each is not None)[node_name()]
-
+def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: StorageConfig) -> str:
+    """Collective: a path of this node. what: key and place, for messages. folder: for one place."""
     if hub.is_on_hub(place):
-        return str(on_node(lambda to: hub.fetch(place)))
-    if dist.on_main(lambda: readable(lambda: _is_weights(place))):
-        return str(
-            on_node(lambda to: _fetch(place, to, storage))
-            if is_remote(place)
-            else local_path(place)
-        )
-    try:  # collective: the newest whole checkpoint, or the one that is named
+        return str(_on_node(fetches, _readable, what, hub.fetch, place))
+    if dist.on_main(lambda: _readable(what, _is_weights, place)):
+        if not is_remote(place):
+            return str(local_path(place))
+        return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
+    try:  # the newest whole checkpoint, or the one that is named
         _, places, only = find_run(place, [])
         found = open_to_look(places, only=only)
     except UserError as e:
         raise UserError(
-            f"model.{key} ({place}) holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's checkpoint: {e}"
+            f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "
+            f"checkpoint: {e}"
         ) from e
-    names = (
-        found.reader.names() if folder is not None else {}
-    )  # the node's other ranks read nothing
+    names = found.reader.names() if fetches else {}  # the node's other ranks read nothing
     wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
     found.reader.prepare(wanted.values())
 
-    def write(to: Path) -> Path:
+    def export() -> Path:
         state = {
             name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()
         }
-        return export_openclip(state, parse_saved(found.state["architecture"]), to)
+        return export_openclip(state, parse_saved(found.state["architecture"]), folder)
 
-    written = on_node(write)
+    written = _on_node(fetches, _readable, what, export)
     if dist.is_main():
-        log(f"model.{key}: step {found.step} of {found.path}")
+        log(f"{what}: step {found.step} of {found.path}")
     return str(written)
 
 
@@ -161,7 +152,7 @@ def _is_weights(place: str) -> bool:
 
 
 def holds_weights(place: str) -> bool:
-    """Whether it is weights and nothing else: a file of them, an export's folder; not a run or its checkpoints."""
+    """Whether it is weights and nothing else (a file, an export's folder), not a run."""
     if place.endswith(_SUFFIXES) or is_remote(place):
         return _is_weights(place)
     path = local_path(place)
@@ -169,53 +160,44 @@ def holds_weights(place: str) -> bool:
 
 
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
-    """A weights file, or an export's folder, from a URL. UserError, CheckpointError, OSError."""
+    """A weights file, or an export's folder, from a URL. UserError, CheckpointError, OSError.
+
+    Verified by the sha256 in the export's description; without one, a warning says so.
+    """
     folder.mkdir()
-    url, _, name = (
-        place.rpartition("/") if place.endswith(_SUFFIXES) else (place.rstrip("/"), "", "")
-    )
-    there = open_storage(url)
+    is_file = place.endswith(_SUFFIXES)
+    url, _, name = place.rpartition("/") if is_file else (place.rstrip("/"), "", "")
+    there, known = open_storage(url), None
+    name = name or next(each for each in WEIGHTS_NAMES if there.exists(each))
     if there.exists(CONFIG_NAME):
-        (folder / CONFIG_NAME).write_bytes(there.read_bytes(CONFIG_NAME))
-    file = folder / (name or next(each for each in WEIGHTS_NAMES if there.exists(each)))
+        description = there.read_bytes(CONFIG_NAME)
+        (folder / CONFIG_NAME).write_bytes(description)
+        try:
+            known = json.loads(description).get("sha256", {}).get(name)
+        except (ValueError, AttributeError) as e:
+            raise CheckpointError(f"{url}/{CONFIG_NAME} is not the JSON of an export: {e}") from e
+    file = folder / name
     try:
-        with open_read(f"{url}/{file.name}", storage) as source, file.open("wb") as out:
+        with open_read(f"{url}/{name}", storage) as source, file.open("wb") as out:
             shutil.copyfileobj(source, out, storage.range_bytes)
     except FileNotFoundError as e:
         raise UserError(f"{place}: there is no such file; correct it") from e
-    known = known_sha256(folder, file.name)
     if known is None:
-        warn(
-            f"{url}/{file.name} has no sha256 in a {CONFIG_NAME} beside it: it is taken as it has come"
-        )
+        warn(f"{url}/{name} has no sha256 in a {CONFIG_NAME} beside it: it is not verified")
     elif known != sha256_of(file):
         raise CheckpointError(
-            f"{url}/{file.name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
+            f"{url}/{name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
         )
-    return folder if not name else file
-
-
-def known_sha256(folder: Path, name: str) -> str | None:
-    """As the export's description has it; None: it says none. CheckpointError for a description that is no JSON."""
-    try:
-        content = (
-            json.loads((folder / CONFIG_NAME).read_text())
-            if (folder / CONFIG_NAME).exists()
-            else {}
-        )
-    except ValueError as e:
-        raise CheckpointError(f"{CONFIG_NAME} beside {name} is not JSON: {e}") from e
-    known = content.get("sha256") if isinstance(content, dict) else None
-    return known.get(name) if isinstance(known, dict) else None
+    return file if is_file else folder
 
 
 # -- where a run's checkpoints are
 
 
 def recipe_in(place: str) -> str | None:
-    """The recipe that `place` is, or that a run's folder holds; None for a URL, or for checkpoints alone.
+    """The recipe that `place` is, or that a run's folder holds. UserError if there is nothing.
 
-    UserError where there is nothing.
+    None for a URL, or for checkpoints alone.
     """
     if is_remote(place):
         return None
@@ -224,27 +206,30 @@ def recipe_in(place: str) -> str | None:
         return str(path / "recipe.yaml") if (path / "recipe.yaml").exists() else None
     if not path.exists():
         raise UserError(
-            f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of checkpoints"
+            f"{place}: no such file or folder; give a recipe, a run's folder, or a URL of "
+            "checkpoints"
         )
-    return (
-        None if path.parent.name == "commit" and path.suffix == ".json" else place
-    )  # one for each checkpoint
+    is_commit = path.parent.name == "commit" and path.suffix == ".json"  # of one checkpoint
+    return None if is_commit else place
 
 
 def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places, CommitRef | None]:
-    """What a recipe, a run's folder, or a place of checkpoints means: the recipe, None where it is in the checkpoints
-    alone; where these are; which of them, if `place` names one. Collective. UserError where nothing was trained."""
+    """What a recipe, a run's folder, or a place of checkpoints means.
+
+    Returns the recipe (None if only the checkpoints have it), where the checkpoints are, and which
+    of them if `place` names one. Collective. UserError if nothing was trained.
+    """
     recipe = recipe_in(place)
     if recipe is None:
         return None, *places_of(place)
     config, here = load_config(recipe, overrides), local_path(place)
-    folder = (
-        here if (here / "checkpoints").is_dir() else config.run_dir
-    ) / "checkpoints"  # it may have moved
+    moved = (here / "checkpoints").is_dir()
+    folder = (here if moved else config.run_dir) / "checkpoints"
     remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
         raise UserError(
-            f"{folder} is not there: train first (clip-train train ...), or correct run.dir or run.name"
+            f"{folder} is not there: train first (clip-train train ...), or correct run.dir or "
+            "run.name"
         )
     return config, Places(local, remote), None

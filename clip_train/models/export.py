@@ -41,9 +41,8 @@ def export_openclip(
     config = {
         "model_cfg": architecture.model_cfg(),
         "preprocess_cfg": architecture.preprocess_cfg(),
-        "sha256": {
-            WEIGHTS_NAMES[0]: sha256_of(weights)
-        },  # ours: whoever fetches it from a URL compares
+        # ours: whoever fetches it from a URL compares
+        "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},
     }
     save_texts({CONFIG_NAME: as_json(config)}, path)
     return path
@@ -59,8 +58,10 @@ def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> Path:
     """A .safetensors; the folder is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{name}.part"
+    part.touch()
+    mode = part.stat().st_mode  # of any new file: safetensors makes them for their owner alone
     save_file(state, part, metadata={"format": "pt"})
-    part.chmod(0o666 & ~umask())  # as any new file: safetensors makes them for their owner alone
+    part.chmod(mode)
     return part.replace(folder / name)
 
 
@@ -73,10 +74,3 @@ def save_texts(texts: dict[str, str], folder: Path) -> None:
 
 def as_json(content: Any) -> str:
     return json.dumps(content, indent=2) + "\n"
-
-
-def umask() -> int:
-    """There is no call that only reads it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

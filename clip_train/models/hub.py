@@ -1,10 +1,10 @@
-"""Weights from the Hugging Face hub and to it: fetched into its cache, where a file that is there stays, and verified.
+"""Weights from the Hugging Face hub (fetched into its cache, verified) and to it.
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
-    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag, by its table (openclip_tags.json)
+    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag (openclip_tags.json)
 
-The only module that imports huggingface_hub, which honours HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, and goes
-on with a download that was cut.
+The only module that imports huggingface_hub, which honors HF_ENDPOINT, HF_HOME, HF_TOKEN and
+HF_HUB_OFFLINE, and resumes a download that was cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def is_on_hub(place: str) -> bool:
 def fetch(place: str) -> Path:
     """The weights' file in the cache, with the repository's description beside it.
 
-    UserError for a name that is not understood, or without huggingface_hub; CheckpointError where it cannot be had.
+    UserError for a name that is not understood, or without huggingface_hub; CheckpointError if it
+    cannot be fetched.
     """
     repository, revision = resolve(place)
     hub = _library(place)
@@ -47,7 +48,8 @@ def fetch(place: str) -> Path:
             _verified(hub, place, repository, CONFIG_NAME, file.parent.name)  # of the same commit
         return file
     raise CheckpointError(
-        f"{place}: {repository} has neither {' nor '.join(WEIGHTS_NAMES)}, or they cannot be reached: {missing[-1]}"
+        f"{place}: {repository} has neither {' nor '.join(WEIGHTS_NAMES)}, or they cannot be "
+        f"reached: {missing[-1]}"
     )
 
 
@@ -79,9 +81,9 @@ def check_push(place: str) -> None:
 
 
 def push(folder: Path, names: Sequence[str], place: str) -> str:
-    """These files of a folder to the hub, as one commit; a repository that is not there is made, and private.
+    """Upload these files of a folder as one commit. A new repository is made private.
 
-    Returns its URL. CheckpointError where the hub does not take it.
+    Returns its URL. CheckpointError if the hub rejects it.
     """
     repository, branch = resolve(place)
     api = _library(place).HfApi()
@@ -111,8 +113,11 @@ def _library(place: str) -> Any:
 
 
 def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:
-    """One file, in the cache. Its blob there is named by its checksum as the hub states it: git's, or for large files
-    (LFS) the sha256. A damaged one is fetched once more. EntryNotFoundError; CheckpointError."""
+    """Fetch one file into the cache; a damaged one once more. EntryNotFoundError; CheckpointError.
+
+    The cache names a blob by its checksum as the hub states it: git's, or for large files (LFS) the
+    sha256.
+    """
     for again in (False, True):
         try:
             path = Path(
@@ -120,19 +125,19 @@ def _verified(hub: Any, place: str, repository: str, name: str, revision: str | 
             )
         except hub.errors.EntryNotFoundError:
             raise
-        except (
-            Exception
-        ) as e:  # of its HTTP library too, which it changes from one release to the next
+        except Exception as e:  # of its HTTP library too, which differs between releases
             raise CheckpointError(
                 f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}"
             ) from e
         blob = path.resolve()
-        known = sha256_of(blob) if len(blob.name) == 64 else ""
-        if blob.name == (
-            known
-            or hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest()
-        ):
+        if len(blob.name) == 64:
+            actual = sha256_of(blob)
+        else:
+            header = b"blob %d\0" % blob.stat().st_size
+            actual = hashlib.sha1(header + blob.read_bytes()).hexdigest()
+        if blob.name == actual:
             return path
     raise CheckpointError(
-        f"{place}: {name} does not have the checksum that the hub states ({blob.name}); try again later"
+        f"{place}: {name} does not have the checksum that the hub states ({blob.name}); "
+        "try again later"
     )

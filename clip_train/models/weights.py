@@ -9,9 +9,7 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -66,11 +63,11 @@ def silent(text: str) -> None:
 
 
 def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
-    """What `model.init_from`, `init_image_from` and `init_text_from` hold; the rest is OpenCLIP's initialisation, drawn
-    on the CPU from `seed`.
+    """Load `model.init_from`, `init_image_from` and `init_text_from`; draw the rest from `seed`.
 
-    Drawn in float32 and on the CPU for every precision, device and ZeRO stage, so that none of them changes
-    where a run starts. It holds the whole model in memory until it is dropped.
+    OpenCLIP's initialization is drawn in float32 and on the CPU for every precision, device and
+    ZeRO stage, so that none of them changes where a run starts. The result holds the whole model
+    in memory until it is dropped.
     """
     architecture = config.architecture()
     if config.init_from is not None:
@@ -89,8 +86,11 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
 def load_teacher(
     config: ModelConfig, place: str | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module, str] | None:
-    """`model.teacher`, which lies at `place` here, frozen, in eval mode, and a digest of what it is; None without one.
-    UserError, CheckpointError."""
+    """Load `model.teacher`, which is at `place` on this node, frozen and in eval mode.
+
+    Returns it with a digest of its weights and description; None without a teacher.
+    UserError, CheckpointError.
+    """
     architecture = config.teacher_architecture()
     if place is None or architecture is None:
         return None
@@ -100,9 +100,8 @@ def load_teacher(
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
-    teacher.logit_scale.data = state["logit_scale"].to(
-        device
-    )  # rounded to bf16 the factor would be off by up to 1.6%
+    # rounded to bf16 the factor would be off by up to 1.6%
+    teacher.logit_scale.data = state["logit_scale"].to(device)
     named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
     return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
 
@@ -116,15 +115,17 @@ def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source:
     except RuntimeError as e:
         reasons = textwrap.shorten(str(e), 1000)
         raise CheckpointError(
-            f"{source} does not fit the model (model.name, model.init_logit_bias; of a teacher model.teacher_name): "
-            f"{reasons}"
+            f"{source} does not fit the model (model.name, model.init_logit_bias; of a teacher "
+            f"model.teacher_name): {reasons}"
         ) from None
 
 
 def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, log: Log) -> None:
-    """Positional embeddings of another image size or context, interpolated in place as OpenCLIP does: the grid bicubic
-    with antialias beside the class token, the text's linear. What cannot be interpolated, and what
-    OpenCLIP builds, is left to `check_state`."""
+    """Interpolate positional embeddings of another image size or context in place.
+
+    As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
+    linear. `check_state` rejects what cannot be interpolated, and models that OpenCLIP builds.
+    """
     if not isinstance(architecture, Architecture):
         return
     side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
@@ -142,9 +143,8 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
     name, context = "positional_embedding", architecture.text_cfg.context_length
     old = state.get(name)  # [context_length, width]
     if old is not None and old.ndim == 2 and len(old) and len(old) != context:
-        state[name] = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)[
-            0
-        ].T.contiguous()
+        row = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)
+        state[name] = row[0].T.contiguous()
         lines.append(f"the text's from {len(old)} to {context} tokens")
     if lines:
         log(f"positional embeddings interpolated: {', '.join(lines)}")
@@ -153,11 +153,11 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
 def load_openclip(
     path: str | os.PathLike, architecture: AnyArchitecture, log: Log = silent
 ) -> dict[str, Tensor]:
-    """Weights in OpenCLIP's layout -> the state dict for `build_model(architecture)`, float32 on the CPU.
+    """Load weights in OpenCLIP's layout for `build_model(architecture)`, float32 on the CPU.
 
     Args:
-        path: an export folder; a .safetensors; a .pt / .bin of tensors, OpenCLIP's training checkpoints
-            (`{"state_dict": {"module.visual...": ...}}`) included.
+        path: an export folder; a .safetensors; a .pt / .bin of tensors, also OpenCLIP's training
+            checkpoints (`{"state_dict": {"module.visual...": ...}}`).
         log: takes a line where another image size or context is made to fit.
 
     Raises:
@@ -179,7 +179,8 @@ def load_tower(
 ) -> dict[str, Tensor]:
     """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
 
-    path: also of weights that are such a tower alone, with or without `visual.` or `text.` before their names.
+    path: also of weights that are such a tower alone, with or without `visual.` or `text.` before
+    their names.
     """
     file = file_at(path, f"model.init_{tower}_from")
     state = _read(file, architecture, log if tower == "image" else silent)
@@ -203,7 +204,8 @@ def file_at(path: str | os.PathLike, key: str) -> Path:
     """The weights file that `path` is, or that a folder holds. UserError."""
     file = Path(path).expanduser()
     if file.is_dir():
-        file = next((each for name in WEIGHTS_NAMES if (each := file / name).is_file()), file)
+        names = [name for name in WEIGHTS_NAMES if (file / name).is_file()]
+        file = file / names[0] if names else file
     if not file.is_file():
         what = f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}"
         raise missing(file, what, "correct the path")
@@ -213,32 +215,21 @@ def file_at(path: str | os.PathLike, key: str) -> Path:
 def sha256_of(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as f:
-        while data := f.read(1 << 22):
+        for data in iter(lambda: f.read(1 << 22), b""):
             digest.update(data)
     return digest.hexdigest()
 
 
 def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tensor]:
-    """Names as in OpenCLIP, float32. CheckpointError; UserError for weights of another activation function."""
+    """Return tensors by OpenCLIP's names, float32. CheckpointError; UserError: see below."""
     try:
-        if file.suffix == ".safetensors":
-            content = load_file(file)
-        else:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*TorchScript")  # the error below says it
-                content = torch.load(file, "cpu", weights_only=True)
-    except (
-        SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError,
-        AttributeError, IndexError,
-    ) as e:  # fmt: skip
-        if "TorchScript" in str(e):  # torch.load's own check
-            raise UserError(
-                f"{file} is a TorchScript archive, which holds code: take OpenAI's weights from the Hugging Face hub, "
-                "such as model.init_from=open_clip:ViT-B-32-quickgelu/openai; of other weights save the state_dict"
-            ) from None
+        safe = file.suffix == ".safetensors"
+        content = load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
+    except Exception as e:  # a damaged file may raise anything
         raise CheckpointError(
-            f"{file} cannot be read as weights (a file that needs code to unpickle is refused; where you trust it, "
-            f"save its state_dict alone): {e}"
+            f"{file} cannot be read as weights (a file that needs code to unpickle is refused; "
+            "where you trust it, save its state_dict alone; OpenAI's TorchScript archives are on "
+            f"the hub: model.init_from=open_clip:ViT-B-32-quickgelu/openai): {e}"
         ) from e
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
@@ -250,28 +241,24 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
     for key, value in content.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{file} is no state dict: {key!r} is a {type(value).__name__}; save the model's state_dict alone"
+                f"{file} is no state dict: {key!r} is a {type(value).__name__}; "
+                "save the model's state_dict alone"
             )
-        name = key.removeprefix("module.").removeprefix(
-            "_orig_mod."
-        )  # DistributedDataParallel, torch.compile
+        # DistributedDataParallel's and torch.compile's
+        name = key.removeprefix("module.").removeprefix("_orig_mod.")
         tensor = value.float().contiguous() if value.is_floating_point() else value
-        state[name] = (
-            tensor.reshape(1) if name in IMAGE_TEXT.scalars and tensor.numel() == 1 else tensor
-        )
-    said = trained_with(file)
-    _check_activation(file, said.get("quick_gelu"), architecture)
-    if architecture.model_copy(update=said) != architecture:
-        log(
-            f"note: {file} was trained with {said}, the model's pixels are of mean {architecture.image_mean} and "
-            f"deviation {architecture.image_std}; a JSON as model.name can have the former"
-        )
+        if name in IMAGE_TEXT.scalars and tensor.numel() == 1:
+            tensor = tensor.reshape(1)
+        state[name] = tensor
+    _check_description(file, architecture, log)
     return state
 
 
 def trained_with(file: Path) -> dict[str, Any]:
-    """What fits by every name and shape: `quick_gelu`, `image_mean` and `image_std`, as the description beside weights
-    says; {} where there is none."""
+    """`quick_gelu`, `image_mean` and `image_std` in the description beside weights; {} without one.
+
+    No name or shape of the weights tells these.
+    """
     try:
         content = json.loads(file.with_name(CONFIG_NAME).read_text())
         own, seen = content.get("model_cfg", content), content.get("preprocess_cfg") or {}
@@ -282,16 +269,25 @@ def trained_with(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _check_activation(file: Path, quick_gelu: bool | None, architecture: AnyArchitecture) -> None:
-    """Weights of the other function fit by every name and shape, and give worse features. UserError."""
-    if quick_gelu in (None, architecture.quick_gelu):
-        return
-    other = architecture.model_copy(update={"quick_gelu": quick_gelu})
-    presets = [
-        name for name in preset_names() if load_architecture(name).model_cfg() == other.model_cfg()
-    ]
-    word = "true" if quick_gelu else "false"
-    raise UserError(
-        f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model has the other: set "
-        f'model.name to {" or ".join([*presets, "a JSON"])} with "quick_gelu": {word}; of a teacher model.teacher_name'
-    )
+def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> None:
+    """UserError for another activation function: it fits by every name and shape, but not as well.
+
+    Other pixels are only logged: `model.name` may be a JSON with the right ones.
+    """
+    given = trained_with(file)
+    quick_gelu = given.get("quick_gelu", architecture.quick_gelu)
+    if quick_gelu != architecture.quick_gelu:
+        other = architecture.model_copy(update={"quick_gelu": quick_gelu}).model_cfg()
+        presets = [n for n in preset_names() if load_architecture(n).model_cfg() == other]
+        names = " or ".join([*presets, "a JSON"])
+        raise UserError(
+            f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model "
+            f'has the other: set model.name to {names} with "quick_gelu": '
+            f"{json.dumps(quick_gelu)}; of a teacher model.teacher_name"
+        )
+    if architecture.model_copy(update=given) != architecture:
+        log(
+            f"note: {file} was trained with {given}, the model's pixels are of mean "
+            f"{architecture.image_mean} and deviation {architecture.image_std}; a JSON as "
+            "model.name can have the former"
+        )

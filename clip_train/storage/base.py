@@ -16,6 +16,7 @@ class Entry:
     name: str  # relative to the storage's root, with "/"
     size: int  # bytes
     modified: float = field(default=0.0, compare=False)  # seconds since the epoch, store's clock
+    tag: str | None = field(default=None, compare=False)  # changes with its content, if known
 
 
 class Storage(ABC):
@@ -35,7 +36,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Return exactly the bytes `[start, end)`. FileNotFoundError; OSError, also if it is short."""
+        """Return exactly the bytes `[start, end)`. FileNotFoundError; OSError, also if short."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[Entry]:

@@ -8,8 +8,6 @@ import io
 import os
 from dataclasses import dataclass
 
-from clip_train.storage.errors import StorageError
-
 SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents, not forgers
 
 
@@ -27,14 +25,6 @@ class Checksums:
 
     def of(self, block: int) -> str:
         return self.sums[SUM_DIGITS * block :][:SUM_DIGITS]
-
-    def check_size(self, url: str, size: int) -> None:
-        """StorageError if the file's size has changed since it was indexed."""
-        if size != self.size:
-            raise StorageError(
-                f"{url} has {size} bytes, and its index says {self.size}: it was cut or replaced; "
-                "restore it, or run `clip-train index` again if the new content is right"
-            )
 
 
 def block_sum(data: bytes) -> str:

@@ -10,10 +10,10 @@ from clip_train.settings import Seconds, Settings
 
 
 class StorageConfig(Settings):
-    """The `storage` section: reading from S3 and other remote stores. Credentials come from the environment."""
+    """The `storage` section: reading remote files. Credentials come from the environment."""
 
     attempts: Annotated[int, Field(gt=0)] = 10
-    """Tries for each range of a remote file, before the run stops with the shard, the bytes and the reason."""
+    """Tries for each range of a remote file, before the run stops and names shard, bytes, reason."""
 
     backoff_seconds: Annotated[float, Field(ge=0)] = 0.2
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
@@ -22,7 +22,7 @@ class StorageConfig(Settings):
     """How long an answer may take to begin; from then on `min_rate` counts."""
 
     min_rate: Annotated[int, Field(ge=0)] = 65_536
-    """Bytes per second below which a transfer is given up and tried again; 0 accepts any but none."""
+    """Bytes per second below which a transfer is given up and retried; 0 accepts any but none."""
 
     range_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
     """Bytes asked for at a time; an indexed shard is read in the index's blocks instead."""
@@ -31,4 +31,4 @@ class StorageConfig(Settings):
     """Ranges of one file that are fetched ahead of the reader, in parallel."""
 
     read_ahead_bytes: Annotated[int, Field(ge=0)] = 64 << 20
-    """Memory for ranges fetched ahead, in each loader process; every open shard holds one range besides."""
+    """Memory for ranges fetched ahead, per loader process; every open shard holds one more range."""

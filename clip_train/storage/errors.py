@@ -86,20 +86,23 @@ class ChangedError(OSError):
     """Not what was opened, or nothing that can be read in ranges: another attempt cannot help."""
 
 
+_RAISED: dict[Meaning, tuple[type[StorageError], int]] = {
+    "missing": (MissingError, errno.EIO),
+    "denied": (DeniedError, errno.EIO),
+    "expired": (DeniedError, errno.EIO),
+    "taken": (TakenError, errno.EIO),
+    "no bucket": (StorageError, errno.ENXIO),
+    "final": (StorageError, errno.EPERM),
+    "elsewhere": (StorageError, errno.EPERM),
+}
 _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 
 
 def final_error(kind: Meaning, message: str) -> StorageError:
     """Return the error to raise; its errno is EIO if the cause may pass."""
-    classes = {
-        "missing": MissingError,
-        "denied": DeniedError,
-        "expired": DeniedError,
-        "taken": TakenError,
-    }
-    numbers = {"no bucket": errno.ENXIO, "final": errno.EPERM, "elsewhere": errno.EPERM}
-    error = classes.get(kind, StorageError)(message)
-    error.errno = numbers.get(kind, errno.EIO)
+    type_, number = _RAISED.get(kind, (StorageError, errno.EIO))
+    error = type_(message)
+    error.errno = number
     return error
 
 

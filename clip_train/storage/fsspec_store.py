@@ -19,7 +19,7 @@ from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError
 from clip_train.storage.redact import REMOVED, WAS_REDACTED
-from clip_train.storage.remote import Head, RemoteStorage, whole
+from clip_train.storage.remote import RemoteStorage, whole
 from clip_train.storage.retry import Pace
 
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
@@ -48,7 +48,7 @@ class FsspecStorage(RemoteStorage):
             return await getattr(self._fs, f"_{method}")(*arguments, **options)
         return await asyncio.to_thread(getattr(self._fs, method), *arguments, **options)
 
-    async def head(self, key: str, pace: Pace) -> Head:
+    async def head(self, key: str, pace: Pace) -> Entry:
         info = await pace.hold(self._call("info", key), pace.seconds)
         if info.get("mimetype") == "text/html" and not key.endswith((".html", ".htm")):
             raise ChangedError(
@@ -59,7 +59,7 @@ class FsspecStorage(RemoteStorage):
             raise ChangedError(
                 f"{key}: the server does not say how long it is, so it cannot be read in ranges"
             )
-        return Head(int(info["size"]))
+        return Entry(key, int(info["size"]))
 
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
@@ -111,7 +111,7 @@ class FsspecStorage(RemoteStorage):
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """Seconds since the epoch; now where the file system does not say, so that nobody removes it."""
+    """Seconds since the epoch; now if the file system does not say: then nobody removes it."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, datetime.datetime):

@@ -20,7 +20,7 @@ import obstore
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
-from clip_train.storage.remote import Head, RemoteStorage, whole
+from clip_train.storage.remote import RemoteStorage, whole
 from clip_train.storage.retry import Pace
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
@@ -36,7 +36,8 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         """url: `scheme://bucket`."""
-        self.url, self.worked = url, False
+        self.url, self.name = url, url.partition("://")[2]
+        self.worked = False  # whether it has ever answered
         self._store: Any = None
         self._opening = threading.Lock()
 
@@ -63,7 +64,10 @@ class Connection:
             return self._store
 
     def renew(self, kind: Meaning, again: bool) -> bool:
-        """See `retry.Renewable`."""
+        """Fetch credentials (or the region) anew. Return whether another attempt may then succeed.
+
+        kind: what the error meant. again: it has been done for this operation already.
+        """
         self._store = None
         return kind != "elsewhere" and not again
 
@@ -88,10 +92,11 @@ class ObjectStorage(RemoteStorage):
                 f"{shown}: write {scheme}://bucket/prefix, and name the bucket without a pattern; "
                 "credentials come from the environment or a profile"
             )
-        self.bucket = connect(self.connection_type, f"{scheme}://{bucket}")  # type: ignore[arg-type]
+        kind: Any = self.connection_type
+        self.bucket = connect(kind, f"{scheme}://{bucket}")
         super().__init__(url, root, connection=self.bucket, **limits)
 
-    async def head(self, key: str, pace: Pace) -> Head:
+    async def head(self, key: str, pace: Pace) -> Entry:
         store = await asyncio.to_thread(self.bucket.store)
         try:
             found = await pace.hold(obstore.head_async(store, key), pace.seconds)
@@ -100,7 +105,7 @@ class ObjectStorage(RemoteStorage):
         except Exception:  # the answer to a HEAD has no body with the reason
             await pace.hold(obstore.get_range_async(store, key, start=0, length=1), pace.seconds)
             raise
-        return Head(found["size"], found["e_tag"])
+        return Entry(key, found["size"], tag=found["e_tag"])
 
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
@@ -126,7 +131,10 @@ class ObjectStorage(RemoteStorage):
         store = await asyncio.to_thread(self.bucket.store)
         last = found[-1].name if found else None
         pages = aiter(obstore.list(store, folder or None, offset=last, chunk_size=1000))
-        while page := await pace.hold(anext(pages, None), pace.seconds):
+        while True:
+            page = await pace.hold(anext(pages, None), pace.seconds)
+            if not page:
+                return
             for each in page:
                 found.append(Entry(each["path"], each["size"], each["last_modified"].timestamp()))
             if len(found) > MOST_LISTED:

@@ -9,7 +9,7 @@ from functools import partial
 
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.errors import TransferError
+from clip_train.storage.errors import StorageError, TransferError
 from clip_train.storage.remote import RemoteStorage
 from clip_train.storage.retry import Pace, Retry, run, submit
 
@@ -69,8 +69,12 @@ class RangedFile(BlockFile):
         )
         head = run(self._retry("its size", partial(remote.head, remote.root)))
         self._tag = head.tag
-        if checksums is not None:
-            checksums.check_size(remote.url, head.size)
+        if checksums is not None and head.size != checksums.size:
+            raise StorageError(
+                f"{remote.url} has {head.size} bytes, and its index says {checksums.size}: it was "
+                "cut or replaced; restore it, or run `clip-train index` again if the new content "
+                "is right"
+            )
         block_bytes = checksums.block_bytes if checksums else config.range_bytes
         super().__init__(remote.url, head.size, block_bytes)
 

@@ -27,8 +27,11 @@ _USER = re.compile(
 )
 _NAME = r"""(?:
     x-(?:amz|goog|ms|oss|cos|obs|bce|tos)-[\w-]{1,40}
-  | [\w.-]{0,40} (?:signature|token(?!iz)|secret|passw|credential|api.?key|access.?key|auth(?!or)) [\w.-]{0,40}
-  | sig | sas | pwd | pass | jwt | hmac | policy | expires | googleaccessid | key-pair-id | hdnt[ls] | hdnea
+  | [\w.-]{0,40}
+    (?:signature|token(?!iz)|secret|passw|credential|api.?key|access.?key|auth(?!or))
+    [\w.-]{0,40}
+  | sig | sas | pwd | pass | jwt | hmac | policy | expires | googleaccessid | key-pair-id
+  | hdnt[ls] | hdnea
 )"""
 _VALUE = r"""(?: (?!::|,\w+://) [^&#\s"'<>)\]}] | [)\]}](?=\w) )+"""
 _NAMED = re.compile(rf"(?ix) ([?&#]{_NAME}=) {_VALUE}")

@@ -8,16 +8,18 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fsspec.utils import glob_translate
 
 from clip_train.storage.base import Entry, Storage, checked
 from clip_train.storage.errors import TakenError, TransferError
-from clip_train.storage.retry import Pace, Renewable, Retry, run
+from clip_train.storage.retry import Pace, Retry, run
+
+if TYPE_CHECKING:
+    from clip_train.storage.object_store import Connection
 
 T = TypeVar("T")
 
@@ -26,14 +28,6 @@ MIN_RATE = 256 << 10  # bytes per second, of all parts together
 REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
 _MIN_ATTEMPTS = 3  # even if each took long, unless no answer came
-
-
-@dataclass(frozen=True)
-class Head:
-    """An object as it is now."""
-
-    size: int  # bytes
-    tag: str | None = None  # changes with the content, if the store has such a thing
 
 
 class RemoteStorage(Storage):
@@ -52,7 +46,7 @@ class RemoteStorage(Storage):
         url: str,
         root: str,
         *,
-        connection: Renewable | None = None,
+        connection: Connection | None = None,
         part_bytes: int = PART_BYTES,
         min_rate: int = MIN_RATE,
         request_seconds: float = REQUEST_SECONDS,
@@ -66,8 +60,8 @@ class RemoteStorage(Storage):
         self._retry = Retry(self.url, pace, _MIN_ATTEMPTS, self.patience, connection=connection)
 
     @abstractmethod
-    async def head(self, key: str, pace: Pace) -> Head:
-        """What is there."""
+    async def head(self, key: str, pace: Pace) -> Entry:
+        """The object as it is now, with its tag if the store has such a thing."""
 
     @abstractmethod
     async def get(

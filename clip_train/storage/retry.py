@@ -10,13 +10,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.asyn import get_loop
 
 from clip_train.storage.errors import (
-    Meaning,
     TransferError,
     describe,
     final_error,
@@ -25,24 +24,15 @@ from clip_train.storage.errors import (
 )
 from clip_train.storage.redact import redact
 
+if TYPE_CHECKING:
+    from clip_train.storage.object_store import Connection
+
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
 _reached: set[str] = set()  # hosts that have answered; another is soon given up if unreachable
 _random = random.Random()  # its own: jitter must not shift any other draws
-
-
-class Renewable(Protocol):
-    """A connection whose credentials may expire."""
-
-    worked: bool  # whether it has ever answered
-
-    def renew(self, kind: Meaning, again: bool) -> bool:
-        """Fetch credentials (or the region) anew; whether another attempt may then succeed.
-
-        kind: what the error meant. again: it has been done for this operation already.
-        """
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Retry:
     attempts: int
     seconds: float | None = None  # None: only attempts count, and messages name them
     backoff_seconds: float = 0.2  # doubled by each attempt
-    connection: Renewable | None = None
+    connection: Connection | None = None
 
     async def __call__(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> T:
         """What `request` returns. StorageError with `url`, `what`, the reason and the remedy."""

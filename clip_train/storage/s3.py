@@ -33,10 +33,6 @@ class Bucket(Connection):
 
     _region: str | None = None  # if it is not the configured one
 
-    @property
-    def name(self) -> str:
-        return self.url.partition("://")[2]
-
     def open(self, client: dict[str, Any], retries: dict[str, Any]) -> S3Store:
         """ValueError, or an error of botocore, if the settings make no sense."""
         session = Session()  # with files and environment as they are now
