@@ -212,5 +212,6 @@ def _answer_in(kind: str, text: str) -> tuple[int | None, str, str]:
     if details:  # the text is no more than "Error performing GET ... - error sending request"
         reason = re.search(r'(?:message|error): "([^"]+)"', details)
         late = ": no answer in time" if "kind: Timeout" in details else ""
-        kind, text = "", text.rpartition(" - ")[2] + (f": {reason[1]}" if reason else late)
+        text = re.sub(r"(?s).* - |Generic \w+ error: |HTTP error: ", "", text)
+        kind, text = "", text + (f": {reason[1]}" if reason else late)
     return None, kind, text
