@@ -101,7 +101,6 @@ setup(
         ],  # model.name=open_clip:NAME; the second for tokenizers
         "torchao": ["torchao>=0.18"],  # engine.linear
         "wandb": ["wandb"],
-        "trackio": ["trackio"],
         "parquet": ["pyarrow"],  # `clip-train shards x.parquet`, or of a Hugging Face dataset
         # The documentation as a site: `make docs`.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.26"],

@@ -11,12 +11,15 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from clip_tools.openclip.command import model_name
-from clip_tools.transformers_export import check_transformers, export_transformers
+from clip_tools.transformers_export import (
+    check_transformers,
+    export_transformers,
+    huggingface_files,
+)
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Places, Resumed
-from clip_train.data.tokenizer import huggingface_files
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET

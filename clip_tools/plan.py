@@ -21,7 +21,6 @@ from clip_tools.gpus import estimate, find_gpu, usable
 from clip_train.checkpoint import restore
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.data.config import resolve_streams
-from clip_train.data.order import times_read
 from clip_train.errors import UserError
 from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.progress import format_seconds
@@ -83,7 +82,6 @@ def make_plan(
         "reason": f"{chosen} = auto: {layout.describe()}" if layout else None,
         "advice": advice(resolved),
         "lanes": lanes,
-        "times_read": times_read(config.batch.sizes, lanes, plan.world_size),
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
@@ -233,7 +231,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("engine", plan["engine"]),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
-        ("streams", f"{plan['lanes']}, each read by {plan['times_read']:.3g} ranks in the mean"),
+        ("streams", str(plan["lanes"])),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),

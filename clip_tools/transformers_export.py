@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
 from clip_train.models.export import as_json, own_copy, save_texts, save_weights
@@ -159,4 +161,24 @@ def _config(architecture: Architecture) -> dict[str, Any]:
         "projection_dim": architecture.embed_dim,
         "logit_scale_init_value": architecture.init_logit_scale,
         **towers,
+    }
+
+
+def huggingface_files(context_length: int) -> dict[str, str]:
+    """The same tokenizer for transformers' `CLIPTokenizer`: name of file -> content."""
+    start, end = "<|startoftext|>", "<|endoftext|>"  # the names in OpenAI's tokenizer there
+    tokens = [*vocabulary().tokens[:-2], start, end]
+    ids = {token: number for number, token in enumerate(tokens)}
+    special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": context_length,
+        "do_lower_case": True,
+        **special,
+    }
+    return {
+        "vocab.json": json.dumps(ids, ensure_ascii=False),
+        "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, vocabulary().ranks), ""]),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
     }

@@ -338,10 +338,8 @@ def _places(keys: Keys, flags: Flags) -> None:
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}{BESIDE}/{name}"
     if "report-to" in flags:
-        for tracker in ("wandb", "tensorboard", "trackio"):
-            named = tracker in flags["report-to"]
-            if named or tracker != "trackio":
-                keys[f"log.{tracker}"] = named or flags["report-to"] == "all"
+        for tracker in ("wandb", "tensorboard"):
+            keys[f"log.{tracker}"] = tracker in flags["report-to"] or flags["report-to"] == "all"
 
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:

@@ -96,7 +96,7 @@ OWN = {
     "pretrained": "`model.init_from`",
     "distill-model": "`model.teacher_name`",
     "distill-pretrained": "`model.teacher`",
-    "report-to": "`log.wandb`, `log.tensorboard`, `log.trackio`",
+    "report-to": "`log.wandb`, `log.tensorboard`",
     "remote-sync": "`checkpoint.remote`, in a folder beside it: `URL-clip-train/NAME`",
     "save-frequency": "`checkpoint.every_steps` and `checkpoint.keep_every`, in steps; "
     "`checkpoint.every_minutes=60` besides",

@@ -1,4 +1,5 @@
-"""The `data` section of a recipe, what follows from it, and a first look whether the shards fit it."""
+"""The `data` section of a recipe, what follows from it, and a first look whether the shards fit
+it."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ class DataConfig(Settings):
     # `resume_data` decides whether the data of a resumed run is still the same: a folder may move.
 
     kind: Literal["shards", "synthetic"] = "shards"
-    """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed; data.num_samples of
-    them are an epoch (null: 1,000,000)."""
+    """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed;
+    data.num_samples of them are an epoch (null: 1,000,000)."""
 
     train: Annotated[str, Allowed("text", example="'shards/{00000..00099}.tar'")]
-    """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined by `::`."""
+    """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined
+    by `::`."""
 
     train_weights: Annotated[
         list[Annotated[float, Field(gt=0)]] | None,
@@ -57,35 +59,39 @@ class DataConfig(Settings):
         BeforeValidator(lambda value: value.split("::") if isinstance(value, str) else value),
         Allowed("a list of numbers greater than 0, such as [3, 1], or null"),
     ] = None
-    """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then has epochs of
-    its own. null: they are one list of shards, in whose epochs each sample comes once."""
+    """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then
+    has epochs of its own. null: they are one list of shards, in whose epochs each sample comes
+    once."""
 
     resampled: bool | list[bool] = False
-    """Draw shards with replacement rather than in epochs; with train_weights also one answer for each source."""
+    """Draw shards with replacement rather than in epochs; with train_weights also one answer for
+    each source."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
-    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it, a sizes.json too:
-    leave it out then."""
+    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it, a
+    sizes.json too: leave it out then."""
 
     verify: Annotated[Literal["auto", "off"], Silent] = "auto"
-    """auto: remote shards with an index (`clip-train index`) are verified against it, block by block, while they are
-    read; `clip-train index --check` verifies local ones."""
+    """auto: remote shards with an index (`clip-train index`) are verified against it, block by
+    block, while they are read; `clip-train index --check` verifies local ones."""
 
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Silent] = "auto"
-    """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their order.
-    auto: of the rank's share of its node's cores all but two, up to 16, beside a GPU; half of them, up to 4, where the
-    model trains on the CPU, each of which takes a core from its threads (OMP_NUM_THREADS says otherwise)."""
+    """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their
+    order. auto: of the rank's share of its node's cores all but two, up to 16, beside a GPU; half
+    of them, up to 4, where the model trains on the CPU, each of which takes a core from its threads
+    (OMP_NUM_THREADS says otherwise)."""
 
     lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
-    """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every global batch's size
-    up to 64, or up to a 32nd of the smallest if that is more, at most 1024; where it is below 16, a quarter of the
-    smallest size, up to 64."""
+    """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every
+    global batch's size up to 64, or up to a 32nd of the smallest if that is more, at most 1024;
+    where it is below 16, a quarter of the smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on (32,768 over all).
+    """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on
+    (32,768 over all).
 
-    Memory: a rank holds (streams that it reads) x shuffle_block undecoded samples; 16 streams of 512 samples
-    of 80 kB are 655 MB. Weighted sources share it.
+    Memory: a rank holds (streams that it reads) x shuffle_block undecoded samples; 16 streams of
+    512 samples of 80 kB are 655 MB. Weighted sources share it.
     """
 
     prefetch: Annotated[int, Field(gt=0, le=1024), Silent] = 2
@@ -101,20 +107,23 @@ class DataConfig(Settings):
             example="'[txt, caption]'",
         ),
     ] = None
-    """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x` is the key x); null:
-    txt. A list: the first of these that the sample has. {original: 0.3, synthetic: 0.7}: each visit of the sample draws
-    one, by the sample's seed, among those that it has. Of a list of captions in the `.json` one is drawn too;
-    evaluation takes all.
+    """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x`
+    is the key x); null: txt. A list: the first of these that the sample has. {original: 0.3,
+    synthetic: 0.7}: each visit of the sample draws one, by the sample's seed, among those that it
+    has. Of a list of captions in the `.json` one is drawn too; evaluation takes all.
     """
 
     val: Annotated[str | None, Silent] = None
-    """Validation shards, written like `train`, or a folder with clip_benchmark's nshards.txt; read once, in order."""
+    """Validation shards, written like `train`, or a folder with clip_benchmark's nshards.txt; read
+    once, in order."""
 
     allow_changed_shards: Annotated[bool, Silent] = False
-    """Go on from a checkpoint though shards were added, removed or changed since: begin the new list's first epoch."""
+    """Go on from a checkpoint though shards were added, removed or changed since: begin the new
+    list's first epoch."""
 
     bad_sample_limit: Annotated[float, Field(ge=0, le=1), Silent] = 0.05
-    """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was invalid."""
+    """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was
+    invalid."""
 
     aug_scale: Annotated[tuple[float, float], Allowed("a list of 2 numbers"), Refused] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
@@ -128,12 +137,14 @@ class DataConfig(Settings):
     aug_color_jitter: Annotated[
         tuple[Strength, Strength, Strength, Annotated[float, Field(ge=0, le=0.5)]] | None,
         Allowed(
-            "a list of 4 numbers from 0 to 10 (brightness, contrast, saturation, hue), the last at most 0.5, or null",
+            "a list of 4 numbers from 0 to 10 (brightness, contrast, saturation, hue), the last at "
+            "most 0.5, or null",
             example="'[0.4, 0.4, 0.4, 0.1]'",
         ),
         Refused,
     ] = None
-    """torchvision's ColorJitter: strengths of brightness, contrast, saturation and hue. null: none."""
+    """torchvision's ColorJitter: strengths of brightness, contrast, saturation and hue. null:
+    none."""
 
     aug_color_jitter_prob: Annotated[Probability, Refused] = 1.0
     """Of an image to be jittered, where data.aug_color_jitter says how."""
@@ -154,26 +165,27 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         sources = len(split_sources(self.train))
-        for key, each in (("train_weights", self.train_weights), ("resampled", self.resampled)):
-            if isinstance(each, list) and len(each) != sources:
+        for key in ("train_weights", "resampled"):
+            value = getattr(self, key)
+            if isinstance(value, list) and len(value) != sources:
                 raise ValueError(
-                    f"data.{key} ({each}) must have one for each of the {sources} sources that :: joins in data.train"
+                    f"data.{key} ({value}) must have one for each of the {sources} sources that :: "
+                    "joins in data.train"
                 )
         if isinstance(self.resampled, list) and self.train_weights is None:
             raise ValueError(
-                f"data.resampled ({self.resampled}) tells sources apart, which only data.train_weights makes of "
-                "them; set data.train_weights, or one answer for all"
+                f"data.resampled ({self.resampled}) tells sources apart, which only "
+                "data.train_weights makes of them; set data.train_weights, or one answer for all"
             )
-        low, high = self.aug_scale
-        if not 0 < low <= high <= 1:
-            raise ValueError(
-                f"data.aug_scale ({low}, {high}) must satisfy 0 < from <= to <= 1; OpenCLIP's is (0.9, 1.0)"
-            )
-        low, high = self.aug_ratio
-        if not 0 < low <= high:
-            raise ValueError(
-                f"data.aug_ratio ({low}, {high}) must satisfy 0 < from <= to; torchvision's is (0.75, 1.3333)"
-            )
+        for key, most in (("aug_scale", 1.0), ("aug_ratio", math.inf)):
+            low, high = getattr(self, key)
+            if not 0 < low <= high <= most:
+                limit = " <= 1" if most == 1 else ""
+                default = type(self).model_fields[key].default
+                raise ValueError(
+                    f"data.{key} ({low}, {high}) must satisfy 0 < from <= to{limit}; OpenCLIP's is "
+                    f"{default}"
+                )
         return self
 
     @property
@@ -184,12 +196,13 @@ class DataConfig(Settings):
 
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
-    """The number of streams: a function of the global batches' sizes alone, so that the order never depends on W.
+    """The number of streams: a function of the global batches' sizes alone, so that the order never
+    depends on W.
 
-    Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every batch equally
-    many; where it does not, the fewer samples a stream gives, the more of them are read by several ranks, which costs
-    reading (each sample is decoded once). Hence `auto`: a divisor where there is one of some size, else a
-    number that takes a few samples from each.
+    Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every
+    batch equally many; where it does not, the fewer samples a stream gives, the more of them are
+    read by several ranks, which costs reading (each sample is decoded once). Hence `auto`: a
+    divisor where there is one of some size, else a number that takes a few samples from each.
     """
     if lanes != "auto":
         return lanes
@@ -203,13 +216,15 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
 
 
 def resolve_workers(cores: int, device: str) -> int:
-    """Loader processes of a rank with so many cores on a device of this type. A GPU's rank needs a core for the
-    trainer and one for what pins and copies batches; 16 workers decode 19,000 samples/s, more than a GPU takes."""
+    """Loader processes of a rank with so many cores on a device of this type. A GPU's rank needs a
+    core for the trainer and one for what pins and copies batches; 16 workers decode 19,000
+    samples/s, more than a GPU takes."""
     return max(1, min(cores // 2, 4)) if device == "cpu" else max(1, min(cores - 2, 16))
 
 
 def resolve_block(shuffle_block: int | Literal["auto"], streams: int) -> int:
-    """Samples that a stream permutes together: a function of the recipe alone, as the number of streams is."""
+    """Samples that a stream permutes together: a function of the recipe alone, as the number of
+    streams is."""
     return (
         max(1, min(LARGEST_BLOCK, SHUFFLED // streams))
         if shuffle_block == "auto"
@@ -258,8 +273,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     If that cannot be used it looks at the next shards: one damaged file is no reason not to start.
 
     Raises:
-        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first shard, no image or no
-            caption in it; each names the field, the value and the remedy.
+        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first
+            shard, no image or no caption in it; each names the field, the value and the remedy.
     """
     from clip_train.data import decode  # imports torch: a recipe is read without
 
@@ -294,7 +309,8 @@ def _first_sample(shard: str, reading: Reading) -> TarSample:
         raise unreadable(e, why) from e
     if sample is None:
         raise UserError(
-            f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt in a tar"
+            f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt "
+            "in a tar"
         )
     return sample
 
@@ -305,15 +321,16 @@ def _first_cannot_be_used(shard: str, sample: TarSample, reason: str, caption_ke
     members = ", ".join(f".{extension}" for extension in sample.members)
     keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
     return (
-        f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its members are {members}: "
-        f"a sample's name ends at the first dot; an image is one of {', '.join(IMAGE_EXTENSIONS)}; a caption is a "
-        f".txt: for one in a .json set data.caption_key (now {as_yaml(caption_key)}) to one of its keys, which are "
-        f"here: {keys}"
+        f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
+        f"members are {members}: a sample's name ends at the first dot; an image is one of "
+        f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set "
+        f"data.caption_key (now {as_yaml(caption_key)}) to one of its keys, which are here: {keys}"
     )
 
 
 def existing(spec: str, field: str) -> list[list[str]]:
-    """The sources that `spec` names. UserError if one of them is a local file that does not exist."""
+    """The sources that `spec` names. UserError if one of them is a local file that does not
+    exist."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
     # a remote one that does not exist is found when it is opened
@@ -324,8 +341,12 @@ def existing(spec: str, field: str) -> list[list[str]]:
         return sources
     if local_path(lost[0]).is_dir():
         raise UserError(
-            f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for those in it; "
-            f"`clip-train shards {lost[0]} OUT` makes shards of images: give 'OUT/*.tar' then"
+            f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for "
+            f"those in it; `clip-train shards {lost[0]} OUT` makes shards of images: give "
+            "'OUT/*.tar' then"
         )
-    what = f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is {lost[0]}"
+    what = (
+        f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is "
+        f"{lost[0]}"
+    )
     raise missing(local_path(lost[0]), what, "correct the path or the range in braces")

@@ -1,4 +1,5 @@
-"""From the members of a sample to its caption and its uint8 image. The reasons that make a sample invalid are here.
+"""From the members of a sample to its caption and its uint8 image. The reasons that make a sample
+invalid are here.
 
 JPEG is decoded by simplejpeg, all other formats by Pillow.
 """
@@ -6,7 +7,6 @@ JPEG is decoded by simplejpeg, all other formats by Pillow.
 from __future__ import annotations
 
 import bisect
-import functools
 import io
 import itertools
 import json
@@ -25,14 +25,17 @@ from clip_train.data.tar import TarSample
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 # Not all formats that Pillow reads: for EPS it would start Ghostscript on an unknown file.
+Image.init()
 FORMATS = ("PNG", "WEBP", "JPEG", "GIF", "BMP", "TIFF", "PPM", "DIB", "MPO", "JPEG2000", "AVIF")
+FORMATS_HERE = [name for name in FORMATS if name in Image.OPEN]  # that this build of Pillow knows
 MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each over the whole image
 MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
 STRIP_PIXELS = 1 << 22
 DRAWS = 1 << 63  # a sample's seed is below it
 
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
-"""As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw them with."""
+"""As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw
+them with."""
 
 
 def image_bytes(members: Mapping[str, Any]) -> bytes:
@@ -51,8 +54,8 @@ def image_bytes(members: Mapping[str, Any]) -> bytes:
 
 
 def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
-    """The usable captions by name, at least one: of names in order those of the first that has any, of names to be
-    drawn all. InvalidSample if there is none."""
+    """The usable captions by name, at least one: of names in order those of the first that has any,
+    of names to be drawn all. InvalidSample if there is none."""
     names = (
         [caption_key or "txt"]
         if caption_key is None or isinstance(caption_key, str)
@@ -75,7 +78,8 @@ def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, l
 def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) -> str:
     """The one of `captions` that `draw`, uniform in [0, DRAWS), falls on; 0: the first.
 
-    A name is drawn by its weight among those of which the sample has a caption, then one of its captions.
+    A name is drawn by its weight among those of which the sample has a caption, then one of its
+    captions.
     """
     usable = captions(members, caption_key)
     weights = caption_key if isinstance(caption_key, Mapping) else dict.fromkeys(usable, 1.0)
@@ -85,7 +89,8 @@ def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) 
 
 
 def _texts(members: Mapping[str, Any], name: str) -> list[str]:
-    """The usable captions in the member `name`, or else in that key of the `.json`. InvalidSample if there is none."""
+    """The usable captions in the member `name`, or else in that key of the `.json`. InvalidSample
+    if there is none."""
     value = members.get(name)
     if value is None and name in members:
         raise InvalidSample("member is too large")
@@ -116,7 +121,8 @@ def _texts(members: Mapping[str, Any], name: str) -> list[str]:
 
 
 def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """The `.json` member; {} if there is none. If it is not a JSON object: {}, or with `strict` InvalidSample."""
+    """The `.json` member; {} if there is none. If it is not a JSON object: {}, or with `strict`
+    InvalidSample."""
     content = members.get("json", {})  # a user's stage may have parsed it
     try:
         parsed = json.loads(content) if isinstance(content, bytes | str) else content
@@ -130,7 +136,8 @@ def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, A
 
 
 def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
-    """Why this sample cannot be used; None if it can, as far as can be told without decoding its image."""
+    """Why this sample cannot be used; None if it can, as far as can be told without decoding its
+    image."""
     if sample.duplicate:
         return "duplicate key"
     try:
@@ -171,7 +178,7 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
 def _decode_other(data: bytes) -> np.ndarray:
     """uint8 [H, W, 3]"""
     try:
-        with Image.open(io.BytesIO(data), formats=_formats()) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS_HERE) as image:
             _check_size(*image.size)
             return _to_rgb(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
@@ -182,15 +189,9 @@ def _decode_other(data: bytes) -> np.ndarray:
         raise InvalidSample("image does not decode") from e
 
 
-@functools.cache
-def _formats() -> list[str]:
-    """Those of FORMATS that this build of Pillow knows."""
-    Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
-
-
 def _to_rgb(image: Image.Image) -> np.ndarray:
-    """uint8 [H, W, 3] of an opened image; strip by strip, so that a large one is held twice and not six times."""
+    """uint8 [H, W, 3] of an opened image; strip by strip, so that a large one is held twice and not
+    six times."""
     width, height = image.size
     rows = max(1, STRIP_PIXELS // width)
     image.load()

@@ -1,8 +1,9 @@
-"""From a decoded image to the S x S pixels that a tower is given; and images that are drawn, without any file.
+"""From a decoded image to the S x S pixels that a tower is given; and images that are drawn,
+without any file.
 
-Resizing is torch's bicubic with antialiasing on uint8: 2.4 times as fast as OpenCLIP's Pillow path at 512 px, and
-within 54 dB PSNR of it. Color augmentation is torchvision's ColorJitter and Grayscale on Pillow's operations, as in
-OpenCLIP's `--aug-cfg`.
+Resizing is torch's bicubic with antialiasing on uint8: 2.4 times as fast as OpenCLIP's Pillow path
+at 512 px, and within 54 dB PSNR of it. Color augmentation is torchvision's ColorJitter and
+Grayscale on Pillow's operations, as in OpenCLIP's `--aug-cfg`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 HUE = len(ENHANCERS)  # the fourth operation of ColorJitter
 OFFSETS = 1 << 20  # places of one row of noise where a synthetic image can begin
 WORDS = (
-    "a", "the", "of", "on", "in", "with", "and", "photo", "painting", "small", "large", "old", "red", "green", "blue",
-    "black", "white", "cat", "dog", "bird", "horse", "boat", "car", "train", "street", "tree", "river", "mountain",
+    "a", "the", "of", "on", "in", "with", "and", "photo", "painting", "small", "large", "old",
+    "red", "green", "blue", "black", "white", "cat", "dog", "bird", "horse", "boat", "car",
+    "train", "street", "tree", "river", "mountain",
 )  # fmt: skip
 FEWEST, MOST = 4, 24  # words of a synthetic caption
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """RandomResizedCrop as CLIP and OpenCLIP train with it, then ColorJitter and Grayscale if asked for; no flip."""
+    """RandomResizedCrop as CLIP and OpenCLIP train with it, then ColorJitter and Grayscale if asked
+    for; no flip."""
 
     image_size: int  # S, the side of the result in pixels
     scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's
@@ -106,8 +109,8 @@ def _middle(image: Tensor, height: int, width: int) -> Tensor:
 def color_operations(rng: random.Random, strengths: Sequence[float]) -> list[tuple[int, float]]:
     """The operations of torchvision's ColorJitter in random order, each with a random factor.
 
-    strengths: of brightness, contrast and saturation, whose factors are uniform in [max(0, 1 - s), 1 + s], and of hue,
-        whose factor is in [-s, s]; 0 leaves an operation out.
+    strengths: of brightness, contrast and saturation, whose factors are uniform in [max(0, 1 - s),
+        1 + s], and of hue, whose factor is in [-s, s]; 0 leaves an operation out.
     """
     order = rng.sample(range(HUE + 1), HUE + 1)
     factors = [rng.uniform(max(0.0, 1 - s), 1 + s) for s in strengths[:HUE]]
@@ -116,8 +119,9 @@ def color_operations(rng: random.Random, strengths: Sequence[float]) -> list[tup
 
 
 def adjust_color(image: Image.Image, operation: int, factor: float) -> Image.Image:
-    """torchvision's adjust_brightness (0), adjust_contrast (1) and adjust_saturation (2), where a factor of 1 changes
-    nothing, and adjust_hue (3), which turns the hue by `factor` of a whole circle."""
+    """torchvision's adjust_brightness (0), adjust_contrast (1) and adjust_saturation (2), where a
+    factor of 1 changes nothing, and adjust_hue (3), which turns the hue by `factor` of a whole
+    circle."""
     if operation < HUE:
         return ENHANCERS[operation](image).enhance(factor)
     hue, saturation, value = image.convert("HSV").split()
@@ -126,7 +130,8 @@ def adjust_color(image: Image.Image, operation: int, factor: float) -> Image.Ima
 
 
 def synthetic_sample(seed: int, image_size: int) -> tuple[Tensor, str]:
-    """Noise [3, S, S] of uint8, in memory that images share, and a caption: both by the sample's seed alone."""
+    """Noise [3, S, S] of uint8, in memory that images share, and a caption: both by the sample's
+    seed alone."""
     size = 3 * image_size**2
     begin = seed % OFFSETS
     rng = random.Random(seed)

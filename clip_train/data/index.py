@@ -1,8 +1,8 @@
 """What is known about shards: the number of samples, the number of bytes, and checksums.
 
-`clip-train index` writes two files beside the shards: `sizes.json`, OpenCLIP's `{name: samples}`, and
-`clip_train_index.json`, which adds the size, the sha256 and a checksum of every block. Remote shards are verified by
-it while they are read. Counts also come from another tool's `sizes.json` and from img2dataset's `*_stats.json`.
+`clip-train index` writes `clip_train_index.json` beside the shards: samples, size, sha256, a
+checksum of every block. Remote shards are verified by it while they are read. Counts also come from
+a `sizes.json` (OpenCLIP's `{name: samples}`) and from img2dataset's `*_stats.json`.
 """
 
 from __future__ import annotations
@@ -39,28 +39,14 @@ class ShardEntry:
     sha256: str  # of the whole file
     checksums: Checksums
     damage: str | None = None  # of the archive, as it was indexed: all behind it is lost
-    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each, as every worker has all of them
+    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each, as every worker
+    # has all of them
     offsets: array[int] = field(default_factory=lambda: array("Q"))
 
     @property
     def count(self) -> int:
         """Places in an epoch: damage has a place of its own, so that it is met and counted."""
         return self.samples + (self.damage is not None)
-
-    def to_dict(self) -> dict[str, Any]:
-        sums = self.checksums
-        return {
-            "samples": self.samples, "bytes": sums.size, "sha256": self.sha256, "block_bytes": sums.block_bytes,
-            "blocks": sums.sums, "damage": self.damage, "offsets": list(self.offsets),
-        }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> ShardEntry:
-        sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
-        samples, offsets = row["samples"], array("Q", row["offsets"])
-        if len(offsets) != samples // OFFSET_EVERY:
-            raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
-        return cls(samples, row["sha256"], sums, row["damage"], offsets)
 
 
 @dataclass(frozen=True)
@@ -124,8 +110,9 @@ class ShardIndex:
         text = f"{len(self.shards)} shards, all indexed"
         if self.without:
             text = (
-                f"{len(self.without)} of {len(self.shards)} shards have no index (the first is {self.without[0]}): "
-                "flipped bytes and replaced shards go unseen; `clip-train index` makes one"
+                f"{len(self.without)} of {len(self.shards)} shards have no index (the first is "
+                f"{self.without[0]}): flipped bytes and replaced shards go unseen; `clip-train "
+                "index` makes one"
             )
         elif not self.entries:
             text = "synthetic: noise, of no file"
@@ -139,7 +126,8 @@ class ShardIndex:
 def index_of(
     spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
 ) -> ShardIndex:
-    """The shards that `spec` names with what is known about them. UserError as in `expand` and `look_up`."""
+    """The shards that `spec` names with what is known about them. UserError as in `expand` and
+    `look_up`."""
     return look_up(expand(spec, field), verify, storage)
 
 
@@ -179,7 +167,8 @@ def resume_data(
     changed_shards: bool,
     changed_order: bool,
 ) -> ResumedData:
-    """The data of a run that resumes from a checkpoint: at the same position, or anew if a change is allowed.
+    """The data of a run that resumes from a checkpoint: at the same position, or anew if a change
+    is allowed.
 
     Args:
         state: the checkpoint's, with `TrainLoader.state` in it.
@@ -197,14 +186,16 @@ def resume_data(
     ]
     if notices and not changed_order:
         raise UserError(
-            f"the order of the data is not that of the checkpoint: {'; '.join(notices)}. Restore it, or set "
-            "checkpoint.allow_changed_recipe=true to continue with the weights and begin the data anew"
+            f"the order of the data is not that of the checkpoint: {'; '.join(notices)}. Restore "
+            "it, or set checkpoint.allow_changed_recipe=true to continue with the weights and "
+            "begin the data anew"
         )
     shards = changes(rows, index.rows())
     if shards and not (changed_shards or changed_order):
         raise UserError(
-            f"data.train is not the list of shards that the checkpoint was written with: {shards}. Restore it, or set "
-            "data.allow_changed_shards=true to begin the first epoch of the new one"
+            f"data.train is not the list of shards that the checkpoint was written with: {shards}. "
+            "Restore it, or set data.allow_changed_shards=true to begin the first epoch of the "
+            "new one"
         )
     if shards:
         notices.append(f"data.train: {shards}")
@@ -215,7 +206,8 @@ def resume_data(
 
 
 def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
-    """Samples by path or URL: of the shards in a sizes.json, and of those with img2dataset's file beside them."""
+    """Samples by path or URL: of the shards in a sizes.json, and of those with img2dataset's file
+    beside them."""
 
     def successes(shard: str) -> int | None:
         return load_counts(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
@@ -233,7 +225,8 @@ def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
 
 
 def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
-    """The counts in a JSON object, perhaps another tool's; {} if there is none: its shards are counted then."""
+    """The counts in a JSON object, perhaps another tool's; {} if there is none: its shards are
+    counted then."""
     try:
         with open_read(url, storage) as file:
             content = json.loads(file.read())
@@ -244,7 +237,8 @@ def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
 
 
 def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
-    """Folder -> name -> shard. Without signed links, whose folder cannot be asked, and noise, which has none."""
+    """Folder -> name -> shard. Without signed links, whose folder cannot be asked, and noise, which
+    has none."""
     folders: dict[str, dict[str, str]] = {}
     for shard in shards:
         folder, name = split_name(shard)
@@ -277,12 +271,26 @@ def parse(data: bytes) -> dict[str, ShardEntry]:
         raise ValueError(f"its format is {content['format']}, not {FORMAT}")
     if content["sha256"] != _sha256(content["shards"]):
         raise ValueError("it does not fit its own sha256")
-    return {name: ShardEntry.from_dict(row) for name, row in content["shards"].items()}
+    entries = {}
+    for name, row in content["shards"].items():
+        samples, offsets = row["samples"], array("Q", row["offsets"])
+        if len(offsets) != samples // OFFSET_EVERY:
+            raise ValueError(f"it has {len(offsets)} offsets for {samples} samples")
+        sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
+        entries[name] = ShardEntry(samples, row["sha256"], sums, row["damage"], offsets)
+    return entries
 
 
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     """An index file; the same entries give the same bytes."""
-    shards = {name: entries[name].to_dict() for name in sorted(entries)}
+    shards = {}
+    for name, entry in sorted(entries.items()):
+        sums = entry.checksums
+        shards[name] = {
+            "samples": entry.samples, "bytes": sums.size, "sha256": entry.sha256,
+            "block_bytes": sums.block_bytes, "blocks": sums.sums, "damage": entry.damage,
+            "offsets": list(entry.offsets),
+        }  # fmt: skip
     rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
     text = f'{{"format": "{FORMAT}", "sha256": "{_sha256(shards)}", "shards": {{\n{rows}\n}}}}\n'
     return text.encode()

@@ -1,6 +1,8 @@
-"""Invalid samples: what is wrong, where and how often; when it is too much; their sum over ranks and epochs.
+"""Invalid samples: what is wrong, where and how often; when it is too much; their sum over ranks
+and epochs.
 
-A sample that cannot be used keeps its place in the order, and another one fills it: global batches stay full.
+A sample that cannot be used keeps its place in the order, and another one fills it: global batches
+stay full.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ROWS_SHOWN = 20
 
 
 class InvalidSample(Exception):
-    """This sample cannot be used; `reason` is short and the same for all of its kind, to be counted."""
+    """This sample cannot be used; `reason` is short and the same for all of its kind, to be
+    counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -46,7 +49,8 @@ class Invalid(NamedTuple):
 
 
 def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = None) -> str:
-    """`Invalid.place` -> samples, for people: the most frequent first, with the first keys of each."""
+    """`Invalid.place` -> samples, for people: the most frequent first, with the first keys of
+    each."""
     rows = Counter(counts).most_common(ROWS_SHOWN)
     width = max((place.index("\t") for place, _ in rows), default=0)
     lines = [f"    count  {'reason':{width}}  shard" + ("  first keys" if keys else "")]
@@ -90,8 +94,9 @@ class InvalidLimit:
         recent = [sample for _, batch in self._window for sample in batch]
         if len(recent) >= MIN_INVALID and len(recent) > self.limit * self._samples:
             raise DataError(
-                f"{len(recent)} of the last {self._samples} samples were invalid, more than data.bad_sample_limit "
-                f"({self.limit:g}); repair the shards or raise the limit\n{table_of(recent)}"
+                f"{len(recent)} of the last {self._samples} samples were invalid, more than "
+                f"data.bad_sample_limit ({self.limit:g}); repair the shards or raise the "
+                f"limit\n{table_of(recent)}"
             )
 
 

@@ -1,5 +1,5 @@
-"""The training loader: this rank's share of each global batch, in canonical order, from any step on; and the thread
-that copies the next batch to the device during a step."""
+"""The training loader: this rank's share of each global batch, in canonical order, from any step
+on; and the thread that copies the next batch to the device during a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
+from clip_train.data.count import count_missing
 from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
-from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
@@ -50,22 +50,26 @@ class TrainLoader(Iterator[Batch]):
 
     Args:
         image_size: S, pixels.
-        global_size: samples in the global batch of all ranks, or their sizes as a function of the step.
+        global_size: samples in the global batch of all ranks, or their sizes as a function of the
+            step.
         seed: the run's; it orders the shards, permutes the blocks and seeds the samples.
         step: the step of the run, from 0, whose batch comes first.
         began: the step at which this order began: 0, unless the data of a run has begun anew.
-        index: of `data.train`, with all counts; None: it is looked up, and shards without a count are counted here.
+        index: of `data.train`, with all counts; None: it is looked up, and shards without a count
+            are counted here.
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
-        stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each of which
-            must map one sample (a dict of bytes) to one. They travel to the workers: they must be picklable.
+        stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each
+            of which must map one sample (a dict of bytes) to one. They travel to the workers: they
+            must be picklable.
         storage: how patiently remote shards are read.
         tokenizer: picklable; None: CLIP's own.
-        lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads nothing behind it.
+        lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
+            nothing behind it.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
-        DataError: shards cannot be read, or (while iterating) too many samples are invalid. Local to this rank:
-            the trainer reports it to the others.
+        DataError: shards cannot be read, or (while iterating) too many samples are invalid. Local
+            to this rank: the trainer reports it to the others.
     """
 
     def __init__(
@@ -103,10 +107,10 @@ class TrainLoader(Iterator[Batch]):
             workers = resolve_workers(len(os.sched_getaffinity(0)), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
         partition = Partition(sizes, self.streams, rank, world_size, began)
+        transform = TrainTransform(image_size, **config.augmentation)
         self._stream = PieceStream(
-            self.order, files, partition.workers(workers), step,
-            TrainTransform(image_size, **config.augmentation), tokenizer or Tokenizer(context_length),
-            config.caption_key, tuple(stages),
+            self.order, files, partition.workers(workers), step, transform,
+            tokenizer or Tokenizer(context_length), config.caption_key, tuple(stages),
         )  # fmt: skip
         self._lengths = lengths
         self._world_size = world_size
@@ -169,8 +173,8 @@ class TrainLoader(Iterator[Batch]):
             pickle.dumps(self._stream.stages)
         except Exception as e:
             raise UserError(
-                f"a data stage cannot be sent to the loader's workers ({e}); use functions of a module instead of "
-                "lambdas, or data.workers=0"
+                f"a data stage cannot be sent to the loader's workers ({e}); use functions of a "
+                "module instead of lambdas, or data.workers=0"
             ) from e
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
@@ -179,7 +183,8 @@ class TrainLoader(Iterator[Batch]):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
-        # workers ignore the signals that `multiprocessing` would end them with, and it would wait for them
+        # workers ignore the signals that `multiprocessing` would end them with, and it would wait
+        # for them
         atexit.register(self.close)
         return iter(
             DataLoader(
@@ -188,7 +193,7 @@ class TrainLoader(Iterator[Batch]):
                 num_workers=len(workers),
                 prefetch_factor=self._prefetch,
                 multiprocessing_context=context,
-                generator=torch.Generator(),  # else its seed comes from the generator that the model uses
+                generator=torch.Generator(),  # else its seed comes from the model's generator
                 persistent_workers=True,
                 timeout=WAIT_SECONDS,
             )
@@ -209,8 +214,9 @@ class TrainLoader(Iterator[Batch]):
                 if isinstance(e, RuntimeError) and not died:
                     raise
                 raise DataError(
-                    f"a loader worker died ({why}); if memory ran out (see dmesg), lower data.workers, "
-                    "data.shuffle_block or data.prefetch; a container may need more shared memory (--shm-size)"
+                    f"a loader worker died ({why}); if memory ran out (see dmesg), lower "
+                    "data.workers, data.shuffle_block or data.prefetch; a container may need more "
+                    "shared memory (--shm-size)"
                 ) from e
             if isinstance(made, Piece):
                 return made
@@ -221,8 +227,8 @@ class TrainLoader(Iterator[Batch]):
     def _assemble(self, pieces: list[Piece]) -> tuple[Batch, list[Invalid]]:
         """The workers' pieces, in canonical order -> one batch, and its invalid samples.
 
-        Images are copied once: from shared into pinned memory, which torch keeps and hands out again once the device
-        has read it.
+        Images are copied once: from shared into pinned memory, which torch keeps and hands out
+        again once the device has read it.
         """
         memory, S = self._stream.memory, self._stream.transform.image_size
         counts = [len(piece.keys) for piece in pieces]
@@ -257,8 +263,9 @@ class TrainLoader(Iterator[Batch]):
 class Prefetcher(Iterator[Batch]):
     """Batches of `source` on `device`, in its order, one ahead. Closing it closes the source.
 
-    A thread takes them from the source. On a GPU it copies them from pinned memory on a stream of its own; the stream
-    that computes waits for the copy, and the host waits for nothing. Errors of the source are raised here.
+    A thread takes them from the source. On a GPU it copies them from pinned memory on a stream of
+    its own; the stream that computes waits for the copy, and the host waits for nothing. Errors of
+    the source are raised here.
     """
 
     def __init__(self, source: TrainLoader, device: torch.device) -> None:
@@ -324,7 +331,8 @@ class Prefetcher(Iterator[Batch]):
 
 
 def _start_fork_server() -> None:
-    """With the signals ignored that a launcher sends to the group: the workers inherit this and must outlive them.
+    """With the signals ignored that a launcher sends to the group: the workers inherit this and
+    must outlive them.
 
     They are blocked here meanwhile, so that none of them is lost.
     """

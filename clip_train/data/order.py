@@ -1,14 +1,18 @@
-"""Which sample is at which place of the stream, and which rank decodes it: arithmetic alone, the same everywhere.
+"""Which sample is at which place of the stream, and which rank decodes it: arithmetic alone, the
+same everywhere.
 
-The stream has positions p = 0, 1, 2, ...; position p is sample number p // L of stream p mod L (`L` streams,
-`data.lanes`). The sample and the rank that decodes it follow from p, the seed and the shards' sample counts.
+The stream has positions p = 0, 1, 2, ...; position p is sample number p // L of stream p mod L (`L`
+streams, `data.lanes`). The sample and the rank that decodes it follow from p, the seed and the
+shards' sample counts.
 
-In a source with E samples, positions [e E, (e + 1) E) are epoch e. Its shuffled shards, end to end, are cut into L
-pieces with exactly the samples that each stream has to give, so an epoch holds each sample once. A stream permutes
-its piece in blocks of K. Weighted sources have streams and epochs of their own; their turns follow from p too.
+In a source with E samples, positions [e E, (e + 1) E) are epoch e. Its shuffled shards, end to end,
+are cut into L pieces with exactly the samples that each stream has to give, so an epoch holds each
+sample once. A stream permutes its piece in blocks of K. Weighted sources have streams and epochs of
+their own; their turns follow from p too.
 
-The global batch of a step is positions [P, P + G), in the order of the streams: first the samples of stream 0, then
-those of stream 1, and so on. Rank r holds a contiguous share of it; shares differ by one sample at most.
+The global batch of a step is positions [P, P + G), in the order of the streams: first the samples
+of stream 0, then those of stream 1, and so on. Rank r holds a contiguous share of it; shares differ
+by one sample at most.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from clip_train import batch
 from clip_train.batch import BatchSizes
 
 WORD = 1 << 64
-# 2^64 / golden ratio, odd: its multiples, in any stride, fill [0, 2^64) more evenly than random numbers would
+# 2^64 / golden ratio, odd: its multiples, in any stride, fill [0, 2^64) more evenly than random
+# numbers would
 STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -69,7 +74,8 @@ class Source:
         counts: samples in each shard; at least one in all.
         streams: L
         block: K
-        resampled: shards are drawn with replacement; an epoch has as many samples, some of them twice.
+        resampled: shards are drawn with replacement; an epoch has as many samples, some of them
+            twice.
     """
 
     def __init__(
@@ -131,8 +137,9 @@ class Source:
         return self._shuffled[1:]
 
     def _draw(self, stream: int, epoch: int, size: int) -> list[Segment]:
-        """Whole shards, drawn with replacement. The first one begins at any of its samples and the last one is cut
-        short, so that every place holds every sample of the source with the same probability."""
+        """Whole shards, drawn with replacement. The first one begins at any of its samples and the
+        last one is cut short, so that every place holds every sample of the source with the same
+        probability."""
         shards, ends = self._shuffle(0)
         begin = hash64(self.seed, epoch, stream, -2) % self.total
         shard, start, _ = _cut(shards, ends, begin, begin + 1)[0]
@@ -147,7 +154,8 @@ class Source:
 
 
 def _cut(segments: list[Segment], ends: list[int], begin: int, end: int) -> list[Segment]:
-    """Samples [begin, end) of `segments` end to end; `ends`: where each segment ends, in samples."""
+    """Samples [begin, end) of `segments` end to end; `ends`: where each segment ends, in
+    samples."""
     part = []
     at = bisect.bisect_right(ends, begin)
     while begin < end:
@@ -179,7 +187,8 @@ class Order:
     def source(self, position: int) -> int:
         """The source of the sample at a position of the stream.
 
-        Within n successive positions, or n of one stream, a source's share is off by O(log n) samples.
+        Within n successive positions, or n of one stream, a source's share is off by O(log n)
+        samples.
         """
         return bisect.bisect_right(self._edges, (position * STRIDE + self._offset) % WORD)
 
@@ -192,14 +201,16 @@ class Order:
         return hash64(self.seed, stream, count)
 
     def epoch(self, position: int) -> int:
-        """Whole epochs before a position; of several sources, of the one that has been read least often."""
+        """Whole epochs before a position; of several sources, of the one that has been read least
+        often."""
         return min(
             taken // source.total
             for taken, source in zip(self._counted(position, 1, 0), self.sources, strict=True)
         )
 
     def _counted(self, n: int, stride: int, first: int) -> list[int]:
-        """How many of the positions first, first + stride, ... (n of them) are of each source, in closed form."""
+        """How many of the positions first, first + stride, ... (n of them) are of each source, in
+        closed form."""
         a, b = stride * STRIDE % WORD, (first * STRIDE + self._offset) % WORD
         # [x mod M < t] = floor(x / M) - floor((x - t) / M)
         whole = floor_sum(n, a, WORD, b)
@@ -208,8 +219,8 @@ class Order:
 
 
 def floor_sum(n: int, a: int, m: int, b: int) -> int:
-    """`sum_{i < n} floor((a i + b) / m)`, all non-negative, in O(log m): Euclid's algorithm on the lattice points
-    under a line."""
+    """`sum_{i < n} floor((a i + b) / m)`, all non-negative, in O(log m): Euclid's algorithm on the
+    lattice points under a line."""
     total = 0
     while n > 0:
         total += (n - 1) * n // 2 * (a // m) + n * (b // m)
@@ -232,7 +243,8 @@ class Partition:
     own: range | None = None  # the streams of one of the rank's workers; None: of all
 
     def steps(self, start: int) -> Iterator[dict[int, range]]:
-        """For each step from `start` on: stream -> the numbers of its samples that are decoded here, in order."""
+        """For each step from `start` on: stream -> the numbers of its samples that are decoded
+        here, in order."""
         L = self.streams
         P = self.sizes.before(start) - self.sizes.before(self.began)
         for step in itertools.count(start):
@@ -262,8 +274,8 @@ class Partition:
         return max(bounds)
 
     def workers(self, num: int) -> list[Partition]:
-        """This rank's part, cut for at most `num` workers: neighboring streams for each, so that their pieces in turn
-        are in canonical order."""
+        """This rank's part, cut for at most `num` workers: neighboring streams for each, so that
+        their pieces in turn are in canonical order."""
         first, last = (self.streams * rank / self.world_size for rank in (self.rank, self.rank + 1))
         num = max(1, min(num, math.ceil(last) - math.floor(first)))
         cuts = [round(first + (last - first) * worker / num) for worker in range(1, num)]
@@ -271,9 +283,11 @@ class Partition:
         return [replace(self, own=range(a, b)) for a, b in edges]
 
     def _streams(self, G: int) -> range:
-        """The streams that can have samples here in a global batch of G samples, wherever it begins.
+        """The streams that can have samples here in a global batch of G samples, wherever it
+        begins.
 
-        With G = q L + g, the streams below l hold between q l + max(0, l + g - L) and q l + min(l, g) of the samples.
+        With G = q L + g, the streams below l hold between q l + max(0, l + g - L) and q l + min(l,
+        g) of the samples.
         """
         L = self.streams
         q, g = divmod(G, L)
@@ -286,11 +300,3 @@ class Partition:
         if self.own is None:
             return range(first, stop)
         return range(max(first, self.own.start), min(stop, self.own.stop))
-
-
-def times_read(sizes: BatchSizes, streams: int, world_size: int) -> float:
-    """How often the ranks together read each stream, in the mean, once a schedule has ended: more than once where
-    ranks share streams. Each sample is decoded once all the same."""
-    last = sizes.stretches[-1].size
-    ranks = [Partition(sizes, streams, rank, world_size) for rank in range(world_size)]
-    return sum(len(rank._streams(last)) for rank in ranks) / streams

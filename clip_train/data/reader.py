@@ -1,7 +1,8 @@
-"""From places of the order to undecoded samples: reads the blocks of a stream, from any of its samples on.
+"""From places of the order to undecoded samples: reads the blocks of a stream, from any of its
+samples on.
 
-An I/O error is retried and then ends the run: it is never an invalid sample. Damage of an archive is one, once it is
-there again when it is read again.
+An I/O error is retried and then ends the run: it is never an invalid sample. Damage of an archive
+is one, once it is there again when it is read again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
 REREADS = 3  # times that an archive must look damaged at the same place before that is believed
 MISSING = "missing: its shard has fewer samples"
 CHANGING = (
-    "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block of a remote shard "
-    "be verified"
+    "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block "
+    "of a remote shard be verified"
 )
 
 _log = logging.getLogger("clip_train.data")
@@ -45,10 +46,12 @@ def read_shard(
     unread: float = 0,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> Generator[TarSample | Invalid]:
-    """The samples of a shard from byte `offset` on; the first `unread` of them without their members.
+    """The samples of a shard from byte `offset` on; the first `unread` of them without their
+    members.
 
-    Damage to the archive ends it, as one `Invalid`, if it is there again when it is read again. An error of the disk
-    or the network is retried, from the sample that it hit, and is never taken for the end of the data.
+    Damage to the archive ends it, as one `Invalid`, if it is there again when it is read again. An
+    error of the disk or the network is retried, from the sample that it hit, and is never taken for
+    the end of the data.
 
     Raises:
         DataError: the shard still cannot be read after the retries.
@@ -74,8 +77,8 @@ def read_shard(
                 return
             if len(damages) > 4 * REREADS:
                 raise DataError(
-                    f"shard {url} comes damaged from byte {offset} on, each time elsewhere: {CHANGING}\n"
-                    + "\n".join(damages)
+                    f"shard {url} comes damaged from byte {offset} on, each time elsewhere: "
+                    f"{CHANGING}\n" + "\n".join(damages)
                 ) from e
         except OSError as e:
             if failures == RETRIES or isinstance(e, StorageError):  # the latter was retried enough
@@ -107,7 +110,8 @@ class Files:
 
 
 class SegmentReader:
-    """Reads segments of shards. A segment that follows the last one continues from there; another opens its shard.
+    """Reads segments of shards. A segment that follows the last one continues from there; another
+    opens its shard.
 
     keep_open: the file stays open in between.
     """
@@ -119,7 +123,8 @@ class SegmentReader:
         self._samples: Generator[TarSample | Invalid] | None = None
 
     def read(self, segment: Segment) -> list[Item]:
-        """As many items as the segment has samples: those that its shard lacks are invalid. DataError."""
+        """As many items as the segment has samples: those that its shard lacks are invalid.
+        DataError."""
         shard, start, stop = segment
         url = self.files.shards[shard]
         if url.startswith(SYNTHETIC):
@@ -181,13 +186,14 @@ class StreamReader:
         # of each source: its reader; its block, as (number of the first sample, items)
         self._segments = [SegmentReader(each, keep_open=keep_open) for each in files]
         self._blocks: list[tuple[int, list[Item]]] = [(0, [])] * len(files)
-        # of each source: a number, and the block behind it that is tried next: all in between were tried in vain
+        # of each source: a number, and the block behind it that is tried next: all in between were
+        # tried in vain
         self._ahead: list[tuple[int, int, list[Item]]] = [(0, -1, [])] * len(files)
 
     def at(self, count: int) -> Iterator[Item]:
-        """Sample number `count` of the stream, then, without end, the samples that may take its place: its block from
-        half a block on, then the blocks that follow in its source. The first one that decodes is taken, which is the
-        same one on any layout. DataError."""
+        """Sample number `count` of the stream, then, without end, the samples that may take its
+        place: its block from half a block on, then the blocks that follow in its source. The first
+        one that decodes is taken, which is the same one on any layout. DataError."""
         if count != self._next:
             self._taken = self.order.taken(self.stream, count)
         self._next = count + 1
@@ -216,7 +222,8 @@ class StreamReader:
             end = first + len(following)
 
     def _load(self, source: int, number: int, reader: SegmentReader) -> tuple[int, list[Item]]:
-        """The block that holds a sample of the stream: the number of its first sample, its items in order."""
+        """The block that holds a sample of the stream: the number of its first sample, its items in
+        order."""
         block = self.order.sources[source].block(self.stream, number)
         items = [item for segment in block.segments for item in reader.read(segment)]
         return block.first, [items[place] for place in block.order]
@@ -229,7 +236,8 @@ def make_order(
     keys: Mapping[str, Any],
     seed: int,
 ) -> tuple[Order, list[Files]]:
-    """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError if one is empty."""
+    """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError if
+    one is empty."""
     weights = config.train_weights or [1.0]
     parts = index.by_source() if config.train_weights else [index.shards]
     resampled = config.resampled
@@ -240,7 +248,8 @@ def make_order(
         of_source = Files.of(index, shards, storage)
         if not sum(of_source.counts):
             raise UserError(
-                f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a source"
+                f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a "
+                "source"
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
         own_seed = hash64(seed, number, -4) if number else seed

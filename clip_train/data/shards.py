@@ -1,6 +1,8 @@
-"""Where shards are: from `data.train` to a list of paths or URLs. The one module that lists and opens them.
+"""Where shards are: from `data.train` to a list of paths or URLs. The one module that lists and
+opens them.
 
-`pack_rows` is what a checkpoint keeps of that list, so that a resumed run notices that it has changed.
+`pack_rows` is what a checkpoint keeps of that list, so that a resumed run notices that it has
+changed.
 """
 
 from __future__ import annotations
@@ -37,23 +39,26 @@ def split_sources(spec: str) -> list[str]:
 
 
 def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
-    """`spec` (braces, globs, sources joined by `::`) -> each source's paths, URLs and patterns; lists nothing.
+    """`spec` (braces, globs, sources joined by `::`) -> each source's paths, URLs and patterns;
+    lists nothing.
 
     Raises:
-        UserError: a `pipe:` URL, a table instead of shards, an empty part, or braces that do not close.
+        UserError: a `pipe:` URL, a table instead of shards, an empty part, or braces that do not
+            close.
     """
     sources: list[list[str]] = []
     for part in split_sources(spec):
         if part.startswith("pipe:"):
             raise UserError(
-                f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end of "
-                "the data; give a path or a URL instead, such as s3://bucket/{00000..00099}.tar"
+                f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end "
+                "of the data; give a path or a URL instead, such as "
+                "s3://bucket/{00000..00099}.tar"
             )
         if part.lower().endswith(TABLES):
             raise UserError(
-                f"{field} ({part}) is a table, not shards: `clip-train shards {part} OUT` makes them of files, "
-                f"`img2dataset --url_list {part} --output_format webdataset` of URLs; then give "
-                "'OUT/{00000..00099}.tar'"
+                f"{field} ({part}) is a table, not shards: `clip-train shards {part} OUT` makes "
+                f"them of files, `img2dataset --url_list {part} --output_format webdataset` of "
+                "URLs; then give 'OUT/{00000..00099}.tar'"
             )
         if WAS_REDACTED.search(part):
             raise UserError(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
@@ -69,7 +74,8 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
 
 
 def expand(spec: str, field: str = "data.train") -> list[list[str]]:
-    """`spec` -> the paths or URLs of each source's shards, in an order that does not depend on who lists them.
+    """`spec` -> the paths or URLs of each source's shards, in an order that does not depend on who
+    lists them.
 
     Raises:
         UserError: as `expand_braces`, or a pattern that matches nothing.
@@ -86,7 +92,8 @@ def is_folder(place: str) -> bool:
 
 
 def _matches(pattern: str, field: str) -> list[str]:
-    """The shards that a pattern matches; in a folder of clip_benchmark as many as nshards.txt has."""
+    """The shards that a pattern matches; in a folder of clip_benchmark as many as nshards.txt
+    has."""
     try:
         if not is_folder(pattern):
             return expand_glob(pattern)
@@ -137,7 +144,8 @@ PLAIN = Reading()
 def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BYTES) -> BinaryIO:
     """A seekable binary file. Each block of a remote shard is verified if the shard is indexed.
 
-    Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown protocol.
+    Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown
+    protocol.
     """
     if is_remote(url):
         return open_read(url, reading.storage, reading.checksums.get(url))
@@ -157,7 +165,8 @@ def unpack_rows(packed: str) -> list[Row]:
 
 
 def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
-    """The shards that were added, removed, changed or reordered since; "" for none, as far as indexes tell."""
+    """The shards that were added, removed, changed or reordered since; "" for none, as far as
+    indexes tell."""
     names_then, names_now = [row[0] for row in then], [row[0] for row in now]
     digits = {name: digits for name, digits, _ in then}
     kinds = {

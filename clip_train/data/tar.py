@@ -1,7 +1,8 @@
-"""Tar files read as samples (ustar, GNU long names, pax; three times as fast as `tarfile`), and written.
+"""Tar files read as samples (ustar, GNU long names, pax; three times as fast as `tarfile`), and
+written.
 
-Neighboring members that share a key (the name up to the first dot of its last part) make a sample, as in webdataset.
-Unlike there, a damaged or cut archive is an error.
+Neighboring members that share a key (the name up to the first dot of its last part) make a sample,
+as in webdataset. Unlike there, a damaged or cut archive is an error.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:
-        unread: the number of samples at the beginning whose members are skipped by seek; the same damage is found.
+        unread: the number of samples at the beginning whose members are skipped by seek; the same
+            damage is found.
 
     Raises:
-        TarError: after the last sample before the damage. The sample that the damage cuts is not yielded.
+        TarError: after the last sample before the damage. The sample that the damage cuts is not
+            yielded.
         OSError: from `file`, or if it gives less than its size promises.
     """
     total, number = file.seek(0, 2), -1
@@ -80,7 +83,8 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
         elif len(sample.members) < MAX_MEMBERS:
             too_large = size > MAX_MEMBER_BYTES
             sample.members[extension] = None if too_large else _read(file, content, size, total)
-    # behind the last member only zeros may follow, not too many: a broken copy has holes, or just stops
+    # behind the last member only zeros may follow, not too many: a broken copy has holes, or just
+    # stops
     if begin > total:  # a member that was skipped is cut: the same damage as when it is read
         raise TarError("truncated shard", total)
     rest = _read(file, begin, min(total - begin, MAX_PADDING_BYTES + 1), total)
@@ -91,8 +95,8 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
 
 
 def _members(file: BinaryIO, offset: int, total: int) -> Iterator[tuple[str, int, int, int]]:
-    """(name, where its first header begins, where its content begins, the content's size) of each regular file; at the
-    end of the archive one without a name."""
+    """(name, where its first header begins, where its content begins, the content's size) of each
+    regular file; at the end of the archive one without a name."""
     begin, long_name = offset, ""
     pax: dict[str, str] = {}
     while offset < total:
@@ -179,8 +183,9 @@ def write_shards(
     """Writes `samples` in order, `per_shard` to a file. Returns the shards' paths.
 
     Args:
-        samples: dicts of "__key__" (without dots: a key ends at the first one) and extension -> content. webdataset
-            encodes content that is not bytes according to its extension. The same samples give the same bytes.
+        samples: dicts of "__key__" (without dots: a key ends at the first one) and extension ->
+            content. webdataset encodes content that is not bytes according to its extension. The
+            same samples give the same bytes.
         pattern: the file's name, formatted with the shard's number.
 
     Raises:
@@ -191,11 +196,15 @@ def write_shards(
 
     paths: list[Path] = []
     iterator = iter(samples)
-    while group := list(itertools.islice(iterator, per_shard)):
+    while True:
+        group = list(itertools.islice(iterator, per_shard))
+        if not group:
+            return paths
         for key in (sample["__key__"] for sample in group):
             if not key or "." in key.rsplit("/", 1)[-1]:
                 raise ValueError(
-                    f"sample key {key!r} must not be empty or contain a dot: readers end it at the first one"
+                    f"sample key {key!r} must not be empty or contain a dot: readers end it at the "
+                    "first one"
                 )
         path = Path(folder) / pattern.format(len(paths))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,4 +213,3 @@ def write_shards(
             for sample in group:
                 tar.write(dict(sample))
         paths.append(path)
-    return paths

@@ -1,7 +1,8 @@
-"""CLIP's byte-pair tokenizer, with the same ids as OpenCLIP's `SimpleTokenizer` and its default cleaning; and others.
+"""CLIP's byte-pair tokenizer, with the same ids as OpenCLIP's `SimpleTokenizer` and its default
+cleaning; and others.
 
-It is fast for two reasons: plain ASCII captions need no ftfy, and no token crosses a blank, so the ids of a
-blank-separated chunk can be cached.
+It is fast for two reasons: plain ASCII captions need no ftfy, and no token crosses a blank, so the
+ids of a blank-separated chunk can be cached.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import gzip
 import html
 import itertools
-import json
 import re as plain_re
 import string
 from collections.abc import Callable
@@ -34,7 +34,8 @@ LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only displace wor
 LONGEST_WORD = 4096  # bytes; the rest is dropped: merging takes quadratic time, here half a second
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# ftfy and html.unescape do not change such text. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy drops them.
+# ftfy and html.unescape do not change such text. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy
+# drops them.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
 _WORDS = regex.compile(
     rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
@@ -67,26 +68,6 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(symbols, tokens, ids, {pair: rank for rank, pair in enumerate(merges)})
 
 
-def huggingface_files(context_length: int) -> dict[str, str]:
-    """The same tokenizer for transformers' `CLIPTokenizer`: name of file -> content."""
-    start, end = "<|startoftext|>", "<|endoftext|>"  # the names in OpenAI's tokenizer there
-    tokens = [*vocabulary().tokens[:-2], start, end]
-    ids = {token: number for number, token in enumerate(tokens)}
-    special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
-    config = {
-        "tokenizer_class": "CLIPTokenizer",
-        "model_max_length": context_length,
-        "do_lower_case": True,
-        **special,
-    }
-    return {
-        "vocab.json": json.dumps(ids, ensure_ascii=False),
-        "merges.txt": "\n".join(["#version: 0.2", *map(" ".join, vocabulary().ranks), ""]),
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-        "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
-    }
-
-
 def repair(text: str) -> str:
     """Mojibake and HTML entities repaired, blanks made single spaces."""
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
@@ -96,8 +77,8 @@ class Tokenizer:
     """Captions -> token ids.
 
     Args:
-        context_length: tokens per caption, start and end included; longer captions lose their tail, and the end token
-            takes the last place. Padding is 0.
+        context_length: tokens per caption, start and end included; longer captions lose their tail,
+            and the end token takes the last place. Padding is 0.
     """
 
     def __init__(self, context_length: int = 77) -> None:
@@ -125,7 +106,8 @@ class Tokenizer:
 
 
 class HFTokenizer:
-    """Captions -> token ids by a tokenizer of Hugging Face, padded and cut as OpenCLIP's `HFTokenizer` does.
+    """Captions -> token ids by a tokenizer of Hugging Face, padded and cut as OpenCLIP's
+    `HFTokenizer` does.
 
     Args:
         name: on the hub or in its local cache, or a folder.
@@ -147,14 +129,15 @@ class HFTokenizer:
             from transformers import AutoTokenizer
         except ImportError as e:
             raise UserError(
-                f"{field} needs a package that cannot be imported ({e}); pip install 'clip-train[hf]'"
+                f"{field} needs a package that cannot be imported ({e}); pip install "
+                "'clip-train[hf]'"
             ) from e
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as e:
             raise UserError(
-                f"{field} cannot be loaded: {str(e).splitlines()[0]}; give a folder with its files, or fetch them on "
-                "a machine with a network"
+                f"{field} cannot be loaded: {str(e).splitlines()[0]}; give a folder with its "
+                "files, or fetch them on a machine with a network"
             ) from e
         self.context_length = context_length
         self._clean, self._strip_sep_token = clean, strip_sep_token
@@ -181,8 +164,8 @@ class HFTokenizer:
 
 
 def _ids(chunk: str) -> list[int]:
-    """Ids of a cleaned text without blanks. Joins the neighbors that were merged first in training, until no pair is
-    left to join."""
+    """Ids of a cleaned text without blanks. Joins the neighbors that were merged first in training,
+    until no pair is left to join."""
     symbols, _, ids, ranks = vocabulary()
     chunk_ids: list[int] = []
     for word in _WORDS(chunk):

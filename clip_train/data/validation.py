@@ -1,10 +1,11 @@
-"""The data that is evaluated on, every sample on exactly one rank, in order. Shards, or a folder of images."""
+"""The data that is evaluated on, every sample on exactly one rank, in order. Shards, or a folder of
+images."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from clip_train.batch import shares
 from clip_train.data import decode
+from clip_train.data.count import count_missing
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images import EvalTransform
 from clip_train.data.index import ShardIndex, index_of
-from clip_train.data.inspect import count_missing
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, Item, SegmentReader
@@ -34,7 +35,7 @@ class ValBatch:
     """Up to `batch_size` validation samples."""
 
     images: Tensor  # uint8 [b, 3, S, S], not normalized
-    texts: Tensor  # int64 [t, context_length]: all captions of the first image, then of the second, ...
+    texts: Tensor  # int64 [t, context_length]: the captions of the first image, then of the second
     captions: list[
         list[str]
     ]  # b lists with t captions in all; those of labelled images may be empty
@@ -47,8 +48,9 @@ class ValBatch:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Labelled images in a folder for each class, as in torchvision's `ImageFolder`: the label is the place of the
-    class among the sorted names of the folders. If all names are numbers they are the labels (ImageNet-V2)."""
+    """Labelled images in a folder for each class, as in torchvision's `ImageFolder`: the label is
+    the place of the class among the sorted names of the folders. If all names are numbers they are
+    the labels (ImageNet-V2)."""
 
     root: str
     classes: list[str]
@@ -57,7 +59,8 @@ class ImageFolder:
 
     @classmethod
     def find(cls, place: str, field: str) -> ImageFolder | None:
-        """None if it is something else: shards or their folder. UserError for a folder without images."""
+        """None if it is something else: shards or their folder. UserError for a folder without
+        images."""
         root = None if is_remote(place) else local_path(place)
         if root is None or not root.is_dir() or (root / NSHARDS).exists():
             return None
@@ -75,26 +78,20 @@ class ImageFolder:
             raise unreadable(e, f"{field} ({place}) cannot be listed: {e}") from e
         if not files:
             raise UserError(
-                f"{field} ({place}) has no images in a folder for each class, nor clip_benchmark's {NSHARDS}: give the "
-                f"folder above them, or shards such as {place}/*.tar"
+                f"{field} ({place}) has no images in a folder for each class, nor clip_benchmark's "
+                f"{NSHARDS}: give the folder above them, or shards such as {place}/*.tar"
             )
         return cls(str(root), classes, numbered, files)
 
     def check_classes(self, number: int) -> None:
-        """UserError if there are not as many folders as classes: labels would mean other classes."""
+        """UserError if there are not as many folders as classes: labels would mean other
+        classes."""
         if not self.numbered and len(self.classes) != number:
             raise UserError(
-                f"{self.root} has {len(self.classes)} folders of classes and evaluate.zero_shot_classes {number} "
-                "classes: a label is the place of its folder; give the classes of this folder in the order of its names"
+                f"{self.root} has {len(self.classes)} folders of classes and "
+                f"evaluate.zero_shot_classes {number} classes: a label is the place of its folder; "
+                "give the classes of this folder in the order of its names"
             )
-
-    @property
-    def shards(self) -> list[str]:
-        return [self.root]
-
-    @property
-    def counts(self) -> list[int]:
-        return [len(self.files)]
 
     def read(self, segment: Segment) -> list[Item]:
         """As `SegmentReader.read`. DataError."""
@@ -114,21 +111,23 @@ def extension_of(path: str) -> str:
 
 
 class ValLoader:
-    """This rank's validation batches. The ranks have contiguous shares of all samples, in order, which differ by one at
-    most; a rank reads no others. Iterating again starts again.
+    """This rank's validation batches. The ranks have contiguous shares of all samples, in order,
+    which differ by one at most; a rank reads no others. Iterating again starts again.
 
     Samples that cannot be used are left out and listed in `invalid`.
 
     Args:
-        shards: as `data.val` is written. In a folder of clip_benchmark each line of a `.txt` is a caption.
+        shards: as `data.val` is written. In a folder of clip_benchmark each line of a `.txt` is a
+            caption.
         labelled: images need no captions.
         workers: threads that decode (the decoders release Python's lock); at least one.
-        index: of these shards, with all counts; None: it is looked up, and shards without a count are counted here.
-            An `ImageFolder` is its own index.
+        index: of these shards, with all counts; None: it is looked up, and shards without a count
+            are counted here. An `ImageFolder` is its own index.
 
     Raises:
         UserError: nothing matches.
-        DataError (while iterating): a shard cannot be read, or a single rank has no sample to validate.
+        DataError (while iterating): a shard cannot be read, or a single rank has no sample to
+            validate.
     """
 
     def __init__(
@@ -190,19 +189,19 @@ class ValLoader:
                         metadata=[metadata_of(fields) for fields in samples],
                     )
         if not usable and self.world_size == 1:
-            num = len(self.files.shards)
-            raise DataError(
-                f"data.val: no sample in {num} shards can be used\n{table_of(self.invalid)}"
-            )
+            raise DataError(f"data.val: no sample can be used\n{table_of(self.invalid)}")
 
     def _items(self) -> Iterator[Item]:
         """This rank's samples, in order."""
-        counts = shares(sum(self.files.counts), self.world_size)
+        if isinstance(self.files, ImageFolder):
+            reader: ImageFolder | SegmentReader = self.files
+            shard_sizes: Sequence[int] = [len(self.files.files)]
+        else:
+            reader, shard_sizes = SegmentReader(self.files, keep_open=True), self.files.counts
+        counts = shares(sum(shard_sizes), self.world_size)
         begin = sum(counts[: self.rank])
         end = begin + counts[self.rank]
-        files = self.files
-        reader = files if isinstance(files, ImageFolder) else SegmentReader(files, keep_open=True)
-        for shard, count in enumerate(files.counts):
+        for shard, count in enumerate(shard_sizes):
             # samples [begin, end) of this shard and those behind it
             for start in range(max(begin, 0), min(end, count), self.batch_size):
                 stop = min(start + self.batch_size, end, count)
@@ -210,7 +209,8 @@ class ValLoader:
             begin, end = begin - count, end - count
 
     def _decode(self, item: Item) -> tuple[Tensor, list[str], Fields] | Invalid:
-        """The image, its captions (at least one, unless images are labelled), and the sample's members."""
+        """The image, its captions (at least one, unless images are labelled), and the sample's
+        members."""
         if isinstance(item, Invalid):
             return item
         try:

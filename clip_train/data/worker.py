@@ -1,4 +1,5 @@
-"""A loader worker's part of each step: undecoded samples -> (user stages) -> decoded -> a piece of the batch.
+"""A loader worker's part of each step: undecoded samples -> (user stages) -> decoded -> a piece of
+the batch.
 
 This module runs inside the loader's workers. Their images are in shared memory.
 """
@@ -40,12 +41,13 @@ MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accide
 
 
 class ImageMemory:
-    """Images in shared memory, [workers, slots, capacity, 3, S, S] of uint8, filled by workers over and over.
+    """Images in shared memory, [workers, slots, capacity, 3, S, S] of uint8, filled by workers over
+    and over.
 
-    Sent through the loader's queue, every piece would be copied once more, into fresh pages that the kernel has to
-    clear: a quarter of the whole cost of a 256 px image. A worker fills its slots in turn. It is asked for its k-th
-    piece when the trainer has fetched piece k - prefetch, and the trainer is done with that one before it fetches the
-    next: prefetch + 1 slots are enough.
+    Sent through the loader's queue, every piece would be copied once more, into fresh pages that
+    the kernel has to clear: a quarter of the whole cost of a 256 px image. A worker fills its slots
+    in turn. It is asked for its k-th piece when the trainer has fetched piece k - prefetch, and the
+    trainer is done with that one before it fetches the next: prefetch + 1 slots are enough.
 
     Args:
         capacity: samples in the largest piece.
@@ -58,7 +60,8 @@ class ImageMemory:
         self._images = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
     def at(self, worker: int, number: int, count: int) -> Tensor:
-        """The images of a worker's piece number `number` [count, 3, S, S], valid until the next batch is asked for."""
+        """The images of a worker's piece number `number` [count, 3, S, S], valid until the next
+        batch is asked for."""
         return self._images[worker, number % self._images.shape[1], :count]
 
 
@@ -77,7 +80,8 @@ class Piece:
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those of the rank."""
+    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those
+    of the rank."""
 
     order: Order
     files: Sequence[Files]
@@ -88,9 +92,8 @@ class PieceStream(IterableDataset):
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: ImageMemory | None = None  # for workers
-    closing: Any = (
-        None  # from the first piece on: a byte that the trainer sets when it wants no more
-    )
+    # from the first piece on: a byte that the trainer sets when it wants no more
+    closing: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -116,9 +119,9 @@ class PieceStream(IterableDataset):
                 except Exception:  # an error that cannot be pickled would hang the queue
                     error = DataError(f"{type(e).__name__}: {e}")
                 made = (error, traceback.format_exc())
-            # As bytes in shared memory, so that only its name goes through the workers' one pipe. A message of more
-            # than PIPE_BUF is written in parts: a worker killed between two of them would still hold the pipe's lock,
-            # and the trainer would wait for the rest without end.
+            # As bytes in shared memory, so that only its name goes through the workers' one pipe. A
+            # message of more than PIPE_BUF is written in parts: a worker killed between two of them
+            # would still hold the pipe's lock, and the trainer would wait for the rest without end.
             yield torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
@@ -162,8 +165,9 @@ class PieceStream(IterableDataset):
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
     ) -> tuple[Tensor, str, str]:
-        """Image [3, S, S], caption and key of the first one that decodes. The first of all goes into `invalid` if it
-        cannot be used; the others have places of their own, where they are counted."""
+        """Image [3, S, S], caption and key of the first one that decodes. The first of all goes
+        into `invalid` if it cannot be used; the others have places of their own, where they are
+        counted."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
@@ -185,7 +189,8 @@ class PieceStream(IterableDataset):
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _staged(self, fields: Fields) -> Fields:
-        """The sample after the user's stages, which see only samples with an image and a caption. InvalidSample."""
+        """The sample after the user's stages, which see only samples with an image and a caption.
+        InvalidSample."""
         decode.image_bytes(fields)
         decode.captions(fields, self.caption_key)
         samples: Iterable[Fields] = [dict(fields)]
@@ -194,15 +199,18 @@ class PieceStream(IterableDataset):
         made = list(samples)
         if len(made) != 1:
             raise UserError(
-                f"a data stage must map one sample to one, and made {len(made)} of {fields['__key__']}"
+                f"a data stage must map one sample to one, and made {len(made)} of "
+                f"{fields['__key__']}"
             )
         return made[0]
 
 
 def outlive_signals(closing: Any) -> None:
-    """In a worker: Ctrl-C and a launcher's signals go to the whole process group, but only the trainer may act.
+    """In a worker: Ctrl-C and a launcher's signals go to the whole process group, but only the
+    trainer may act.
 
-    It still wants batches until its checkpoint is committed, and then ends the workers, by SIGTERM if necessary.
+    It still wants batches until its checkpoint is committed, and then ends the workers, by SIGTERM
+    if necessary.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -217,7 +225,8 @@ def outlive_signals(closing: Any) -> None:
 
 
 def end_with_the_trainer() -> None:
-    """torch watches the parent of a worker, which is the fork server, and that lives as long as its workers."""
+    """torch watches the parent of a worker, which is the fork server, and that lives as long as its
+    workers."""
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()

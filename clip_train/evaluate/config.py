@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from clip_train.settings import Settings, shown
 
-IMAGENET = "imagenet"  # names no file, but OpenCLIP's classes and templates in imagenet.json beside this one
+IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
 
 
 class EvaluateConfig(Settings):
@@ -17,22 +17,26 @@ class EvaluateConfig(Settings):
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""
     batch_size: int = Field(256, gt=0)
-    """Samples that a rank encodes at once. Of the results only val_loss, a mean over batches of this size, knows it."""
+    """Samples that a rank encodes at once. Of the results only val_loss, a mean over batches of
+    this size, knows it."""
     retrieval: bool = True
-    """Recall of the images of data.val by their captions and of captions by their images, under three rules."""
+    """Recall of the images of data.val by their captions and of captions by their images, under
+    three rules."""
     val_loss: bool = True
     """OpenCLIP's clip_val_loss on data.val."""
     zero_shot_classes: str | None = None
-    """imagenet: OpenCLIP's 1000 names; a JSON file with "classnames", "templates" and how samples are labelled; a
-    folder with clip_benchmark's classnames.txt and zeroshot_classification_templates.txt. none: no zero-shot."""
+    """imagenet: OpenCLIP's 1000 names; a JSON file with "classnames", "templates" and how samples
+    are labelled; a folder with clip_benchmark's classnames.txt and
+    zeroshot_classification_templates.txt. none: no zero-shot."""
     templates: Literal["openai", "simple"] | None = None
-    """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's own are openai."""
+    """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
+    own are openai."""
     zero_shot_data: str | None = None
-    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set; shards with `.cls`; a
-    split of clip_benchmark's (N.tar and nshards.txt). none: data.val."""
+    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set;
+    shards with `.cls`; a split of clip_benchmark's (N.tar and nshards.txt). none: data.val."""
     linear_probe: str | None = None
-    """Labelled training images, written like zero_shot_data: a logistic regression on their features is tested on the
-    labelled images above. none: no linear probe."""
+    """Labelled training images, written like zero_shot_data: a logistic regression on their
+    features is tested on the labelled images above. none: no linear probe."""
 
     @model_validator(mode="after")
     def _measures_something(self) -> EvaluateConfig:
@@ -42,8 +46,8 @@ class EvaluateConfig(Settings):
             and self.linear_probe is None
         ):
             raise ValueError(
-                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot or a linear probe; set "
-                "evaluate.zero_shot_classes or evaluate.linear_probe as well"
+                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot or a "
+                "linear probe; set evaluate.zero_shot_classes or evaluate.linear_probe as well"
             )
         return self
 

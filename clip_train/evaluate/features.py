@@ -1,7 +1,8 @@
-"""One pass of the model over a data set, every rank over its own part of it: what every metric reads.
+"""One pass of the model over a data set, every rank over its own part of it: what every metric
+reads.
 
-`n` samples and `t` captions on this rank, `D` features. Under ZeRO-3 a forward is a collective: ranks that have run out
-of samples encode a blank one for as long as another rank has more.
+`n` samples and `t` captions on this rank, `D` features. Under ZeRO-3 a forward is a collective:
+ranks that have run out of samples encode a blank one for as long as another rank has more.
 """
 
 from __future__ import annotations
@@ -57,34 +58,29 @@ def encode(
     blank: tuple[Tensor, Tensor] | None = None
     while True:
         # a loader that fails, or a bad label, ends all ranks together
-        batch, found = dist.agreed(lambda: _next(source, label))
+        batch, found = dist.agreed(partial(_next, source, label))
         rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
-        more, rounds = (int(each) for each in dist.max_scalars(batch is not None, rounds))
+        more, rounds = (int(most) for most in dist.max_scalars(batch is not None, rounds))
         if not more:
             break
         blank = blank or _blank(batch, device)
-        pixels, tokens = (blank[0], blank[1][:0]) if batch is None else (batch.images, batch.texts)
+        pixels, tokens, num = blank[0], blank[1][:0], 0
+        if batch is not None:
+            pixels, tokens, num = batch.images, batch.texts, len(batch.images)
         tokens = tokens.to(device, non_blocking=True)
-        num = (
-            0 if batch is None else len(pixels)
-        )  # nothing is kept of the blank sample but its width
         starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
-        seen, read = forward_together(
-            engine,
-            partial(
-                _forward, engine, pixels.to(device, non_blocking=True), tokens, blank[1], starts
-            ),
-        )
-        image.append(seen[:num])
+        on_device = pixels.to(device, non_blocking=True)
+        forward = partial(_forward, engine, on_device, tokens, blank[1], starts)
+        seen, read = forward_together(engine, forward)
+        image.append(seen[:num])  # of the blank sample only the width is kept
         text += read
         if batch is not None and with_text:
-            owners += [
-                len(labels) + i for i, captions in enumerate(batch.captions) for _ in captions
-            ]
+            for i, captions in enumerate(batch.captions):
+                owners += [len(labels) + i] * len(captions)
             texts.append(tokens)
         labels += found
     if blank is None:
-        raise UserError("there are no samples in what is to be evaluated on")
+        raise UserError("there are no samples in the data to be evaluated on")
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:
@@ -101,14 +97,16 @@ def encode(
 
 
 def forward_together(engine: Engine, forward: Callable[[], T]) -> T:
-    """`forward()`. An error on one rank becomes an error on all, unless ranks wait for each other within a forward."""
+    """`forward()`. An error on one rank becomes an error on all, unless ranks wait for each other
+    within a forward."""
     return forward() if engine.remedy("forward pass") else dist.agreed(forward)
 
 
 def _forward(
     engine: Engine, pixels: Tensor, tokens: Tensor, blank: Tensor, starts: range
 ) -> tuple[Tensor, list[Tensor]]:
-    """[n, D] float32 of the images, and the same of each part of the texts; `blank` stands in for an empty part."""
+    """[n, D] float32 of the images, and the same of each part of the texts; `blank` stands in for
+    an empty part."""
     texts = []
     for start in starts:
         part = tokens[start : start + starts.step]

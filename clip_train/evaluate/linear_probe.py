@@ -1,7 +1,9 @@
-"""Linear probe: logistic regression on image features, by L-BFGS (CLIP, arXiv 2103.00020, A.3; clip_benchmark).
+"""Linear probe: logistic regression on image features, by L-BFGS (CLIP, arXiv 2103.00020, A.3;
+clip_benchmark).
 
-`n` samples on this rank, `D` features, `C` classes. Each rank holds its own samples; loss and gradient are summed over
-all, so that the result is that of one rank: float64 from zero weights, a convex problem.
+`n` samples on this rank, `D` features, `C` classes. Each rank holds its own samples; loss and
+gradient are summed over all, so that the result is that of one rank: float64 from zero weights, a
+convex problem.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ ROWS = 1 << 14  # whose logits are held at once
 
 
 def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
-    """Top-1 accuracy on `test` of a classifier trained on `train`: `linear_probe_top1`; and `linear_probe_l2`, the
-    strength of its penalty, chosen on a tenth of the training samples by CLIP's search: coarse, then its neighbours.
+    """Top-1 accuracy on `test` of a classifier trained on `train`: `linear_probe_top1`; and
+    `linear_probe_l2`, the strength of its penalty, chosen on a tenth of the training samples by
+    CLIP's search: coarse, then its neighbours.
 
     Raises:
         UserError: no label in one of them; on all ranks together.
@@ -38,8 +41,8 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
     if not trained or not scored:
         key = "zero_shot_data (or data.val)" if trained else "linear_probe"
         raise UserError(
-            f"evaluate.{key} has no labelled image for the linear probe: give a folder for each class, "
-            "or .cls; labels that are names need evaluate.zero_shot_classes"
+            f"evaluate.{key} has no labelled image for the linear probe: give a folder for each "
+            "class, or .cls; labels that are names need evaluate.zero_shot_classes"
         )
     classes = 1 + int(
         dist.max_scalars(float(torch.cat([train.labels, test.labels, known.new_zeros(1)]).max()))[0]
@@ -64,8 +67,9 @@ def linear_probe(train: Encoded, test: Encoded) -> dict[str, float]:
 
 
 def fit(x: Tensor, y: Tensor, classes: int, strength: float) -> Tensor:
-    """float64 [D + 1, C], the bias in the last row: the least mean cross-entropy over all ranks' rows plus
-    `strength / 2` times the weights' squares, as scikit-learn's `LogisticRegression(C=1 / (rows * strength))`.
+    """float64 [D + 1, C], the bias in the last row: the least mean cross-entropy over all ranks'
+    rows plus `strength / 2` times the weights' squares, as scikit-learn's `LogisticRegression(C=1 /
+    (rows * strength))`.
 
     Args:
         x: [n, D] float64.

@@ -1,4 +1,4 @@
-"""What is measured on what: each data set is encoded once, and every metric reads its features."""
+"""The metrics of each data set: it is encoded once, and every metric reads its features."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from functools import partial
 import torch
 
 from clip_train import dist
+from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import encode
 from clip_train.evaluate.linear_probe import linear_probe
 from clip_train.evaluate.retrieval import caption_metrics
-from clip_train.evaluate.zero_shot import (
-    Tokenize,
-    ZeroShotClasses,
-    label_by_number,
-    zero_shot_metrics,
-)
+from clip_train.evaluate.zero_shot import ZeroShotClasses, label_by_number, zero_shot_metrics
 
 
 @torch.no_grad()
@@ -38,12 +34,13 @@ def evaluate(
         batches: this rank's part of the validation set; None: there is none.
         config: what to measure.
         tokenize: b prompts -> int64 [b, context_length].
-        labelled: this rank's part of what zero-shot and linear probe are tested on; None: `batches`.
+        labelled: this rank's part of what zero-shot and linear probe are tested on; None:
+            `batches`.
         probe: this rank's part of what the linear probe is trained on; None: no linear probe.
 
     Returns:
-        `num_samples` of the validation set and what `caption_metrics` gives; what `zero_shot_metrics` and
-        `linear_probe` give; each if it is asked for.
+        `num_samples` of the validation set and what `caption_metrics` gives; what
+        `zero_shot_metrics` and `linear_probe` give; each if it is asked for.
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.

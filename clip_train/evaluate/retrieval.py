@@ -25,10 +25,8 @@ class Groups(NamedTuple):
 
     queries: Tensor  # int64 [n]
     candidates: Tensor  # int64 [N]
-    ties_ahead: bool = False  # what is no match and ties with one is ranked before it; else what stands before it is
-
-    def swapped(self) -> Groups:
-        return Groups(self.candidates, self.queries, self.ties_ahead)
+    # candidates that tie with a match are ranked before it; else only those that come before it
+    ties_ahead: bool = False
 
 
 def ranks_of_matches(
@@ -37,10 +35,11 @@ def ranks_of_matches(
     rules: Sequence[Groups],
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> list[Tensor]:
-    """The place, from 1, of each query's best match among the candidates that are no match, under each rule.
+    """The place, from 1, of each query's best match among the candidates that are no match, under
+    each rule.
 
-    A place among ties is that of a stable sort, as OpenCLIP's on a CPU; with `ties_ahead` it does not depend on the
-    samples' order, and a collapsed model finds nothing. A NaN is never found.
+    A place among ties is that of a stable sort, as OpenCLIP's on a CPU; with `ties_ahead` it does
+    not depend on the samples' order, and a collapsed model finds nothing. A NaN is never found.
 
     Args:
         queries: [n, D] float32.
@@ -71,9 +70,10 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
 
     Returns:
         With `config.retrieval`, of each image's first caption: OpenCLIP's `image_to_text_R@1` ...
-        `text_to_image_median_rank` (`get_clip_metrics`), and `dedup_...`, under which equal captions are
-        interchangeable. Of all captions clip_benchmark's `image_retrieval_recall@1` ... `text_retrieval_recall@10`: one
-        of an image's captions is enough. With `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
+        `text_to_image_median_rank` (`get_clip_metrics`), and `dedup_...`, under which equal
+        captions are interchangeable. Of all captions clip_benchmark's `image_retrieval_recall@1`
+        ... `text_retrieval_recall@10`: one of an image's captions is enough. With
+        `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
     counts = dist.gather_objects((len(seen.image), len(seen.text)))
     num_images, num_texts = ([count[i] for count in counts] for i in (0, 1))
@@ -102,10 +102,12 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
     }
     sides = ((seen.image, text, num_images), (seen.text, image, num_texts))
     for side, (queries, candidates, lengths) in enumerate(sides):
-        each = [groups.swapped() if side else groups for groups in rules.values()]
-        mine = [Groups(groups.queries.split(lengths)[here], *groups[1:]) for groups in each]
+        of_side = list(rules.values())
+        if side == 1:
+            of_side = [Groups(texts, images, ahead) for images, texts, ahead in of_side]
+        mine = [groups._replace(queries=groups.queries.split(lengths)[here]) for groups in of_side]
         matches = dist.agreed(partial(ranks_of_matches, queries, candidates, mine))
-        for names, groups, found in zip(rules, each, matches, strict=True):
+        for names, groups, found in zip(rules, of_side, matches, strict=True):
             places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
             out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
             if names[side] in ("image_to_text_R", "text_to_image_R"):
@@ -115,8 +117,9 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
 
 
 def validation_loss(image: Tensor, text: Tensor, logit_scale: Tensor, batch_size: int) -> float:
-    """The mean over samples of the contrastive loss, [N, D] and [N, D] of pairs, whose negatives are the others of its
-    batch: OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. No bias, whatever the loss in training."""
+    """The mean over samples of the contrastive loss, [N, D] and [N, D] of pairs, whose negatives
+    are the others of its batch: OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. No
+    bias, whatever the loss in training."""
     total = torch.zeros((), dtype=torch.float64, device=image.device)
     for I, T in zip(image.split(batch_size), text.split(batch_size), strict=True):
         logits = logit_scale * I @ T.T

@@ -1,4 +1,5 @@
-"""Zero-shot classification: an image belongs to the class whose prompts its features are nearest to.
+"""Zero-shot classification: the class of an image is the one whose prompts' features are nearest to
+its features.
 
 `C` classes, `b` images, `D` features.
 """
@@ -6,10 +7,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +18,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.data.shards import is_folder
+from clip_train.data import decode
+from clip_train.data.decode import CaptionKey
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.shards import Reading, expand, is_folder, open_shard
+from clip_train.data.tar import TarError, iter_samples
+from clip_train.data.tokenizer import Tokenize
+from clip_train.data.validation import ImageFolder, metadata_of
 from clip_train.engine import Engine
 from clip_train.errors import UserError, missing
-from clip_train.evaluate.config import IMAGENET
+from clip_train.evaluate.config import IMAGENET, EvaluateConfig
 from clip_train.evaluate.features import Encoded, Labeller, forward_together
+from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
 
-Tokenize = Callable[[list[str]], Tensor]  # b captions -> int64 [b, context_length]
-CLIP_BENCHMARKS = (
-    "zeroshot_classification_templates"  # its file beside classnames.txt, with {c} for the name
-)
+LOOK_AT = 200  # samples of the first shard whose labels are checked before training
 
 
 class ZeroShotClasses(BaseModel):
     """The content of `evaluate.zero_shot_classes`.
 
-    The label of a validation sample is the first of these that it has: its `cls` (the `.cls` member, or that key of the
-    `.json`); `label_key` of its `.json`; its first caption, if that is in `captions`, or is a class name or a prompt.
-    `cls` and `label_key` hold a class name or an index, as a number or as text, alone or in a list of one. Text that is
-    a class name is never an index, except in `cls`. A sample without a label is left out. A name that two classes share
+    The label of a validation sample is the first of these that it has: its `cls` (the `.cls`
+    member, or that key of the `.json`); `label_key` of its `.json`; its first caption, if that is
+    in `captions`, or is a class name or a prompt. `cls` and `label_key` hold a class name or an
+    index, as a number or as text, alone or in a list of one. Text that is a class name is never an
+    index, except in `cls`. A sample without a label is left out. A name that two classes share
     (ImageNet has two) is an error in `cls` and `label_key`, and labels no caption.
     """
 
@@ -50,11 +56,11 @@ class ZeroShotClasses(BaseModel):
     @field_validator("templates")
     @classmethod
     def _have_a_place(cls, templates: list[str]) -> list[str]:
-        bad = [t for t in templates if t.count("{}") != 1]
-        if bad:
-            raise ValueError(
-                f"every template needs one {{}} for the class name; {bad[0]!r} has not"
-            )
+        for template in templates:
+            if template.count("{}") != 1:
+                raise ValueError(
+                    f"every template needs one {{}} for the class name; {template!r} has not"
+                )
         return templates
 
     @model_validator(mode="after")
@@ -65,19 +71,15 @@ class ZeroShotClasses(BaseModel):
 
     @classmethod
     def load(cls, place: str, templates: str | None = None) -> ZeroShotClasses:
-        """By name, from a JSON file or from clip_benchmark's folder, local or remote, with the named templates or its
-        own. Raises UserError."""
+        """By name, from a JSON file or from clip_benchmark's folder, local or remote, with the
+        named templates or its own. Raises UserError."""
         field = f"evaluate.zero_shot_classes: {place}"
         try:
             content = _read(place)
         except FileNotFoundError as e:
-            path, what = (
-                "" if is_remote(place) else local_path(place),
-                f"{field} does not exist ({e})",
-            )
-            raise missing(
-                path, what, "give imagenet, a JSON file or clip_benchmark's folder"
-            ) from None
+            path = "" if is_remote(place) else local_path(place)
+            remedy = "give imagenet, a JSON file or clip_benchmark's folder"
+            raise missing(path, f"{field} does not exist ({e})", remedy) from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
         if templates is not None and isinstance(content, dict):
@@ -94,14 +96,15 @@ class ZeroShotClasses(BaseModel):
         return [t.replace("{}", self.classnames[index]) for t in self.templates]
 
     def labeller(self) -> Labeller:
-        """Of an index that is no class's, it raises ValueError."""
+        """Raises ValueError for a label that is not a class."""
         alone = [i for i, name in enumerate(self.classnames) if self.classnames.count(name) == 1]
         by_caption = {prompt: i for i in alone for prompt in self.prompts(i)}
         by_caption |= {self.classnames[i]: i for i in alone}
         by_caption |= {c: self._index(target, "captions") for c, target in self.captions.items()}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
-            if (cls := _number(metadata)) is not None:
+            cls = _number(metadata)
+            if cls is not None:
                 return self._index(cls, "a sample's cls")
             named = _element(metadata.get(self.label_key))
             if named is not None:
@@ -130,7 +133,7 @@ def _number(metadata: dict[str, Any]) -> Any:
 
 
 def _element(value: Any) -> Any:
-    """Of a list of one its element: columns of captions are kept as lists."""
+    """The element of a list of one: columns of captions are kept as lists."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -138,81 +141,129 @@ def label_by_number(caption: str, metadata: dict[str, Any]) -> int:
     """A `Labeller` without classes. Raises ValueError."""
     cls = _number(metadata)
     if cls is not None and not (isinstance(cls, int) and cls >= 0):
-        raise ValueError(f"a sample's cls is {cls!r}, no number of a class")
+        raise ValueError(f"a sample's cls is {cls!r}, which is not the number of a class")
     return -1 if cls is None else cls
 
 
 def _read(place: str) -> Any:
-    """The content of a JSON file, or what stands for it. OSError, ValueError."""
+    """The content of a JSON file, or the same of ImageNet or a folder of clip_benchmark. OSError,
+    ValueError."""
     if place == IMAGENET:
         return {"classnames": _imagenet()["classnames"], "templates": _imagenet()["openai"]}
-    if is_folder(place):
-        names, templates = (
-            _lines(f"{place.rstrip('/')}/{name}.txt") for name in ("classnames", CLIP_BENCHMARKS)
-        )
-        return {
-            "classnames": names,
-            "templates": [template.replace("{c}", "{}") for template in templates],
-        }
-    with open_read(place) as file:
-        return json.loads(file.read())
-
-
-def _lines(url: str) -> list[str]:
-    with open_read(url) as file:
-        return [line.strip() for line in file.read().decode().splitlines() if line.strip()]
+    if not is_folder(place):
+        with open_read(place) as file:
+            return json.loads(file.read())
+    content = {}
+    names = {"classnames": "classnames", "templates": "zeroshot_classification_templates"}
+    for key, name in names.items():
+        with open_read(f"{place.rstrip('/')}/{name}.txt") as file:
+            lines = file.read().decode().replace("{c}", "{}").splitlines()
+        content[key] = [line.strip() for line in lines if line.strip()]
+    return content
 
 
 def _imagenet() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "imagenet.json").read_text(encoding="utf-8"))
 
 
+class Labelled(NamedTuple):
+    """How many of the first samples have a label."""
+
+    key: str
+    place: str
+    samples: int
+    labelled: int
+
+
+def check_labels(
+    config: EvaluateConfig, val: str | None, caption_key: CaptionKey, storage: StorageConfig
+) -> list[Labelled]:
+    """Before training: the labels of the first samples of every labelled data set. UserError if one
+    is not a class."""
+    places = {key: place for key, place in config.labelled().items() if place is not None}
+    if config.zero_shot_data is None and val is not None:
+        places["data.val"] = val
+    name = config.zero_shot_classes
+    if name is None and config.linear_probe is None:
+        return []
+    classes = None if name is None else ZeroShotClasses.load(name, config.templates)
+    label = label_by_number if classes is None else classes.labeller()
+    checked = []
+    for key, place in places.items():
+        folder = None if key == "data.val" else ImageFolder.find(place, key)
+        if folder is not None:
+            if classes is not None:
+                folder.check_classes(len(classes.classnames))
+            checked.append(Labelled(key, place, len(folder.files), len(folder.files)))
+            continue
+        shard = expand(place, key)[0][0]
+        labels: list[int] = []
+        # a shard that cannot be read is not a mistake in labels
+        with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
+            for sample in itertools.islice(iter_samples(file), LOOK_AT):
+                try:
+                    caption = decode.caption(sample.members, caption_key)
+                except InvalidSample:
+                    caption = ""
+                try:
+                    labels.append(label(caption, metadata_of(sample.members)))
+                except ValueError as e:
+                    raise UserError(
+                        f"{key}: sample {sample.key} of {shard} does not fit "
+                        f"evaluate.zero_shot_classes ({name}): {e}; correct the label, give the "
+                        "classes of this data, or set evaluate.zero_shot_classes=null"
+                    ) from e
+        checked.append(Labelled(key, place, len(labels), sum(number >= 0 for number in labels)))
+    return checked
+
+
 def zero_shot_metrics(
     engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, seen: Encoded, batch_size: int
 ) -> dict[str, float]:
-    """Accuracies from 0 to 1 over the labelled images of all ranks, and the number of these. UserError: none."""
+    """Accuracies from 0 to 1 over the labelled images of all ranks, and their number. UserError if
+    it is 0."""
     embeddings = class_embeddings(engine, tokenize, classes, batch_size)
-    num, labelled, top1, top5 = dist.sum_scalars(
-        len(seen.image), *count_hits(seen.image, seen.labels, embeddings)
-    )
+    hits = count_hits(seen.image, seen.labels, embeddings)
+    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), *hits)
     if not labelled:
         raise UserError(
-            f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they need 'cls' or "
-            f"{classes.label_key!r} in their .json, or captions that name a class; or set evaluate.zero_shot_data"
+            f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "
+            f"need 'cls' or {classes.label_key!r} in their .json, or captions that name a class; "
+            "or set evaluate.zero_shot_data"
         )
-    return {
-        "zero_shot_top1": top1 / labelled,
-        "zero_shot_top5": top5 / labelled,
-        "zero_shot_samples": labelled,
-    }
+    accuracies = {"zero_shot_top1": top1 / labelled, "zero_shot_top5": top5 / labelled}
+    return {**accuracies, "zero_shot_samples": labelled}
 
 
 def class_embeddings(
     engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int
 ) -> Tensor:
-    """[C, D] float32 on the engine's device: the normalised mean of the prompts' normalised features.
+    """[C, D] float32 on the engine's device: the normalized mean of the prompts' normalized
+    features.
 
-    Each rank encodes its share of the classes; the last ranks repeat the last class where they do not
-    divide, so that all call the engine equally often.
+    Each rank encodes its share of the classes. If they do not divide, the last ranks repeat the
+    last class, so that all call the engine equally often.
     """
     num = len(classes.classnames)
     per_rank = -(-num // dist.world_size())
     mine = [min(dist.rank() * per_rank + i, num - 1) for i in range(per_rank)]
     prompts = [prompt for i in mine for prompt in classes.prompts(i)]
-    parts = forward_together(
-        engine,
-        lambda: [
-            engine.encode("text", tokenize(prompts[i : i + batch_size]).to(engine.device)).float()
-            for i in range(0, len(prompts), batch_size)
-        ],
-    )
+
+    def encode_prompts() -> list[Tensor]:
+        parts = []
+        for start in range(0, len(prompts), batch_size):
+            tokens = tokenize(prompts[start : start + batch_size]).to(engine.device)
+            parts.append(engine.encode("text", tokens).float())
+        return parts
+
+    parts = forward_together(engine, encode_prompts)
     features = torch.cat(parts).view(per_rank, len(classes.templates), -1)
     embeddings = F.normalize(features.mean(dim=1), dim=-1)
     return dist.all_gather(embeddings)[:num]
 
 
 def count_hits(features: Tensor, labels: Tensor, embeddings: Tensor) -> tuple[int, int, int]:
-    """(labelled images, right at the first guess, among the first five).
+    """(labelled images, right at the first guess, right among the first five).
 
     A class that ties with the right one counts as guessed before it: a collapsed model scores 0.
 
@@ -225,5 +276,5 @@ def count_hits(features: Tensor, labels: Tensor, embeddings: Tensor) -> tuple[in
     scores = features @ embeddings.T  # [b, C]
     right = scores.gather(1, labels[:, None])
     # `not less` rather than `at least`: a NaN never scores
-    ahead = (~(scores < right)).sum(dim=1) - 1  # less the class itself
+    ahead = (~(scores < right)).sum(dim=1) - 1  # without the class itself
     return len(labels), int((ahead < 1).sum()), int((ahead < 5).sum())

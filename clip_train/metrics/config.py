@@ -27,26 +27,17 @@ class LogConfig(Settings):
     wandb_project: str | None = None
     """The project there; null: `clip-train`."""
 
-    trackio: bool = False
-    """Keep the metrics in trackio too, on this machine; needs `pip install trackio`."""
-
-    trackio_project: str | None = None
-    """The project there; null: `clip-train`."""
-
     batch_digest: bool = False
     """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
 
     notify: str | None = None
-    """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in its environment."""
+    """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in
+    its environment."""
 
     def mistakes_here(self) -> list[str]:
-        """What this machine lacks for it."""
-        packages = ("tensorboard", "wandb", "trackio")
-        return [
-            not_installed(each)
-            for each in packages
-            if getattr(self, each) and find_spec(each) is None
-        ]
+        """The packages that this machine lacks."""
+        wanted = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
+        return [not_installed(name) for name in wanted if find_spec(name) is None]
 
 
 def not_installed(package: str, error: ImportError | None = None) -> str:

@@ -19,19 +19,20 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path | str, *, resume_step: int = 0) -> None:
-        """resume_step: the step that training goes on from. Lines of later steps, which a killed run wrote
-        after its last checkpoint, are dropped; so 0 starts the file anew. OSError."""
+        """resume_step: the step that training continues from. Lines of later steps, which a killed
+        run wrote after its last checkpoint, are dropped; 0 starts the file anew. OSError."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         truncate_jsonl(self.path, resume_step)
         self._file = open_own(self.path, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(
-            {key: _jsonable(value) for key, value in record.items()},
-            allow_nan=False,
-            ensure_ascii=False,
-        )
+        values = {}
+        for name, scalar in record.items():
+            value = scalar.item() if hasattr(scalar, "item") else scalar  # of numpy or torch
+            is_json = not isinstance(value, float) or math.isfinite(value)
+            values[name] = value if is_json else None
+        line = json.dumps(values, allow_nan=False, ensure_ascii=False)
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -39,9 +40,10 @@ class JsonlSink:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Cut off, behind the last line of `step` or an earlier one, what follows: later steps, a torn line.
+    """Cut off everything behind the last line of `step` or an earlier one: later steps, a torn
+    line.
 
-    Steps only grow, so it is read from its end: of a long run's file nothing else comes from the disk.
+    Steps only grow, so the file is read from its end.
     """
     if not path.exists() or not path.stat().st_size:
         return
@@ -63,9 +65,12 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records one by one; lines that are no JSON are left out. FileNotFoundError."""
+    """The records one by one; lines that are not JSON are left out. FileNotFoundError."""
     with Path(path).open("rb") as file:
-        yield from (record for line in file if (record := parse_record(line)) is not None)
+        for line in file:
+            record = parse_record(line)
+            if record is not None:
+                yield record
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -74,9 +79,3 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _jsonable(value: Any) -> Any:
-    if hasattr(value, "item"):
-        value = value.item()  # a scalar of numpy or torch
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -66,7 +66,8 @@ class BatchDigest(Callback):
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:
-    """The most that PyTorch has held on the GPU so far; on a CPU the most that the process has held."""
+    """The most that PyTorch has held on the GPU so far; on a CPU the most that the process has
+    held."""
     if (device is None or device.type == "cuda") and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVES = (
-    "checkpoint_step",
-    "checkpoint_failures",
-)  # of the record: the last one committed, failed since
-HEADLINE = (  # of an evaluation: name, how it is shown, the format of its value
+HEADLINE = (  # of an evaluation: name, label, format of the value
     ("zero_shot_top1", "zero-shot top-1", "2%"),
     ("zero_shot_top5", "top-5", "2%"),
     ("linear_probe_top1", "linear probe top-1", "2%"),
@@ -49,21 +45,17 @@ class ProgressLine(Callback):
     ) -> None:
         self._total = total_steps
         self._every = every_steps
-        self._stream = stream or sys.stderr
         self._plain_every = plain_every_seconds
         self._clock = clock
         self._printed: float | None = None  # when the last plain line was, in seconds
-        self._seconds: float | None = (
-            None  # per step, smoothed; of the first one it would be the start's
-        )
-        self._started = False
-        self._saves: dict[str, int] = {}  # what the last records reported of checkpoints
+        self._first = True  # the first step includes the start of workers and kernels
+        self._seconds: float | None = None  # per step, smoothed, without the first one
+        self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
         self._enabled = enabled
         self._bar: Any = None
-        if enabled and self._stream.isatty():
-            self._start_bar(start_step)
-
-    def _start_bar(self, start_step: int) -> None:
+        stream = stream or sys.stderr
+        if not enabled or not stream.isatty():
+            return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
@@ -71,21 +63,23 @@ class ProgressLine(Callback):
             TextColumn("{task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.description}", markup=False),
-            console=Console(file=self._stream),
+            console=Console(file=stream),
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("starting", total=self._total, completed=start_step)
+        self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
         self._bar.start()
 
     def after_step(self, record: dict[str, Any], batch: Batch | None = None) -> None:
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]
-        if self._started:
+        if not self._first:
             before = seconds if self._seconds is None else self._seconds
             self._seconds = _SMOOTHING * before + (1 - _SMOOTHING) * seconds
-        self._started = True
-        self._saves |= {key: int(record[key]) for key in _SAVES if key in record}
+        self._first = False
+        for name in ("checkpoint_step", "checkpoint_failures"):
+            if name in record:
+                self._saves[name] = int(record[name])
         last = step >= self._total
         if step % self._every and not last:
             return
@@ -99,23 +93,22 @@ class ProgressLine(Callback):
 
     def _describe(self, record: dict[str, Any]) -> str:
         wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
-        left = (
-            "..."
-            if self._seconds is None
-            else format_seconds(max(self._total - record["step"], 0) * self._seconds)
-        )
-        return (
-            f"loss {record['loss']:.4f}  {record['samples_per_second']:,.0f} samples/s  "
-            f"data wait {wait:.0f}%  ETA {left}{self._describe_saves()}"
-        )
-
-    def _describe_saves(self) -> str:
-        saved, failed = (self._saves.get(key) for key in _SAVES)
-        saves = f"  saved at {saved}" if saved else ""
-        return saves + (f"  {failed} failed save{'s' if failed > 1 else ''}" if failed else "")
+        left = "..."
+        if self._seconds is not None:
+            left = format_seconds(max(self._total - record["step"], 0) * self._seconds)
+        parts = [
+            f"loss {record['loss']:.4f}", f"{record['samples_per_second']:,.0f} samples/s",
+            f"data wait {wait:.0f}%", f"ETA {left}",
+        ]  # fmt: skip
+        saved, failed = (self._saves.get(f"checkpoint_{name}", 0) for name in ("step", "failures"))
+        if saved:
+            parts.append(f"saved at {saved}")
+        if failed:
+            parts.append(f"{failed} failed save{'s' if failed > 1 else ''}")
+        return "  ".join(parts)
 
     def message(self, text: str) -> None:
-        """A line of its own; above the bar, which takes what goes to stderr."""
+        """A line of its own; above the bar, which takes over stderr."""
         if self._enabled:
             logger.info("%s", text)
 
@@ -128,7 +121,7 @@ class ProgressLine(Callback):
             self.close()
 
     def close(self) -> None:
-        """Stop the bar: what is printed from now on stays below it."""
+        """Stop the bar: later lines appear below it."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -136,7 +129,7 @@ class ProgressLine(Callback):
 
 
 def headline(evaluated: dict[str, float]) -> str:
-    """The few numbers of an evaluation that most runs are compared by, in one line."""
+    """The main numbers of an evaluation in one line."""
     shown = [
         f"{prefix}{label} {evaluated[prefix + name]:.{digits}}"
         for prefix in ("", "ema_")

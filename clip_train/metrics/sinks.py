@@ -1,8 +1,8 @@
-"""Where records go: `metrics.jsonl` and `eval.jsonl` (always), the report, TensorBoard, Weights & Biases, trackio."""
+"""Where records go: `metrics.jsonl` and `eval.jsonl` (always), the report, TensorBoard, Weights &
+Biases."""
 
 from __future__ import annotations
 
-import importlib
 import time
 import uuid
 from collections.abc import Callable
@@ -21,7 +21,9 @@ from clip_train.protocols import Batch
 from clip_train.storage.local import LocalStorage
 
 Kind = Literal["train", "eval", "invalid"]
-"""Of a record: a step, an evaluation, the samples that could not be used so far (`InvalidLog.state`, `pictures`)."""
+"""Of a record: a step, an evaluation, the samples that could not be used so far
+(`InvalidLog.state`)."""
+OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
 
 
 class TensorBoardSink:
@@ -44,70 +46,55 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class TrackerSink:
-    """Weights & Biases, or Hugging Face's trackio, which takes the same calls and keeps its numbers on this machine.
+class WandbSink:
+    """Weights & Biases. A resumed run continues there: its id is kept in the run's folder."""
 
-    A resumed run goes on in the same run there: by its id, which is kept in the run's folder (wandb), or its name.
-    """
-
-    def __init__(
-        self,
-        package: str,  # wandb or trackio
-        run_dir: Path | str,
-        *,
-        project: str | None,
-        recipe: Any = None,
-    ) -> None:
-        """UserError where the package is not installed."""
+    def __init__(self, run_dir: Path, project: str | None, recipe: Any = None) -> None:
+        """UserError if the package is not installed."""
         try:
-            tracker = importlib.import_module(package)
+            import wandb  # type: ignore[import-not-found]
         except ImportError as e:
-            raise UserError(not_installed(package, e)) from e
-        self._package, run_dir, own = package, Path(run_dir), {}
-        if package == "wandb":
-            id_file = run_dir / "wandb_id"
-            identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
-            LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
-            own = {"dir": str(run_dir), "id": identity}
-        name = run_dir.resolve().name
-        self._run = tracker.init(
-            project=project or "clip-train", name=name, config=recipe, resume="allow", **own
+            raise UserError(not_installed("wandb", e)) from e
+        id_file = run_dir / "wandb_id"
+        identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
+        LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
+        self._run = wandb.init(
+            project=project or "clip-train",
+            name=run_dir.resolve().name,
+            id=identity,
+            dir=str(run_dir),
+            config=recipe,
+            resume="allow",
         )
-        if package == "wandb":
-            self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        step, numbers = (
-            record["step"],
-            {k: v for k, v in record.items() if k != "step" and isinstance(v, (int, float))},
-        )
-        values = {f"{kind}/{name}": value for name, value in numbers.items()}
-        if (
-            values and self._package == "wandb"
-        ):  # by our own step: its counter refuses those that are done again
-            self._run.log({**values, "step": step})
-        elif values:
-            self._run.log(values, step=step)
+        numbers = {
+            f"{kind}/{name}": value
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float))
+        }
+        if numbers:  # with our own step: wandb's counter refuses steps that are repeated
+            self._run.log({**numbers, "step": record["step"]})
 
     def close(self) -> None:
         self._run.finish()
 
 
-OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
-Chart = TensorBoardSink | TrackerSink | ReportSink
+Chart = TensorBoardSink | WandbSink | ReportSink
 
 
 class Sinks(Callback):
     """All sinks of a run; a no-op on every rank but 0.
 
-    A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while it is opened, is
-    dropped with a warning (`Skipped`).
+    A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while
+    it is opened, is dropped with a warning (`Skipped`).
     """
 
     def __init__(
         self, files: dict[Kind, JsonlSink], charts: dict[str, Chart], skipped: Skipped
     ) -> None:
-        """charts: by name, as warnings have it."""
+        """charts: by name, as in warnings."""
         self._files, self._charts, self._skipped = files, charts, skipped
 
     @classmethod
@@ -120,23 +107,19 @@ class Sinks(Callback):
         recipe: dict[str, Any] | None = None,
         skipped: Skipped | None = None,
     ) -> Sinks:
-        """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes the sinks that fail.
-        UserError for a sink that is not installed; OSError for the files."""
+        """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes
+        the sinks that fail. UserError for a sink that is not installed; OSError for the files."""
         skipped = skipped or Skipped()
         if not dist.is_main():
             return cls({}, {}, skipped)
         run_dir = Path(run_dir)
-        projects = {"wandb": config.wandb_project, "trackio": config.trackio_project}
-        makers: dict[str, Callable[[], Chart]] = {
-            name: partial(TrackerSink, name, run_dir, project=project, recipe=recipe)
-            for name, project in projects.items()
-            if getattr(config, name)
-        }
+        makers: dict[str, Callable[[], Chart]] = {"report.html": partial(ReportSink, run_dir)}
+        if config.wandb:
+            makers["wandb"] = partial(WandbSink, run_dir, config.wandb_project, recipe)
         if config.tensorboard:
-            makers["tensorboard"] = partial(
-                TensorBoardSink, run_dir / "events", resume_step=resume_step
-            )
-        charts: dict[str, Chart] = {"report.html": ReportSink(run_dir)}
+            events = run_dir / "events"
+            makers["tensorboard"] = partial(TensorBoardSink, events, resume_step=resume_step)
+        charts: dict[str, Chart] = {}
         for name, make in makers.items():
             chart = skipped.attempt(name, make, remedy=OFF, passes=(UserError,))
             if chart is not None:
@@ -148,12 +131,12 @@ class Sinks(Callback):
         return cls(files, charts, skipped)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the charts."""
-        if kind in self._files:
-            at = (
-                {"time": round(time.time(), 3)} if kind == "train" else {}
-            )  # the charts have clocks of their own
-            self._files[kind].write({**record, **at})
+        """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the
+        charts."""
+        if kind == "train" and self._files:  # the charts have clocks of their own
+            self._files[kind].write({**record, "time": round(time.time(), 3)})
+        elif kind in self._files:
+            self._files[kind].write(record)
         for name, chart in list(self._charts.items()):
             self._try(name, partial(chart.write, record, kind))
 
@@ -171,9 +154,8 @@ class Sinks(Callback):
         self._charts = {}
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
-        def succeeds() -> bool:
+        try:
             call()
-            return True
-
-        if not self._skipped.attempt(name, succeeds, remedy=OFF):
+        except Exception as e:
+            self._skipped.note(name, e, OFF)
             del self._charts[name]

@@ -1,4 +1,5 @@
-"""Whatever only looks at a run cannot end it: an evaluation, a chart or a page that fails is skipped with a warning.
+"""Whatever only looks at a run cannot end it: an evaluation, a chart or a page that fails is
+skipped with a warning.
 
 The run continues. VERDICT and the last lines of the log list what was skipped.
 """
@@ -37,7 +38,8 @@ class Skipped:
     ) -> T | None:
         """The result of `action`; None if it failed. Each new reason is one warning.
 
-        together: all ranks make this call, and `action` is collective. An error that not all ranks have agreed on is
+        together: all ranks make this call, and `action` is collective. An error that not all ranks
+            have agreed on is
         raised: the others may still be waiting in a collective. passes: errors that are raised too.
         """
         try:
@@ -45,14 +47,13 @@ class Skipped:
         except Exception as e:
             if isinstance(e, passes) or (together and not dist.is_agreed(e)):
                 raise
-            self.note(
-                what,
-                str(e) if isinstance(e, ClipTrainError) else f"{type(e).__name__}: {e}",
-                remedy,
-            )
+            self.note(what, e, remedy)
             return None
 
-    def note(self, what: str, reason: str, remedy: str) -> None:
+    def note(self, what: str, error: Exception, remedy: str) -> None:
+        reason = str(error)
+        if not isinstance(error, ClipTrainError):
+            reason = f"{type(error).__name__}: {error}"
         self._steps.setdefault(what, []).append(self.step)
         if dist.is_main() and self._reasons.get(what) != reason:
             self._warn(
@@ -61,12 +62,11 @@ class Skipped:
         self._reasons[what] = reason
 
     def lines(self) -> list[str]:
-        """For each kind of thing the steps at which it was skipped, and the last reason in one line."""
-        found = []
+        """One line for each thing that was skipped: at which steps, and the last reason."""
+        lines = []
         for what, steps in self._steps.items():
-            more = len(steps) - STEPS_SHOWN
-            shown = ", ".join(map(str, steps[:STEPS_SHOWN])) + (
-                f" and {more} more" if more > 0 else ""
-            )
-            found.append(f"{what} after step {shown}: {' '.join(self._reasons[what].split())}")
-        return found
+            shown = ", ".join(map(str, steps[:STEPS_SHOWN]))
+            if len(steps) > STEPS_SHOWN:
+                shown += f" and {len(steps) - STEPS_SHOWN} more"
+            lines.append(f"{what} after step {shown}: {' '.join(self._reasons[what].split())}")
+        return lines

@@ -266,8 +266,7 @@ VERBS = {
     "index": Verb(
         "clip_tools.index:run",
         "count and checksum shards, so that epochs are exact and damage is seen",
-        "Read shards once and write sizes.json and clip_train_index.json beside them, on disk or "
-        "on S3.",
+        "Read shards once and write clip_train_index.json beside them, on disk or on S3.",
         """\
     clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
     clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
@@ -278,7 +277,6 @@ VERBS = {
                 "NAMES",
                 "as data.caption_key: samples with one of these can be used (default: txt)",
             ),
-            ("overwrite-sizes", None, "write sizes.json over that of another tool too"),
             ("workers", "N", "processes (default: one for each CPU, 2 to 16)"),
             ("check", None, "read again and compare with the index; write nothing"),
         ),

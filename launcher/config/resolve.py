@@ -21,8 +21,7 @@ from clip_train.data.config import (
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
-from clip_train.evaluate.labels import Labelled, check_labels
-from clip_train.evaluate.zero_shot import ZeroShotClasses
+from clip_train.evaluate.zero_shot import Labelled, ZeroShotClasses, check_labels
 from clip_train.memory.plan import RECOMPUTED, Layout
 from clip_train.models import hub
 from clip_train.models.clip import parameter_sizes

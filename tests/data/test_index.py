@@ -17,6 +17,13 @@ import pytest
 import yaml
 
 from clip_tools.index import run_index
+from clip_tools.shard_index import (
+    BLOCK_BYTES,
+    differences,
+    index_shard,
+    index_shards,
+    write_indexes,
+)
 from clip_train.data.config import DataConfig, check_source
 from clip_train.data.index import (
     INDEX_NAME,
@@ -27,13 +34,6 @@ from clip_train.data.index import (
     parse,
     to_bytes,
 )
-from clip_train.data.inspect import (
-    BLOCK_BYTES,
-    differences,
-    index_shard,
-    index_shards,
-    write_indexes,
-)
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import Files
 from clip_train.data.validation import ValLoader
@@ -42,6 +42,7 @@ from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
+from launcher.config.samples import with_samples
 from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096
@@ -84,20 +85,17 @@ def test_the_entry_says_what_hashlib_and_tarfile_say(folder: Path) -> None:
     assert index_shard(str(path)).entry.checksums.block_bytes == BLOCK_BYTES
 
 
-def test_sizes_json_is_openclips_and_grows_with_the_index(folder: Path) -> None:
+def test_an_index_grows(folder: Path) -> None:
     first = index_shards([str(folder / "000.tar")], workers=1)
-    assert write_indexes(first)[1] == []
+    write_indexes(first)
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
-    assert json.loads((folder / "sizes.json").read_text()) == {
+    known = parse((folder / INDEX_NAME).read_bytes())
+    assert {name: entry.count for name, entry in known.items()} == {
         "000.tar": 12,
         "001.tar": 9,
         "002.tar": 15,
     }
-    known = parse((folder / INDEX_NAME).read_bytes())
-    assert (
-        sorted(known) == ["000.tar", "001.tar", "002.tar"]
-        and known["000.tar"] == first[str(folder / "000.tar")].entry
-    )
+    assert known["000.tar"] == first[str(folder / "000.tar")].entry
     assert to_bytes(known) == (folder / INDEX_NAME).read_bytes()
 
 
@@ -106,7 +104,7 @@ def test_the_sum_of_an_index_is_that_of_its_json(folder: Path) -> None:
     write_shard(folder / 'd\u00e9 "j".tar', [m for i in range(130) for m in sample(f"k{i}", i)])
     urls = [str(path) for path in sorted(folder.iterdir())]
     entries = index_shards(urls, workers=1)
-    written = json.loads(Path(*write_indexes(entries)[0]).read_text())
+    written = json.loads(Path(*write_indexes(entries)).read_text())
     assert (
         written["sha256"]
         == hashlib.sha256(json.dumps(written["shards"], sort_keys=True).encode()).hexdigest()
@@ -213,9 +211,9 @@ def test_epochs_need_no_number_where_there_is_an_index(folder: Path, tmp_path_fa
     }
     recipe.write_text(yaml.safe_dump(sections))
     with pytest.raises(UserError, match=r"data\.num_samples.*clip-train index"):
-        load_config(str(recipe))
+        with_samples(load_config(str(recipe)))
     make(folder)
-    config = load_config(str(recipe))
+    config = with_samples(load_config(str(recipe)))
     assert (config.steps, config.data.num_samples) == (27, 36)
     assert load_config(str(recipe), ["data.num_samples=40"]).steps == 30
 
@@ -285,7 +283,7 @@ def test_no_usable_sample_is_an_error_that_names_what_is_there(tmp_path: Path, c
     )
     assert "no sample of 1 shards can be used; the first has jpg, json, json.alt, json.url" in err
     assert "--caption-key NAME" in err and "data.caption_key=NAME" in err
-    assert json.loads((tmp_path / "sizes.json").read_text()) == {"0.tar": 7}
+    assert parse((tmp_path / INDEX_NAME).read_bytes())["0.tar"].count == 7
     for names in ("alt", "json.alt", "txt,alt"):
         assert (
             main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
@@ -306,38 +304,6 @@ def test_members_out_of_order_are_called_that(tmp_path: Path, capsys) -> None:
     assert main(["index", str(tmp_path / "*.tar"), "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert "2 members out of order" in out and "tar --sort=name" in out
-
-
-@pytest.mark.parametrize("theirs", ['{"000.tar": 10, "else.tar": 3}', "{}", "no json at all"])
-def test_another_tools_sizes_json_is_left_alone_unless_asked(
-    folder: Path, capsys, theirs: str
-) -> None:
-    (folder / "sizes.json").write_text(theirs)
-    line = ["index", str(folder / "*.tar"), "--workers", "1"]
-    for _ in range(2):
-        assert main(line) == 0
-        out = capsys.readouterr().out
-        assert f"left as another tool has written it: {folder}/sizes.json; --overwrite-sizes" in out
-        assert (folder / "sizes.json").read_text() == theirs
-    counts = {"000.tar": 12, "001.tar": 9, "002.tar": 15}
-    assert {
-        name: each.count for name, each in parse((folder / INDEX_NAME).read_bytes()).items()
-    } == counts
-    assert main([*line, "--overwrite-sizes"]) == 0
-    kept = {"else.tar": 3} if "else" in theirs else {}
-    assert json.loads((folder / "sizes.json").read_text()) == counts | kept
-
-
-def test_our_own_sizes_json_follows_the_shards(folder: Path, capsys) -> None:
-    line = ["index", str(folder / "*.tar"), "--workers", "1"]
-    assert main(line) == 0
-    write_shard(folder / "001.tar", sample("new", 1))
-    assert main(line) == 0 and "another tool" not in capsys.readouterr().out
-    assert json.loads((folder / "sizes.json").read_text()) == {
-        "000.tar": 12,
-        "001.tar": 1,
-        "002.tar": 15,
-    }
 
 
 class Stopped(io.BytesIO):

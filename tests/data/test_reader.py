@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clip_tools.shard_index import index_shards, write_indexes
 from clip_train.data.config import DataConfig
 from clip_train.data.index import ShardIndex
-from clip_train.data.inspect import index_shards, write_indexes
 from clip_train.data.loader import TrainLoader
 from clip_train.errors import DataError
 from tests.data.shards import jpeg, sample, shards_open_as, write_dataset, write_shard

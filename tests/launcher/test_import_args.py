@@ -329,9 +329,9 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
         "caption_key"
     ] == ["txt", "caption"]
     recipe, text = imported(
-        capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to trackio"
+        capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to wandb"
     )
-    assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["trackio"] is True
+    assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["wandb"] is True
     assert "# --use-naflex: images of one size alone: model.image_size\n" in text
 
 

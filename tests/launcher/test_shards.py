@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from clip_tools.shard_index import index_shards, write_indexes
 from clip_train import dist
 from clip_train.data.config import DataConfig
-from clip_train.data.inspect import index_shards, write_indexes
 from clip_train.data.shards import expand
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
@@ -36,7 +36,7 @@ def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsy
 
     status, out = run(recipe, lanes, "run.steps=8")
     assert status == 0, out
-    assert "all indexed: every block is verified, " in out and "samples in an epoch" in out
+    assert "all indexed, " in out and "samples in an epoch" in out
     shutil.copy(first, shards / "extra.tar")
     assert main(["index", str(shards / "extra.tar"), "--workers", "1"]) == 0
     status, out = run(recipe, lanes, "run.steps=12")

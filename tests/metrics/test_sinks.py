@@ -153,7 +153,7 @@ def test_a_failing_chart_does_not_stop_the_run(
     )
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_package_that_is_missing_says_how_to_get_it(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,36 +180,6 @@ def test_a_package_of_which_an_import_fails_says_which(
         UserError, match=r"wandb cannot be imported \(No module named 'no_such_module'\)"
     ):
         Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
-
-
-def test_trackio_goes_on_in_the_same_run_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, logged = [], []
-
-    class Trackio:
-        @staticmethod
-        def init(project: str, name: str, config: dict, resume: str) -> type:
-            """What trackio takes of it; it has neither wandb's ids nor its definitions of metrics."""
-            started.append((project, name, config, resume))
-            return Trackio
-
-        log = staticmethod(lambda values, step: logged.append((values, step)))
-        finish = staticmethod(lambda: None)
-
-    monkeypatch.setitem(sys.modules, "trackio", Trackio)
-    for resume_step in (0, 1):
-        with closing(
-            Sinks.open(
-                LogConfig(tensorboard=False, trackio=True),
-                tmp_path / "run",
-                resume_step=resume_step,
-                recipe={"a": 1},
-            )
-        ) as sinks:
-            sinks.write({"step": resume_step + 1, "loss": 1.0})
-    assert started == [("clip-train", "run", {"a": 1}, "allow")] * 2
-    assert logged == [({"train/loss": 1.0}, 1), ({"train/loss": 1.0}, 2)]
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

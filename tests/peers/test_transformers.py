@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import tests.peers.torchvision_shim  # noqa: F401  before transformers
-from clip_tools.transformers_export import export_transformers
-from clip_train.data.tokenizer import Tokenizer, huggingface_files
+from clip_tools.transformers_export import export_transformers, huggingface_files
+from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture

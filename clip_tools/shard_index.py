@@ -1,44 +1,31 @@
-"""Reading whole shards before a run: making their index, and counting their samples.
-
-Each shard is read once: by one of several processes of `clip-train index`, or by one of the ranks that count.
-"""
+"""Reads whole shards and makes their index: several processes of `clip-train index`, each shard
+once."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import math
 import multiprocessing
-import os
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
-from clip_train import dist
 from clip_train.data import decode, index
-from clip_train.data.index import ShardEntry, ShardIndex
-from clip_train.data.reader import read_shard
-from clip_train.data.shards import Reading, open_shard, split_name
+from clip_train.data.index import ShardEntry
+from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.redact import redact
-from clip_train.storage.urls import is_remote, local_path, open_read, write_bytes
+from clip_train.storage.urls import write_bytes
 
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order"
-COUNT_BUFFER_BYTES = 1 << 12  # only headers are read: those of one sample
-COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
-ROUND_SECONDS = 10.0  # then ranks exchange what they have counted
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,8 @@ class HashedFile(BlockFile):
             data = self._file.read(end - begin)
             if len(data) != end - begin:
                 raise OSError(
-                    f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?"
+                    f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being "
+                    "written?"
                 )
             if number == len(self._sums):
                 self._sums.append(block_sum(data))
@@ -127,7 +115,8 @@ def index_shards(
     workers: int = 2,
     progress: Callable[[str], None] = lambda url: None,
 ) -> dict[str, Indexed]:
-    """The contents of all shards, read by `workers` processes (1: by this one). DataError if one cannot be read.
+    """The contents of all shards, read by `workers` processes (1: by this one). DataError if one
+    cannot be read.
 
     progress: called with each shard as it is done.
     """
@@ -157,7 +146,8 @@ def index_shards(
 
 
 def try_folders(urls: Iterable[str]) -> None:
-    """Before hours of reading: can each folder's index be added to? It is written as it is, or empty if there is none.
+    """Before hours of reading: writes each folder's index as it is, or empty if there is none, to
+    see that it can.
 
     Raises:
         UserError: an index that is there is damaged.
@@ -167,52 +157,20 @@ def try_folders(urls: Iterable[str]) -> None:
         write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, StorageConfig())))
 
 
-def write_indexes(
-    found: Mapping[str, Indexed], *, overwrite_sizes: bool = False
-) -> tuple[list[str], list[str]]:
-    """Our index in every folder, with what it knew of other shards, and its counts as sizes.json.
-
-    overwrite_sizes: into a sizes.json too that says anything else than the index that was there.
-
-    Returns:
-        The indexes' paths; and those of sizes.json that were left as another tool has written them.
+def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
+    """Adds to the index of every folder. Returns the indexes' paths.
 
     Raises:
         UserError: an index that is there is damaged.
         OSError: a folder cannot be written.
     """
-    storage = StorageConfig()
-    written, left = [], []
-    for folder, names in index.by_folder(list(found)).items():
-        then = index.load(folder, storage)
-        merged = then | {name: found[url].entry for name, url in names.items()}
-        sizes = folder + index.SIZES_NAME
-        counts = _counts(merged)
-        if _content(sizes) in (None, _as_json(_counts(then)), _as_json(counts)):
-            write_bytes(sizes, _as_json(counts))
-        elif overwrite_sizes:
-            write_bytes(sizes, _as_json(index.load_counts(sizes, storage) | counts))
-        else:
-            left.append(sizes)
-        write_bytes(folder + index.INDEX_NAME, index.to_bytes(merged))
+    written = []
+    for folder, names in index.by_folder(list(indexed)).items():
+        entries = {name: indexed[url].entry for name, url in names.items()}
+        known = index.load(folder, StorageConfig())
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(known | entries))
         written.append(folder + index.INDEX_NAME)
-    return written, left
-
-
-def _counts(entries: Mapping[str, ShardEntry]) -> dict[str, int]:
-    return {name: entry.count for name, entry in entries.items()}
-
-
-def _as_json(counts: Mapping[str, int]) -> bytes:
-    return (json.dumps(counts, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _content(url: str) -> bytes | None:
-    try:
-        with open_read(url) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+    return written
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
@@ -227,77 +185,3 @@ def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
     blocks = range(-(-then.checksums.size // size))
     other = [k for k in blocks if then.checksums.of(k) != now.checksums.of(k)]
     return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
-
-
-def count_missing(
-    index: ShardIndex,
-    storage: StorageConfig,
-    *,
-    keep: Path | None = None,
-    together: bool = True,
-    log: Callable[[str], None] = lambda line: None,
-) -> ShardIndex:
-    """The index with the counts of the shards that nobody has counted. DataError if one cannot be read.
-
-    Args:
-        keep: a file for the counts of each round: a run that is killed and started again continues from there.
-            None: nothing is written.
-        together: all ranks call this, each counts some of the shards. Else this process counts all of them.
-        log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
-    """
-    ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
-    counts: dict[str, int] = {}
-    if rank == 0 and keep is not None:
-        counts = _read_kept(keep, index.uncounted)
-    if together:
-        counts = dist.broadcast_object(counts)
-    while True:
-        todo = [url for url in index.uncounted if url not in counts]
-        if not todo:
-            return index.with_sizes(counts)
-        if rank == 0 and counts:
-            done = f"{len(counts)} of {len(counts) + len(todo)} shards are done"
-            log(f"counting samples: {done}; `clip-train index` keeps the counts")
-        count = partial(_count_some, todo[rank::ranks], storage)
-        for some in dist.gather_objects(dist.agreed(count)) if together else [count()]:
-            counts |= some
-        if rank == 0 and keep is not None:
-            rows = {redact(url): [_local_bytes(url), samples] for url, samples in counts.items()}
-            with contextlib.suppress(OSError):  # without it the next start only takes longer
-                write_bytes(keep, json.dumps(rows).encode())
-
-
-def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
-    """Samples by path or URL, until the round is over. Damage counts as one; only headers are read. DataError."""
-
-    def count(url: str) -> int:
-        reading = Reading(storage)
-        return sum(1 for _ in read_shard(url, reading, 0, math.inf, COUNT_BUFFER_BYTES))
-
-    end = time.monotonic() + ROUND_SECONDS
-    counts: dict[str, int] = {}
-    with ThreadPoolExecutor(COUNT_THREADS) as pool:
-        for start in range(0, len(urls), COUNT_THREADS):
-            group = urls[start : start + COUNT_THREADS]
-            counts |= zip(group, pool.map(count, group), strict=True)
-            if time.monotonic() > end:
-                break
-    return counts
-
-
-def _read_kept(keep: Path, wanted: list[str]) -> dict[str, int]:
-    """What earlier starts have counted of these shards, if they are as long as they were."""
-    try:
-        rows = json.loads(keep.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    kept = {url: rows.get(redact(url), [-1, 0]) for url in wanted}
-    return {url: samples for url, (size, samples) in kept.items() if size == _local_bytes(url)}
-
-
-def _local_bytes(url: str) -> int | None:
-    """None for a remote shard, or one that does not exist."""
-    try:
-        return None if is_remote(url) else os.stat(local_path(url)).st_size
-    except OSError:
-        return None
