@@ -17,7 +17,7 @@ from clip_train.models.export import as_json, own_copy, save_texts, save_weights
 from clip_train.models.weights import check_state
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
-# What `CLIPModel` can be set to, or does not depend on.
+# Keys that `CLIPModel` can be set to, or does not depend on.
 _HELD = {
     "": {
         "embed_dim",

@@ -183,7 +183,7 @@ class ModuleEngine:
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
-        # What is outside of DDP is averaged as DDP does with what is inside.
+        # Parameters outside of DDP are averaged, as DDP averages those inside.
         for p, before in zip(self.outside, self.held_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
@@ -192,7 +192,7 @@ class ModuleEngine:
 
 
 def as_features(out: Any) -> Features:
-    """What a model returned, a tuple or OpenCLIP's dictionary, as Features in at least float32."""
+    """A model's output, a tuple or OpenCLIP's dictionary, as Features in at least float32."""
     values: Sequence[Any] = [out.get(name) for name in NAMES] if isinstance(out, Mapping) else out
     if (
         not isinstance(values, (tuple, list))

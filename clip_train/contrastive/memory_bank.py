@@ -32,7 +32,7 @@ from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
 from clip_train.protocols import Features
 from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
 
-NO_ID = -1  # of a sample that nobody named; equal to no sample's
+NO_ID = -1  # of a sample without a key; it equals no sample's
 
 
 def sample_ids(keys: Iterable[str]) -> Tensor:

@@ -35,7 +35,7 @@ def softplus(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmaxes:
-    """Of R rows and R columns, of which row x and column x are a pair; vectors are float64 [R]."""
+    """Softmaxes of R rows and R columns. Row x and column x are a pair; vectors are float64 [R]."""
 
     scale: Tensor  # [1]
     side: int  # of the tiles
@@ -104,7 +104,7 @@ class Softmaxes:
 
     @classmethod
     def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
-        """Of a batch: every other sample is a negative."""
+        """The softmaxes of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
         return cls.over(
             [pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred

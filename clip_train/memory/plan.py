@@ -78,7 +78,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Room:
-    """What there is to choose from, on each rank alike."""
+    """The memory and the choices that the planner has, the same on each rank."""
 
     limit: float  # bytes
     # Independent of the micro-batch; with reductions in each backward if there is a choice.

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from clip_train import dist
 
 Update = Callable[[], None]
-_updates: list[Update] | None = None  # None: nobody wants to know what passes by
+_updates: list[Update] | None = None  # None: updates are not collected
 
 
 @contextmanager

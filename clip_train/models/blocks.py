@@ -25,7 +25,7 @@ _HAS_ONEDNN = (
     and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
-# What a model returns: see `CLIP.forward`.
+# The return value of a model: see `CLIP.forward`.
 Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 

@@ -46,7 +46,7 @@ class OptimConfig(Settings):
     (BEiT, arXiv 2106.08254): the projection and the norm below it have all of it, the last block
     once this factor, the embeddings the least."""
     momentum: float = Field(0.0, ge=0, lt=1)
-    """Of sgd."""
+    """The momentum of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null to leave gradients alone."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -14,7 +14,7 @@ from clip_train.settings import shown
 
 
 class Trial(NamedTuple):
-    """What two steps on a small matrix showed about an optimizer."""
+    """The result of two steps of an optimizer on a small matrix."""
 
     slots: int  # tensors of the parameter's shape in its state
     elementwise: bool  # the rows of a matrix are updated alike, whether apart or together

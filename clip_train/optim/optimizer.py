@@ -14,7 +14,7 @@ from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.imported import find_class, try_out
 
-# What an update must see at once. elements: each for itself, so engines may cut and join
+# The smallest unit that can be updated alone. elements: each for itself, so engines may cut and join
 # parameters. parameters: whole ones.
 Needs = Literal["elements", "parameters"]
 LION = "lion_pytorch.Lion"
@@ -124,7 +124,7 @@ def build_optimizer(
 
 
 def needs(config: OptimConfig) -> Needs:
-    """What an update must see at once. UserError for an imported optimizer that cannot be used."""
+    """The unit of an update. UserError for an imported optimizer that cannot be used."""
     if config.name == "lion":
         find_class(LION, "pip install lion-pytorch")
     if config.is_imported:

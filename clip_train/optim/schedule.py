@@ -17,9 +17,9 @@ class ScheduleConfig(Settings):
     warmup_steps: NonNegativeInt = 2000
     """Steps in which the rate rises linearly to its peak."""
     cooldown_steps: NonNegativeInt = 0
-    """Of constant-with-cooldown: the last steps, in which the rate falls to `final_lr`."""
+    """With constant-with-cooldown: the last steps, in which the rate falls to `final_lr`."""
     cooldown_power: PositiveFloat = 1.0
-    """Of constant-with-cooldown: 1 falls linearly."""
+    """With constant-with-cooldown: the power of the decay; 1 is linear."""
     final_lr: NonNegativeFloat = 0.0
     """The rate at the very end (of cosine and of the cooldown)."""
 

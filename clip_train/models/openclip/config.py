@@ -32,8 +32,7 @@ TOKENIZER_OPTIONS = {
 }
 Channels = tuple[float, float, float]
 
-# The largest sizes of a tower: a description from somebody else must not ask for more than any
-# machine holds.
+# The largest sizes of a tower: a hostile description must not ask for more than any machine holds.
 MOST = {
     "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100,
     "image_size": 65_536, "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000,
@@ -225,7 +224,7 @@ def named_model(name: str) -> OpenCLIPArchitecture:
             f"model.name ({PREFIX}{clipped(name)}): OpenCLIP {open_clip.__version__} has no such "
             "model, and there is no such file; open_clip.list_models() has the names"
         )
-    # Of the preprocessing, the values that all pretrained weights of the model share.
+    # The preprocessing values that all pretrained weights of the model share.
     tags = open_clip.list_pretrained_tags_by_model(name)
     pretrained = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     preprocess = {}

@@ -59,7 +59,7 @@ OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
 
 
 class Contrastive(nn.Module):
-    """Beside one of OpenCLIP's classes: its parameters under its names, this project's forward.
+    """A base beside one of OpenCLIP's classes: OpenCLIP's parameters, this project's forward.
 
     Its dropouts and stochastic depth draw from torch's generator, which a replayed forward
     restores.
