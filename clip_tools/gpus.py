@@ -10,7 +10,7 @@ from typing import Any
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, GIB, candidates
 from clip_train.models.clip import flops_per_sample
-from launcher.config.memory import GPU_MARGIN, decide, estimate_memory, predicted_profile
+from launcher.config.memory import decide, estimate_memory, predicted_profile
 from launcher.config.resolve import Resolved, engine_facts
 from launcher.engines import ENGINES, describe, find_engine
 
@@ -47,22 +47,16 @@ def find_gpu(name: str) -> GPU:
     return GPUS[name.upper()]
 
 
-def usable(gpu: GPU) -> float:
-    """Bytes, as `train` would find them."""
-    return (gpu.memory - CONTEXT_BYTES) * (1 - GPU_MARGIN)
-
-
-def estimate(resolved: Resolved, gpu: GPU) -> dict[str, Any]:
+def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
     """What `clip-train plan --gpu` adds to a plan: rates, days; a row for each layout and each
     engine.
 
-    Speed is that of bf16, whatever the recipe says.
+    limit: bytes of a rank. Speed is that of bf16, whatever the recipe says.
     """
     plan, architecture, config = resolved.plan, resolved.architecture, resolved.config
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
     rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
-    limit = resolved.layout.room.limit if resolved.layout else usable(gpu)
     samples = config.batch.sizes.before(config.steps)
     profiles = {on: predicted_profile(resolved, on) for on in (False, True)}
     return {

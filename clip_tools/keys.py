@@ -36,17 +36,27 @@ class Key(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     keys = all_keys(args.prefix or "")
-    if args.markdown:
-        print_page(keys)
+    if not args.markdown:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        for key in keys:
+            text = f"{key.allowed}. {key.meaning}"
+            if width:
+                lines = textwrap.indent(textwrap.fill(text, width - 4), "    ")
+                print(f"{key.name}: {key.default}\n{lines}")
+            else:
+                print(f"{key.name}\t{key.default}\t{text}")
         return 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(PAGE, end="")  # docs/recipe.md
+    section = ""
     for key in keys:
-        text = f"{key.allowed}. {key.meaning}"
-        if width:
-            lines = textwrap.indent(textwrap.fill(text, width - 4), "    ")
-            print(f"{key.name}: {key.default}\n{lines}")
-        else:
-            print(f"{key.name}\t{key.default}\t{text}")
+        if section != key.name.split(".")[0]:
+            section = key.name.split(".")[0]
+            about = (section_model(section).__doc__ or "").partition("\n\n")[0]
+            print(f"\n## {section}\n\n{' '.join(about.split())}\n")
+            print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
+        cells = [f"`{key.name}`", f"`{key.default}`", key.allowed, key.meaning]
+        cells[2:] = [cell.replace("<", "&lt;").replace("*", "\\*") for cell in cells[2:]]
+        print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return 0
 
 
@@ -79,18 +89,3 @@ def type_of(schema: dict[str, Any]) -> str:
         return f"list of {schema.get('maxItems', '')} {type_of(inside)}".replace("  ", " ")
     bounds = [f" {sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
     return schema["type"] + " and".join(bounds)
-
-
-def print_page(keys: list[Key]) -> None:
-    """Markdown, for docs/recipe.md."""
-    print(PAGE, end="")
-    section = ""
-    for key in keys:
-        if section != key.name.split(".")[0]:
-            section = key.name.split(".")[0]
-            about = (section_model(section).__doc__ or "").partition("\n\n")[0]
-            print(f"\n## {section}\n\n{' '.join(about.split())}\n")
-            print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
-        cells = [f"`{key.name}`", f"`{key.default}`", key.allowed, key.meaning]
-        cells[2:] = [cell.replace("<", "&lt;").replace("*", "\\*") for cell in cells[2:]]
-        print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")

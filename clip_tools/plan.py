@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from clip_tools.gpus import estimate, find_gpu, usable
+from clip_tools.gpus import CONTEXT_BYTES, estimate, find_gpu
 from clip_train.checkpoint import restore
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.data.config import resolve_streams
@@ -29,7 +29,13 @@ from clip_train.models.freeze import trained_parameters
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import require_places
-from launcher.config.memory import decide, estimate_memory, memory_limit, predicted_profile
+from launcher.config.memory import (
+    GPU_MARGIN,
+    decide,
+    estimate_memory,
+    memory_limit,
+    predicted_profile,
+)
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
@@ -47,11 +53,13 @@ def make_plan(
     is the limit.
     """
     found = find_gpu(gpu) if gpu is not None else None
+    # bytes, as `train` would find them
+    usable = (found.memory - CONTEXT_BYTES) * (1 - GPU_MARGIN) if found else None
     chosen = ", ".join(resolved.given.chosen)
     if chosen:
-        by_gpu = found is not None and resolved.config.batch.memory_limit is None
-        limit = usable(found) if found and by_gpu else memory_limit(resolved.config, device)
-        resolved = decide(resolved, limit)
+        if usable is None or resolved.config.batch.memory_limit is not None:
+            usable = memory_limit(resolved.config, device)
+        resolved = decide(resolved, usable)
     config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
     engine, layout, teacher = config.engine, resolved.layout, config.model.teacher_architecture()
     checkpointing = bool(engine.activation_checkpointing)
@@ -89,7 +97,7 @@ def make_plan(
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
-        "gpu": {"name": gpu, **estimate(resolved, found)} if found else None,
+        "gpu": {"name": gpu, **estimate(resolved, found, usable)} if found and usable else None,
     }
 
 

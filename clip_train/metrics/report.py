@@ -79,7 +79,11 @@ def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -
 
 def render(runs: Sequence[Run]) -> str:
     """The page, in HTML."""
-    recipes = [flat(run.recipe) for run in runs]
+    recipes: list[dict[str, Any]] = [{} for _ in runs]
+    for run, recipe in zip(runs, recipes, strict=True):
+        for name, section in run.recipe.items():
+            keys = section if isinstance(section, dict) else {}
+            recipe |= {f"{name}.{key}": value for key, value in keys.items()}
     differing = []
     for key in dict.fromkeys(key for recipe in recipes for key in recipe):
         values = [as_yaml(recipe[key]) if key in recipe else "-" for recipe in recipes]
@@ -87,7 +91,7 @@ def render(runs: Sequence[Run]) -> str:
             differing.append([key, *values])
     return _template().render(
         title=" and ".join(run.name for run in runs),
-        runs=[_shown(run) for run in runs],
+        runs=[_shown(run) | {"recipe": flat} for run, flat in zip(runs, recipes, strict=True)],
         charts=[*_charts([run.curves for run in runs], runs)],
         eval_charts=[*_charts([run.eval_curves for run in runs], runs, dots=True)],
         final=_final(runs),
@@ -146,13 +150,8 @@ def _shown(run: Run) -> dict[str, Any]:
         "at": [each["step"] for each in latest],
         "invalid": [(*key.split("\t", 1), count) for key, count in counts[:ROWS]],
         "more_invalid": len(counts) - ROWS,
-        "recipe": flat(run.recipe), "folder": str(run.folder),
+        "folder": str(run.folder),
     }  # fmt: skip
-
-
-def flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    sections = [(name, keys) for name, keys in recipe.items() if isinstance(keys, dict)]
-    return {f"{name}.{key}": value for name, keys in sections for key, value in keys.items()}
 
 
 def _final(runs: Sequence[Run]) -> list[list[str]]:
