@@ -123,7 +123,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         str(recipe),
         "checkpoint.keep_last=100000000",
         "data.val=/nowhere/val.tar",
-        "checkpoint.remote=gs://nowhere",
+        "checkpoint.remote=nope://nowhere",
         limit=256,
         RANK="0",
         WORLD_SIZE="8",
@@ -147,7 +147,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "SBATCH_EXPORT"),
         ("shards", "error", "data.val (/nowhere/val.tar)"),
         ("index", "warning", "clip-train index"),
-        ("S3", "error", "give s3://bucket/prefix, or a folder"),
+        ("S3", "error", "not a URL that fsspec can open"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
     ):

@@ -157,7 +157,7 @@ def test_shells_accept_it(script):
             ["checkpoint.remote=recipe.yaml"],
             "recipe.yaml) cannot be written to: File exists; mend its",
         ),
-        (["checkpoint.remote=gs://bucket/run"], "give s3://bucket/prefix, or a folder"),
+        (["checkpoint.remote=nope://bucket/run"], "not a URL that fsspec can open"),
         (["checkpoint.remote=s3://"], "checkpoint.remote: s3://: write s3://bucket/prefix"),
     ],
 )
