@@ -69,7 +69,7 @@ def make_plan(
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
     flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
     samples = config.batch.sizes.before(config.steps)
-    lanes = resolve_streams(config.data.lanes, config.batch.sizes)
+    streams = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
         "name": config.run.name,
         "model": config.model.name,
@@ -89,7 +89,7 @@ def make_plan(
         "memory_limit_bytes": layout.room.limit if layout else None,
         "reason": f"{chosen} = auto: {layout.describe()}" if layout else None,
         "advice": advice(resolved),
-        "lanes": lanes,
+        "lanes": streams,
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
@@ -239,7 +239,7 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("engine", plan["engine"]),
         ("forwards per sample", f"{plan['forwards_per_sample']:.2f}"),
-        ("streams", str(plan["lanes"])),
+        ("streams", f"{plan['lanes']}"),
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),

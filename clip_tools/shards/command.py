@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from clip_tools.index import run_index
 from clip_tools.shards.convert import Written, make_shards, read_rows, same_settings
+from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
 RECIPE = "recipes/vit_b32.yaml"

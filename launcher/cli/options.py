@@ -264,7 +264,7 @@ VERBS = {
         ),
     ),
     "index": Verb(
-        "clip_tools.index:run",
+        "clip_tools.shards.index:run",
         "count and checksum shards, so that epochs are exact and damage is seen",
         "Read shards once and write clip_train_index.json beside them, on disk or on S3.",
         """\

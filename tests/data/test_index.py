@@ -16,8 +16,8 @@ import fsspec
 import pytest
 import yaml
 
-from clip_tools.index import run_index
-from clip_tools.shard_index import (
+from clip_tools.shards.index import run_index
+from clip_tools.shards.shard_index import (
     BLOCK_BYTES,
     differences,
     index_shard,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clip_tools.doctor import check_shards, check_store
-from clip_tools.shard_index import index_shards, write_indexes
+from clip_tools.shards.shard_index import index_shards, write_indexes
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from tests.launcher.conftest import clean_environment, finish

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clip_tools.shard_index import (
+from clip_tools.shards.shard_index import (
     OUT_OF_ORDER,
     differences,
     index_shards,
