@@ -311,7 +311,7 @@ def test_tokens_are_clips_or_those_of_the_named_tokenizer(tmp_path: Path, monkey
 
 
 def test_names_that_openclip_does_not_know_are_refused():
-    with pytest.raises(UserError, match=r"knows no such model"):
+    with pytest.raises(UserError, match=r"has no such model"):
         ModelConfig(name="open_clip:ViT-B-17").architecture()
     siglip = ModelConfig(name="open_clip:ViT-B-16-SigLIP2").architecture()
     assert siglip.image_mean == (0.5,) * 3 and siglip.init_logit_bias == -10
