@@ -13,7 +13,7 @@ class StorageConfig(Settings):
     """The `storage` section: reading remote files. Credentials come from the environment."""
 
     attempts: Annotated[int, Field(gt=0)] = 10
-    """Tries for each range of a remote file, before the run stops and names shard, bytes, reason."""
+    """Tries for each range of a remote file before the run stops with shard, bytes, reason."""
 
     backoff_seconds: Annotated[float, Field(ge=0)] = 0.2
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
@@ -31,4 +31,4 @@ class StorageConfig(Settings):
     """Ranges of one file that are fetched ahead of the reader, in parallel."""
 
     read_ahead_bytes: Annotated[int, Field(ge=0)] = 64 << 20
-    """Memory for ranges fetched ahead, per loader process; every open shard holds one more range."""
+    """Memory for ranges fetched ahead, per loader process; each open shard holds one more."""

@@ -40,10 +40,7 @@ def test_training_from_s3_is_training_from_disk(
         patient = ("storage.backoff_seconds=0.02", "storage.patience_seconds=120")
         status, out = finish(start(recipe, *length, *patient), timeout=900)
         assert status == 0, out
-        assert (
-            f"6 shards, all indexed: every block is verified, {sum(SIZES)} samples in an epoch"
-            in out
-        )
+        assert f"6 shards, all indexed, {sum(SIZES)} samples in an epoch" in out
         lines[where] = [
             [line[key] for key in ("step", "batch_digest", "loss")]
             for line in metrics(tmp_path / where)
