@@ -192,7 +192,7 @@ class Engine(abc.ABC):
                 if self.ema is not None:
                     self.ema.update(self.optimizer_steps)
             self._read_masters()
-        norm, *others = norms.tolist()  # the step's one wait for the device
+        norm, *others = norms.cpu().tolist()  # the step's one wait for the device
         by_group = {
             f"grad_norm_{name}": value
             for name, value in zip(self.task.group_names, others, strict=False)

@@ -62,19 +62,17 @@ def train_step(
     engine.train()
     micro_batches = batch.micro_batches(micro_size)
 
-    def accumulate(deferred: bool) -> dict[str, float]:
+    random_state = rng_state(engine.device)
+    for deferred in (True, False):
         context = Context(batch.global_size, batch.keys, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        return read(output)
-
-    random_state = rng_state(engine.device)
-    numbers = accumulate(deferred=True)
-    if numbers["unsafe"]:  # once in a million steps
-        engine.discard_gradients()
+        numbers = read(output)
+        if not numbers["unsafe"]:
+            break
+        engine.discard_gradients()  # once in a million steps: again, without deferring
         restore_rng(random_state, engine.device)
-        numbers = accumulate(deferred=False)
     loss, _ = numbers.pop("loss"), numbers.pop("unsafe")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
@@ -94,7 +92,7 @@ def read(output: LossOutput) -> dict[str, float]:
         for name, value in numbers.items()
         if isinstance(value, torch.Tensor)
     }
-    values = torch.stack([*on_device.values()]).tolist()
+    values = torch.stack([*on_device.values()]).cpu().tolist()
     return {**numbers, **dict(zip(on_device, values, strict=True))}
 
 

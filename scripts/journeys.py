@@ -11,7 +11,7 @@ sample       a sample's members, its piece of a batch, the batch, the micro-batc
              their gradients; without the layers of the model and the arithmetic of the loss
 checkpoint   fragments, the snapshot of a rank, its manifest and the commit, from the engine to a
              remote store; and from there back into the engine of another run
-value        `optim.lr`, or the recipe's section that contains it
+value        `optim.weight_decay`, or the recipe's section that contains it
 error        an exception raised in a step, or its report, until the process ends
 
 A comprehension counts as part of its function.
@@ -30,11 +30,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"sample": 35, "checkpoint": 35, "value": 15, "error": 10}
-LR = 0.000123457  # no other number of the recipe
+DECAY = 0.0123457  # no other number of the recipe
 
 TRACER = """
 import os, sys, threading
-ROOT, OUT, LR = {root!r}, {out!r}, {lr!r}
+ROOT, OUT, DECAY = {root!r}, {out!r}, {decay!r}
 PACKAGES = tuple(os.path.join(ROOT, p) + os.sep for p in ("clip_train", "launcher", "clip_tools"))
 HIDDEN = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>", "<module>")
 CARRIERS = {{
@@ -60,7 +60,7 @@ def note(journey, code):
 
 def carries(value):
     if isinstance(value, float):
-        return "value" if value == LR else None
+        return "value" if value == DECAY else None
     if isinstance(value, dict):
         if "__key__" in value:
             return "sample"
@@ -116,7 +116,7 @@ run: {{name: journeys, dir: {folder}/run, steps: 4, seed: 3}}
 model: {{name: {folder}/model.json}}
 data: {{train: "{train}", workers: 1, lanes: 1}}
 batch: {{global_size: 16, micro_size: 8}}
-optim: {{lr: {lr}}}
+optim: {{lr: 1e-3, weight_decay: {decay}}}
 schedule: {{warmup_steps: 0}}
 checkpoint: {{every_steps: 1, remote: "file://{folder}/store/run"}}
 log: {{tensorboard: false, progress: false}}
@@ -136,14 +136,14 @@ def measure(folder: Path) -> dict[str, list[tuple[str, str]]]:
     (folder / "model.json").write_text(json.dumps(MODEL))
     train = shapes(folder / "shapes", 64, per_shard=32).train
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder, train=train, lr=LR))
+    recipe.write_text(RECIPE.format(folder=folder, train=train, decay=DECAY))
     met = folder / "met"
     met.touch()
 
     def run(*overrides: str, fault: str = "") -> int:
         site = folder / ("faulty" if fault else "site")
         site.mkdir(exist_ok=True)
-        tracer = TRACER.format(root=str(ROOT), out=str(met), lr=LR)
+        tracer = TRACER.format(root=str(ROOT), out=str(met), decay=DECAY)
         (site / "sitecustomize.py").write_text(fault + tracer)
         env = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
         line = [sys.executable, "-m", "launcher", "train", str(recipe), *overrides]
