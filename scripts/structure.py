@@ -23,11 +23,11 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_650,
-    "functions": 1_600,
-    "walruses": 57,
-    "statements in a module": 280,
-    "files in a folder": 14,
+    "statements": 15_660,
+    "functions": 1_320,
+    "walruses": 8,
+    "statements in a module": 350,
+    "modules in a folder": 14,
 }
 
 WORDS = (
@@ -36,7 +36,9 @@ WORDS = (
     "bad sample", "bad samples",
 )  # fmt: skip
 EXCEPTIONS = {
-    r"^    lanes: |resolve_streams\(lanes|lanes != \"auto\"|return lanes$": "the key data.lanes",
+    r"^    lanes: |resolve_streams\(lanes|lanes != \"auto\"|return lanes$|data\.lanes|lanes=streams|`lanes: auto`": (
+        "the key data.lanes"
+    ),
     r"\"lanes\":|plan\['lanes'\]": "its name in `clip-train plan`",
 }
 """A regular expression for the whole match with what stands around it -> why it is meant so."""
@@ -85,8 +87,9 @@ def main() -> int:
     measured = dict(sum(counts.values(), Counter()))
     longest = max(files, key=lambda file: counts[file]["statements"])
     measured["statements in a module"] = counts[longest]["statements"]
-    folder, most = Counter(file.parent for file in files).most_common(1)[0]
-    measured["files in a folder"] = most
+    modules = [file for file in files if file.name != "__init__.py"]
+    folder, most = Counter(file.parent for file in modules).most_common(1)[0]
+    measured["modules in a folder"] = most
     for name, limit in LIMITS.items():
         print(f"{name}: {measured[name]:,} (at most {limit:,})")
     print(

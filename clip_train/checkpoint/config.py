@@ -256,12 +256,12 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Tr
         remedy = "use another server, or ask those who run it"
     elif isinstance(e, OSError):
         result = f"cannot {doing}: {str(e.strerror or e).removeprefix(f'{url}: ')}"
-        head, _, told = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
+        head, _, advice = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
         if not isinstance(e, PermissionError) and e.errno not in _LASTING:
             kind = CheckpointError
             remedy = "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL"
         elif head:
-            result, remedy = head, f"{told} ({right})" if "the right" in told else told
+            result, remedy = head, f"{advice} ({right})" if "the right" in advice else advice
         else:
             remedy = "mend its permissions, or choose another place"
     error = kind(f"checkpoint.remote ({url}) {result}; {remedy}")

@@ -136,8 +136,8 @@ def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, A
 
 
 def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
-    """Why this sample cannot be used; None if it can, as far as can be told without decoding its
-    image."""
+    """Why this sample cannot be used; None if it can, as far as one can see without
+    decoding its image."""
     if sample.duplicate:
         return "duplicate key"
     try:

@@ -161,11 +161,11 @@ class SegmentReader:
 
     def _seek(self, shard: int, number: int) -> None:
         """To where reading stopped, or to the shard's last known place before `number`."""
-        marks = self.files.offsets[shard]
-        mark = min(number // OFFSET_EVERY, len(marks))
+        places = self.files.offsets[shard]
+        mark = min(number // OFFSET_EVERY, len(places))
         if self._shard != shard or not mark * OFFSET_EVERY <= self._number <= number:
             self._shard, self._number = shard, mark * OFFSET_EVERY
-            self._offset = marks[mark - 1] if mark else 0
+            self._offset = places[mark - 1] if mark else 0
         unread = number - self._number
         url = self.files.shards[shard]
         self._samples = read_shard(url, self.files.reading, self._offset, unread)

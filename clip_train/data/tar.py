@@ -51,7 +51,7 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:
-        unread: the number of samples at the beginning whose members are skipped by seek; the same
+        unread: the number of samples at the start whose members are skipped by seek; the same
             damage is found.
 
     Raises:

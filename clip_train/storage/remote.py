@@ -10,16 +10,13 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from fsspec.utils import glob_translate
 
 from clip_train.storage.base import Entry, Storage, checked
 from clip_train.storage.errors import TakenError, TransferError
-from clip_train.storage.retry import Pace, Retry, run
-
-if TYPE_CHECKING:
-    from clip_train.storage.object_store import Connection
+from clip_train.storage.retry import Connection, Pace, Retry, run
 
 T = TypeVar("T")
 

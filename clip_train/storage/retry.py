@@ -10,12 +10,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.asyn import get_loop
 
 from clip_train.storage.errors import (
+    Meaning,
     TransferError,
     describe,
     final_error,
@@ -24,15 +25,25 @@ from clip_train.storage.errors import (
 )
 from clip_train.storage.redact import redact
 
-if TYPE_CHECKING:
-    from clip_train.storage.object_store import Connection
-
 T = TypeVar("T")
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
 _reached: set[str] = set()  # hosts that have answered; another is soon given up if unreachable
 _random = random.Random()  # its own: jitter must not shift any other draws
+
+
+class Connection(Protocol):
+    """What a retry needs of a connection to a bucket."""
+
+    worked: bool  # whether it has ever answered
+
+    def renew(self, kind: Meaning, again: bool) -> bool:
+        """Fetch credentials (or the region) anew. Return whether another attempt may then succeed.
+
+        kind: what the error meant. again: it was done for this operation already.
+        """
+        ...
 
 
 @dataclass(frozen=True)
