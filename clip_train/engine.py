@@ -1,7 +1,7 @@
-"""One model with its optimizer on W ranks: what all engines have in common, and the one on plain torch.
+"""One model with its optimizer on W ranks: what all engines share, and the engine on plain torch.
 
-`PlainEngine` is for tests, for evaluation and export, for reading: every rank holds everything. It is also the
-specification of what the engines in `launcher.engines` do.
+`PlainEngine` is for tests, evaluation, export and for reading: every rank holds everything. It is
+also the specification of the engines in `launcher.engines`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def local(x: Tensor) -> Tensor:
 
 @dataclass
 class MovingAverage:
-    """Of the weights, exponential, in their fp32 and cut as they are; of running statistics too, as in timm."""
+    """The exponential moving average of the fp32 weights, sharded as they are.
+
+    Running statistics are averaged too, as in timm.
+    """
 
     decay: float
     warmup: bool = False  # at step t at most 1 - t^(-2/3): that of timm's --model-ema-warmup
@@ -72,13 +75,18 @@ class MovingAverage:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `[start, start + numel)` of a flattened parameter are `held[offset : offset + numel]` on this rank."""
+    """Elements `[start, start + numel)` of a flattened parameter, as this rank holds them.
+
+    They are `held[offset : offset + numel]`, flattened.
+    """
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int
     numel: int  # may be 0
-    held: Tensor  # fp32 master weights: a parameter, this rank's rows of one, several in a row; the optimizer's key
+    # fp32 master weights: a parameter, this rank's rows of one, or several in a row; it is also the
+    # key of the optimizer's state
+    held: Tensor
     offset: int = 0
     saved_here: bool = True  # among the ranks that hold the same elements, one saves them
 
@@ -104,7 +112,8 @@ class Piece:
 class Engine(abc.ABC):
     """What the trainer and the evaluation know of an engine. All ranks make the same calls.
 
-    A subclass tells which pieces of the parameters this rank holds, and has `_backward` and `_update`.
+    A subclass says which pieces of the parameters this rank holds, and has `_backward` and
+    `_update`.
     """
 
     task: Task = IMAGE_TEXT  # what the model means for a step
@@ -128,7 +137,7 @@ class Engine(abc.ABC):
         self.model, self.module, self.optimizer, self.device = model, module, optimizer, device
         self.pieces = pieces
         state = module.state_dict().keys()
-        self.buffers = [  # running statistics, the same on all ranks; the optimizer knows nothing of them
+        self.buffers = [  # running statistics, the same on all ranks, without optimizer state
             Piece(name, tuple(b.shape), 0, b.numel(), b, saved_here=dist.rank() == 0)
             for name, b in module.named_buffers()
             if name in state
@@ -152,7 +161,7 @@ class Engine(abc.ABC):
         self.model.train(mode)
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
-        """All features, with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+        """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
 
         seen: the result without a graph: the features of frozen groups are taken from it.
         """
@@ -167,7 +176,8 @@ class Engine(abc.ABC):
     def backward(self, features: Features, gradients: Features, last: bool) -> None:
         """Add `gradients`, taken through the graph of `features`, to this step's gradient.
 
-        last: no other backward comes before `step`, which refuses gradients that were not reduced."""
+        last: no other backward comes before `step`, which refuses unreduced gradients.
+        """
         self._reduced = last
         self._backward(surrogate(features, gradients), last)
 
@@ -290,7 +300,7 @@ class Engine(abc.ABC):
 
     @torch.no_grad()
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
-        """Take this rank's part of a checkpoint, written by any engine on any number of ranks at any stage."""
+        """Take this rank's part of a checkpoint, whatever engine, stage and ranks wrote it."""
         self.optimizer_steps = int(extra.get("optimizer_steps", 0))
         stored = {piece.name: source.slots(piece.name) for piece in (*self.pieces, *self.buffers)}
         if self.optimizer is not None:
@@ -321,8 +331,10 @@ class Engine(abc.ABC):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the weights are their average. Collective; after an error that not all ranks have, which ends the
-        run, nothing is put back."""
+        """Within, the weights are their average. Collective.
+
+        After an error of some ranks only, which ends the run, the weights are not restored.
+        """
         assert self.ema is not None
         together = True
         self.ema.exchange()
@@ -340,7 +352,10 @@ class Engine(abc.ABC):
     def _start_optimizer(
         self, optimizer: torch.optim.Optimizer, stored: dict[str, set[str]]
     ) -> None:
-        """The state that torch would have made at its first step. stored: the slots of each parameter, by its name."""
+        """Create the state that torch would create at its first step.
+
+        stored: the slots of each parameter, by its name.
+        """
         slots: dict[
             int, set[str]
         ] = {}  # of what is held; the moments of a frozen parameter have gone
@@ -353,8 +368,9 @@ class Engine(abc.ABC):
             state: dict[str, Any] = {
                 slot: torch.zeros_like(held).detach() for slot in slots[id(held)]
             }
-            # One for each, or it would advance several times a step; and where the fused kernel reads it. Where a
-            # stranger counts in Python, powers of it must be as exact as Python's.
+            # One counter for each, or it would advance several times a step, and on the device
+            # where the fused kernel reads it. Imported optimizers may count in Python: powers of
+            # their counter must be as exact as Python's.
             dtype = (
                 torch.float32
                 if type(optimizer).__module__.startswith(("torch.", "clip_train."))
@@ -378,7 +394,7 @@ class Engine(abc.ABC):
 
 
 class PlainEngine(Engine):
-    """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)` with a torch optimizer."""
+    """`model(images, texts, sample_seeds) -> (image, text, logit_scale, logit_bias)`, on torch."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """What goes between packages: batches, features, gradients, fragments.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
-`n` samples on a rank, `N` in the global batch, `D` the width of the features. Where W does not divide N, the
-first N % W ranks hold one sample more than the others; where b does not divide n, the last micro-batch is short.
+`n` samples on a rank, `N` in the global batch, `D` the width of the features. If W does not divide
+N, the first N % W ranks hold one sample more than the others. If b does not divide n, the last
+micro-batch is short.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from clip_train.batch import chunk_sizes, num_chunks
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
 EMA = "param_ema"  # the slot of a parameter's moving average
 Features: TypeAlias = dict[str, Tensor]
-"""What a model returns for a micro-batch, by name: rows [b, ...], one for each sample, and scalars [1].
+"""What a model returns for a micro-batch, by name: rows [b, ...], one for each sample, and
+scalars [1].
 
-CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor itself,
-exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64) whatever
-the model's precision. Gradients with respect to features have the same names and shapes.
+CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor
+itself, exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64)
+whatever the model's precision. Gradients with respect to features have the same names and shapes.
 """
-TEXT_STEP = 8  # a micro-batch's texts are cut at multiples of this: each length is a shape to allocate or compile for
+# A micro-batch's texts are cut at multiples of this: each length is another shape to compile.
+TEXT_STEP = 8
 
 
 @dataclass
@@ -65,9 +68,9 @@ class Batch:
         return sum(self.shares) if self.shares else None
 
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples, equally many on every rank; the last may be shorter (`chunk_sizes`).
+        """Slices of `micro_size` samples, equally many on every rank.
 
-        Texts are cut where all of them have ended.
+        The last may be shorter (`chunk_sizes`). Texts are cut where all of them have ended.
         """
         counts = self.shares or (len(self),)
         sizes = chunk_sizes(len(self), num_chunks(max(counts), min(counts), micro_size), micro_size)
@@ -82,7 +85,8 @@ class Batch:
         ]
 
     def _longest_text(self, start: int, stop: int) -> int:
-        """Tokens to keep of texts `[start, stop)`; known without asking the device, and rounded up to few shapes."""
+        """Tokens to keep of texts `[start, stop)`, rounded up to few shapes; needs no device
+        read."""
         if self.text_lengths is None:
             return self.texts.shape[1]
         longest = max(self.text_lengths[start:stop])
@@ -90,7 +94,7 @@ class Batch:
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
-    """int64 [n, L] -> int64 [n]: the place of each text's end, the first `end_id`; None: the highest id."""
+    """int64 [n, L] -> int64 [n]: where each text ends, at its first `end_id` (None: highest id)."""
     return (texts if end_id is None else (texts == end_id).int()).argmax(dim=1)
 
 
@@ -123,7 +127,7 @@ class StepReport:
 
 @dataclass
 class Fragment:
-    """A contiguous piece of one parameter and of its optimizer state, or of a buffer, as one rank holds it.
+    """A contiguous piece of a parameter and its optimizer state, or of a buffer, on one rank.
 
     Checkpoints are made of these, so they do not depend on the number of ranks or the ZeRO stage.
     """
@@ -137,7 +141,7 @@ class Fragment:
 
 
 class Wanted(NamedTuple):
-    """Elements `[start, start + numel)` of a flattened parameter's "param" or of an optimizer's slot."""
+    """Elements `[start, start + numel)` of a flattened parameter or of an optimizer's slot."""
 
     name: str
     slot: str
@@ -149,16 +153,19 @@ class FragmentSource(Protocol):
     """Reads any range of any parameter's state, however the checkpoint was cut."""
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """What this rank is going to read, to be brought at once; all ranks together. Not a must: reading brings
-        what is not here yet, piece by piece. CheckpointError, on all ranks."""
+        """Fetch everything that this rank will read. Collective.
+
+        Optional: `read` fetches what is missing, piece by piece. CheckpointError, on all ranks.
+        """
         ...
 
     def slots(self, name: str) -> set[str]:
-        """What is stored of a parameter: "param" and, unless it was frozen, the optimizer's slots."""
+        """What is stored for a parameter: "param" and, unless frozen, the optimizer's slots."""
         ...
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
-        """Elements `[start, start + numel)` of the flattened parameter; CheckpointError where a part is missing."""
+        """Elements `[start, start + numel)` of the flattened parameter. CheckpointError if a part
+        is missing."""
         ...
 
 
@@ -168,7 +175,7 @@ class Differentiable(Protocol):
     device: torch.device
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
-        """All features, with a graph unless under `torch.no_grad()`. All ranks call it equally often.
+        """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
 
         seen: the result of an earlier call without a graph. Features of a tower that is not trained
         may be taken from it.
@@ -176,7 +183,7 @@ class Differentiable(Protocol):
         ...
 
     def backward(self, features: Features, gradients: Features, last: bool) -> None:
-        """Push `gradients` through the graph of `features` and add the result to this step's gradient.
+        """Push `gradients` through the graph of `features`; adds to this step's gradient.
 
         last: no other backward follows in this step.
         """

@@ -1,8 +1,9 @@
-"""Out of memory ends no run: all ranks throw the attempt away, halve the micro-batch, and repeat the same batch.
+"""Recovers from out of memory: all ranks discard the attempt and repeat it with half the
+micro-batch.
 
-The result of a step does not depend on how it is cut, so the curve does not show it. Where another rank may
-be waiting inside the part that failed (a collective in it), nothing can be agreed on: the rank prints what to
-do and ends, and with it the run.
+The result of a step does not depend on the micro-batch size, so the loss curve does not show it.
+If another rank may be waiting in a collective inside the part that failed, the ranks cannot agree
+on anything: the run ends, and the message says what to do.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from clip_train.task import Objective
 
 T = TypeVar("T")
 
-# Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but one is cuDNN 9's).
-# oneDNN cannot create a primitive if its code or scratch memory does not fit; torch finds no engine if no workspace
-# fits. Operations that a processor or GPU does not support raise these two as well: such a run fails at one sample.
+# Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but
+# one is cuDNN 9's). oneDNN cannot create a primitive if its code or scratch memory does not fit;
+# torch finds no engine if no workspace fits. Operations that a processor or GPU does not support
+# raise these two as well: such a run fails at one sample.
 OUT_OF_MEMORY = (
-    "can't allocate memory", "not enough memory", "out of memory", "could not create a memory object",
-    "could not create a primitive", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
+    "could not create a memory object", "could not create a primitive",
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "_ALLOCATION_FAILED", "unable to find an engine to execute this computation",
 )  # fmt: skip
-# cuBLAS or cuDNN could not create its handle. On a full GPU memory is the cause: the handle and its workspace are
-# allocated beside torch's cache, which a release empties. Otherwise the driver or an earlier kernel has failed.
+# cuBLAS or cuDNN could not create its handle. On a full GPU, memory is the cause: the handle and
+# its workspace are allocated outside torch's cache, which `release` empties. Otherwise the driver
+# or an earlier kernel has failed.
 NO_HANDLE = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
 HANDLE_BYTES = 256 * 2**20  # more than either library allocates for a handle
 
@@ -72,11 +76,11 @@ def recovering_step(
     lr: float,
     log: Callable[[str], None],
 ) -> tuple[StepResult, BatchPlan]:
-    """`train_step`, again with half the micro-batch as often as memory ends; also the plan that went through.
+    """`train_step`, repeated with half the micro-batch while memory runs out.
 
-    Costs two all-reduces of one number. OutOfMemoryError where one sample at a time does not fit either, or
-    where one rank alone cannot be brought back.
-    """
+    Returns the result and the plan that fitted. Costs two all-reduces of one number.
+    OutOfMemoryError if one sample at a time does not fit either, or if one rank alone cannot
+    recover."""
     start = rng_state(engine.device)
     while True:
         try:
@@ -96,15 +100,17 @@ def recovering_step(
         smaller = halved(plan)
         if smaller is None:
             raise OutOfMemoryError(
-                f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use more ranks, a higher "
-                "engine.zero_stage, engine.precision=bf16, or a smaller batch.global_size"
+                f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use "
+                "more ranks, a higher engine.zero_stage, engine.precision=bf16, or a smaller "
+                "batch.global_size"
             )
         engine.discard_gradients()
         restore_rng(start, engine.device)
         release()
         log(
-            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained graphs from "
-            f"{plan.kept_graphs} to {smaller.kept_graphs} from here on; the same global batch again"
+            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained "
+            f"graphs from {plan.kept_graphs} to {smaller.kept_graphs} from here on; the same "
+            "global batch again"
         )
         plan = smaller
 
@@ -132,14 +138,15 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
             )
     elif error is not None:
         raise OutOfMemoryError(
-            f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "
-            f"be made good. {remedy}; the run goes on from its last checkpoint when started again"
+            f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait "
+            f"for it: it cannot be made good. {remedy}; the run goes on from its last checkpoint "
+            "when started again"
         )
     return out  # type: ignore[return-value]
 
 
 def halved(plan: BatchPlan) -> BatchPlan | None:
-    """Half the micro-batch and half the samples whose graphs are kept; None where there is no less."""
+    """Half the micro-batch and half the samples whose graphs are kept; None at one sample."""
     b, m = plan.micro_size, min(plan.kept_graphs, plan.accum_steps)
     if b == 1 and m == 1:
         return None

@@ -58,8 +58,8 @@ class Task(Protocol):
 class ImageText:
     """CLIP: a tower of images, a tower of texts, a logit scale and perhaps a bias.
 
-    The model is `model(images, texts, sample_seeds) -> (image, text, exp(logit_scale), logit_bias)`,
-    where an input may be None; its parameters have OpenCLIP's names.
+    The model is `model(images, texts, sample_seeds)` and returns `(image, text, exp(logit_scale),
+    logit_bias)`, where an input may be None; its parameters have OpenCLIP's names.
     """
 
     scalars: tuple[str, ...] = ("logit_scale", "logit_bias")
@@ -162,7 +162,7 @@ class LossOutput:
         """The output of a loss of `scale * I T^T (+ bias)`.
 
         d_image, d_text: the gradients without the factor `scale`, [1]; they are changed in place.
-        d_scale: float64 []; the logits are linear in the scale, so it is <I, dI> before that factor.
+        d_scale: float64 []; the logits are linear in the scale: it is <I, dI> before that factor.
         d_bias: [1].
         """
         d_logit_scale = d_scale.to(d_image.dtype).reshape(1)

@@ -102,7 +102,8 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
-    """Folders that a node has for itself: a job that is requeued on another loses its checkpoints."""
+    """Folders that a node has for itself: a job that is requeued on another loses its
+    checkpoints."""
     places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
     if remote is not None and not is_remote(remote):
         places["checkpoint.remote"] = local_path(remote).absolute()

@@ -1,4 +1,5 @@
-"""The parts that `launcher.train` puts together, each from the recipe: data, engine, loss, evaluation."""
+"""The parts that `launcher.train` puts together, each from the recipe: data, engine, loss,
+evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from clip_train.contrastive.build import build_loss
 from clip_train.data.config import order_keys
 from clip_train.data.count import count_missing
 from clip_train.data.index import ShardIndex, index_of, resume_data
-from clip_train.data.invalid import table_of
+from clip_train.data.invalid import Invalid, table_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
@@ -41,7 +42,8 @@ from launcher.weights import weights_here
 def shared_index(
     config: RunConfig, key: str, spec: str, known: ShardIndex | None = None
 ) -> ShardIndex:
-    """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and reads their index.
+    """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and
+    reads their index.
 
     known: what this rank has found before.
     """
@@ -60,8 +62,8 @@ def shared_index(
     first, its = looked[0]
     if others := sorted({node for node, each in looked if each != its}):
         error = RankError(
-            f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and {first} differ; "
-            "mount it on all"
+            f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and "
+            f"{first} differ; mount it on all"
         )
         dist.raise_agreed(error)  # all ranks know it: for an evaluation it is a warning
     found = dist.broadcast_object(found)
@@ -162,8 +164,8 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
 
 
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
-    """Collective: the loss; with its frozen teacher, in the engine's precision, where the recipe names one, and its
-    digest. RankError where the nodes see different ones."""
+    """Collective: the loss; with its frozen teacher, in the engine's precision, where the recipe
+    names one, and its digest. RankError where the nodes see different ones."""
     with weights_here(config.model, config.storage, ["teacher"]) as here:
         loaded = dist.agreed(
             partial(
@@ -176,7 +178,8 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
     (first, own), *others = dist.gather_objects((node_name(), digest))
     if other := next((node for node, each in others if each != own), None):
         raise RankError(
-            f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it on all"
+            f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it "
+            "on all"
         )
 
     def teach(micro_batch: MicroBatch) -> Features:
@@ -190,7 +193,8 @@ def evaluation(
     architecture: AnyArchitecture,
     engine: Engine,
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on `data.val` and the labelled images, or None if there are neither."""
+    """A closure that evaluates on `data.val` and the labelled images, or None if there are
+    neither."""
     places = config.evaluated_on
     if not places.keys() & {"data.val", "evaluate.zero_shot_data"}:
         return None
@@ -226,7 +230,10 @@ def evaluation(
             loader(key) for key in ("data.val", "evaluate.zero_shot_data", "evaluate.linear_probe")
         ]
         val, labelled, probe = loaders
-        found = lambda: [each for loader in loaders if loader for each in loader.invalid]  # noqa: E731
+
+        def found() -> list[Invalid]:
+            return [sample for loader in loaders if loader for sample in loader.invalid]
+
         try:
             out = evaluate(engine, val, config.evaluate, tokenizer, labelled, probe)
         except UserError as e:

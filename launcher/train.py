@@ -54,7 +54,8 @@ SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS cache
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
-    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish` explains.
+    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish`
+    explains.
 
     stop: listening already, since before the imports.
     """
@@ -87,7 +88,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
-            f"{env.describe()}; {device}, {ranks.backend(device)}{through}, {torch.get_num_threads()} threads"
+            f"{env.describe()}; {device}, {ranks.backend(device)}{through}, "
+            f"{torch.get_num_threads()} threads"
         )
     rendezvous.start(
         env,
@@ -139,8 +141,8 @@ def unwritable(run_dir: Path, e: OSError) -> RankError:
 
 
 def refuse_unshared(folder: Path, seconds: float) -> None:
-    """Collective: RankError unless every rank sees a file that rank 0 makes in `folder`, within `seconds`: NFS may show
-    a new folder late."""
+    """Collective: RankError unless every rank sees a file that rank 0 makes in `folder`, within
+    `seconds`: NFS may show a new folder late."""
     if dist.world_size() == 1:
         return
 
@@ -166,15 +168,16 @@ def refuse_unshared(folder: Path, seconds: float) -> None:
     error = None
     if not sees:
         error = RankError(
-            f"run.dir ({folder.parent}) is not shared: {', '.join(map(str, blind))} cannot see what rank 0 writes; "
-            "choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
+            f"run.dir ({folder.parent}) is not shared: {', '.join(map(str, blind))} cannot see "
+            "what rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
+            "checkpoint.remote"
         )
     dist.raise_agreed(error)
 
 
 def describe_run_dir(resolved: Resolved, start: int, described: dict[str, Any]) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, the engine's own files, and
-    that an attempt begins after step `start`. described: its facts."""
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, the engine's
+    own files, and that an attempt begins after step `start`. described: its facts."""
     config = resolved.config
     try:
         before = read_verdict(config.run_dir)
@@ -313,8 +316,8 @@ def describe_start(
     LocalStorage(config.run_dir).put_bytes("resolved.yaml", config.to_yaml().encode())
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     log(
-        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks x {plan.accum_steps} "
-        f"micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
+        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks "
+        f"x {plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.describe(config.engine)}, "
         f"{config.engine.precision}, {device.type}; {config.data.lanes} streams; "
         f"{config.steps} steps into {config.run_dir}"

@@ -14,8 +14,8 @@ from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.imported import find_class, try_out
 
-# The smallest unit that can be updated alone. elements: each for itself, so engines may cut and join
-# parameters. parameters: whole ones.
+# The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
+# join parameters. parameters: whole ones.
 Needs = Literal["elements", "parameters"]
 LION = "lion_pytorch.Lion"
 

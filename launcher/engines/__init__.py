@@ -85,7 +85,8 @@ def find_engine(kind: str) -> EngineKind:
 
 
 def describe(config: EngineConfig | Mapping[str, Any]) -> str:
-    """How the model is held, in few words. config: also an engine section as a checkpoint has it."""
+    """How the model is held, in few words. config: also an engine section as a checkpoint has
+    it."""
     section = config.model_dump() if isinstance(config, EngineConfig) else config
     groups = f" in groups of {section['shard_ranks']}" if section.get("shard_ranks") else ""
     name = find_engine(section.get("kind", EngineConfig().kind)).name

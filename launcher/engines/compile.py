@@ -15,19 +15,18 @@ from clip_train.models.vision import PatchEmbedding
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The parts whose parameters travel together, and which are compiled one by one: what module lists hold, such as a
-    tower's transformer blocks."""
+    """The parts whose parameters travel together, and which are compiled one by one: what module
+    lists hold, such as a tower's transformer blocks."""
     return [part for each in model.modules() if isinstance(each, nn.ModuleList) for part in each]
 
 
 def compile_units(model: nn.Module) -> None:
-    """torch.compile what makes patches of pixels, and each transformer's blocks but a last one that reads one token
-    only: its graphs would be others.
+    """torch.compile what makes patches of pixels, and each transformer's blocks but a last one that
+    reads one token only: its graphs would be others.
 
-    The method, not the module: hooks stay outside, and names as they are. The graphs take any batch and length, and
-    are shared by the blocks of a tower: two (with a gradient or without), three with dropout (and none in evaluation);
-    the patches have two of their own.
-    """
+    The method, not the module: hooks stay outside, and names as they are. The graphs take any batch
+    and length, and are shared by the blocks of a tower: two (with a gradient or without), three
+    with dropout (and none in evaluation); the patches have two of their own."""
     torch.fx.experimental._config.use_duck_shape = (
         False  # sizes that happen to be equal need not stay so
     )
@@ -39,7 +38,8 @@ def compile_units(model: nn.Module) -> None:
 
 
 def _compiled(eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:
-    """A single sample, such as a last micro-batch, and views of other tensors would need graphs of their own."""
+    """A single sample, such as a last micro-batch, and views of other tensors would need graphs of
+    their own."""
     if len(inputs[0]) == 1:
         return eager(*inputs)
     return compiled(

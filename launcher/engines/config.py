@@ -1,4 +1,5 @@
-"""The `engine` section of a recipe, the same for every engine; what one of them cannot do, its own package refuses."""
+"""The `engine` section of a recipe, the same for every engine; what one of them cannot do, its own
+package refuses."""
 
 from __future__ import annotations
 
@@ -10,43 +11,50 @@ from clip_train.settings import Layout, Rounding, Settings
 
 
 class EngineConfig(Settings):
-    """The `engine` section: how the model is held and computed. It never changes the result beyond rounding."""
+    """The `engine` section: how the model is held and computed. It never changes the result beyond
+    rounding."""
 
     kind: Annotated[Literal["deepspeed", "fsdp"], Layout] = "deepspeed"
-    """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. Checkpoints of one go on under the other."""
+    """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. Checkpoints of one go on under the
+    other."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
-    """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters. With engine.kind=fsdp
-    0 is plain data parallelism, 1 and 2 keep whole parameters from a step's first forward to its last backward, and 3
-    gives them back after each forward; master weights, moments and reduced gradients are shared out at 1, 2 and 3."""
+    """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+    With engine.kind=fsdp 0 is plain data parallelism, 1 and 2 keep whole parameters from a step's
+    first forward to its last backward, and 3 gives them back after each forward; master weights,
+    moments and reduced gradients are shared out at 1, 2 and 3."""
     shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None
-    """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model is shared out; they
-    must divide the number of ranks. null: all."""
+    """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model
+    is shared out; they must divide the number of ranks. null: all."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Layout] = "auto"
-    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always. auto: bf16 on GPUs
-    that compute in it, else fp32. A run on a CPU that lacks it (fp16 needs AVX512-FP16 or AMX-FP16) is refused, and
-    fp16 with engine.kind=fsdp."""
+    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always.
+    auto: bf16 on GPUs that compute in it, else fp32. A run on a CPU that lacks it (fp16 needs
+    AVX512-FP16 or AMX-FP16) is refused, and fp16 with engine.kind=fsdp."""
     matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
-    """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits (TF32), 7 times as fast.
-    The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know no difference."""
+    """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits
+    (TF32), 7 times as fast. The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know
+    no difference."""
     linear: Literal["int8", "fp8"] | None = None
-    """How GPUs multiply within linears: null in engine.precision; int8 or fp8 with factors rounded to 8 bits, each row
-    scaled by itself, of bf16 activations. With `pip install 'clip-train[torchao]'`; int8 needs an A100, fp8 an H100."""
+    """How GPUs multiply within linears: null in engine.precision; int8 or fp8 with factors rounded
+    to 8 bits, each row scaled by itself, of bf16 activations. With `pip install
+    'clip-train[torchao]'`; int8 needs an A100, fp8 an H100."""
     activation_checkpointing: Annotated[bool | Literal["auto"], Rounding] = False
-    """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of the memory.
-    auto: where that is faster than the cache, within the memory that there is (see batch.memory_limit)."""
+    """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of
+    the memory. auto: where that is faster than the cache, within the memory that there is (see
+    batch.memory_limit)."""
     offload: Annotated[Literal["none", "optimizer"], Rounding] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
     reduce_gradients: Annotated[Literal["once", "each_backward", "auto"], Rounding] = (
         "each_backward"
     )
-    """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per step, holding
-    a whole gradient on every rank until then (with DeepSpeed summed in the model's precision, with FSDP in fp32).
-    Stages 0 and 1 always do it once. auto: by the memory that there is, where the order of the sums is all that
-    differs."""
+    """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per
+    step, holding a whole gradient on every rank until then (with DeepSpeed summed in the model's
+    precision, with FSDP in fp32). Stages 0 and 1 always do it once. auto: by the memory that there
+    is, where the order of the sums is all that differs."""
     compile: Annotated[bool, Rounding] = False
     """torch.compile each transformer block (inductor), on either engine."""
     ds_config: str | None = None
-    """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null: ds_configs/zero<stage>.json."""
+    """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
+    ds_configs/zero<stage>.json."""
 
     @model_validator(mode="after")
     def _what_is_offloaded_is_shared_out(self) -> EngineConfig:
@@ -57,7 +65,8 @@ class EngineConfig(Settings):
         return self
 
     def on(self, bf16: bool) -> EngineConfig:
-        """With a precision in place of `auto`. bf16: whether the devices are GPUs that compute in it."""
+        """With a precision in place of `auto`. bf16: whether the devices are GPUs that compute in
+        it."""
         return (
             self.model_copy(update={"precision": "bf16" if bf16 else "fp32"})
             if self.precision == "auto"

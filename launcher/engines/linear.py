@@ -1,9 +1,10 @@
-"""int8 and fp8 products in a model's linears: torchao's, which is imported where a recipe asks for it.
+"""int8 and fp8 products in a model's linears: torchao's, which is imported where a recipe asks for
+it.
 
-Output and gradient of the input are products of rounded matrices, the weight's own gradient is not (SwitchBack, arXiv
-2304.13013). Each row of activations and of their gradients, a token's, is scaled by itself, and so is a weight: what
-shares a micro-batch with a sample does not change its features, nor its part of a gradient.
-"""
+Output and gradient of the input are products of rounded matrices, the weight's own gradient is not
+(SwitchBack, arXiv 2304.13013). Each row of activations and of their gradients, a token's, is scaled
+by itself, and so is a weight: what shares a micro-batch with a sample does not change its features,
+nor its part of a gradient."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ CAPABILITY = {
 def mistakes(config: EngineConfig) -> Iterator[str]:
     if config.linear is not None and config.precision != "bf16":
         yield (
-            f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is {config.precision}): set "
-            "engine.precision=bf16, or engine.linear=null"
+            f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is "
+            f"{config.precision}): set engine.precision=bf16, or engine.linear=null"
         )
 
 
@@ -38,8 +39,8 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
         return
     if find_spec("torchao") is None:
         yield (
-            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or set "
-            "engine.linear=null"
+            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
+            "set engine.linear=null"
         )
     import torch
 
@@ -51,13 +52,14 @@ def mistakes_here(config: EngineConfig) -> Iterator[str]:
             "engine.linear=int8, or " if found is not None and found >= CAPABILITY["int8"] else ""
         )
         yield (
-            f"engine.linear ({config.linear}) needs GPUs of compute capability {least[0]}.{least[1]} or newer, and "
-            f"{seen}: set {other}engine.linear=null"
+            f"engine.linear ({config.linear}) needs GPUs of compute capability "
+            f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null"
         )
 
 
 def convert(model: nn.Module, kind: str, emulate: bool) -> None:
-    """In place: every trained `nn.Linear` whose sides are multiples of 16; parameters stay, under their names.
+    """In place: every trained `nn.Linear` whose sides are multiples of 16; parameters stay, under
+    their names.
 
     emulate: round as fp8 does, and multiply in fp32. UserError where nothing can be converted."""
     from torch import nn
@@ -69,8 +71,8 @@ def convert(model: nn.Module, kind: str, emulate: bool) -> None:
 
     if not any(map(fits, model.modules())):
         raise UserError(
-            f"engine.linear ({kind}): the model has no trained linear whose sides are multiples of {MULTIPLE}; set "
-            "engine.linear=null"
+            f"engine.linear ({kind}): the model has no trained linear whose sides are multiples of "
+            f"{MULTIPLE}; set engine.linear=null"
         )
     if kind == "fp8":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,8 +1,8 @@
-"""The recipe and a base JSON from ds_configs/ become DeepSpeed's configuration; conflicts are refused.
+"""The recipe and a base JSON from ds_configs/ become DeepSpeed's configuration; conflicts are
+refused.
 
-What DeepSpeed gets wrong, and what would silently change the result, is handled or refused HERE, each with
-its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them).
-"""
+What DeepSpeed gets wrong, and what would silently change the result, is handled or refused HERE,
+each with its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from launcher.engines.config import EngineConfig
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
-# The recipe owns the optimizer and the schedule; the others are gone from DeepSpeed and raise there.
+# The recipe owns the optimizer and the schedule; the others are gone from DeepSpeed and raise
+# there.
 REFUSED_SECTIONS = {
     "optimizer": "use the recipe's optim section",
     "scheduler": "use the recipe's schedule section",
@@ -35,16 +36,19 @@ REFUSED_SECTIONS = {
 }
 
 
-# Of zero_optimization: they change the sums (quantised communication) or the group that the gradient is averaged over.
+# Of zero_optimization: they change the sums (quantised communication) or the group that the
+# gradient is averaged over.
 REFUSED_ZERO_KEYS = (
-    "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather", "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "offload_param",
+    "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients", "offload_param",
 )  # fmt: skip
 
 
 def reduces_once(config: EngineConfig) -> bool:
-    """Whether the engine defers the reduction by `coalesce_grad_reduction()`, which needs DeepSpeed's own
-    count of micro-batches: at gradient_accumulation_steps 1 every step() is a boundary either way."""
+    """Whether the engine defers the reduction by `coalesce_grad_reduction()`, which needs
+    DeepSpeed's own count of micro-batches: at gradient_accumulation_steps 1 every step() is a
+    boundary either way."""
     return config.zero_stage >= 2 and config.reduce_gradients == "once"
 
 
@@ -76,7 +80,8 @@ def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
 
 
 def reduce_bucket_elements(config: EngineConfig) -> int:
-    """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is 5e8."""
+    """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is
+    5e8."""
     if config.zero_stage == 0:
         return 0
     said = load_base(config)[1].get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
@@ -84,7 +89,8 @@ def reduce_bucket_elements(config: EngineConfig) -> int:
 
 
 def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
-    """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON disagree."""
+    """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON
+    disagree."""
     file, base = load_base(config)
     zero = base.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
@@ -94,7 +100,8 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
         if key in base
     ]
     mistakes += [
-        f"{file} sets zero_optimization.{key}: it changes the result, or is not tested here; take it out"
+        f"{file} sets zero_optimization.{key}: it changes the result, or is not tested here; take "
+        "it out"
         for key in REFUSED_ZERO_KEYS
         if zero.get(key)
     ]
@@ -112,8 +119,8 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
             node = node[section]
         if node.get(name) not in (None, "auto", value):
             mistakes.append(
-                f"{file} says {key} = {node[name]!r}, but {field} in the recipe makes it {value!r}: "
-                f'take it out of the JSON (or write "auto"), and set {field}'
+                f"{file} says {key} = {node[name]!r}, but {field} in the recipe makes it "
+                f'{value!r}: take it out of the JSON (or write "auto"), and set {field}'
             )
         node[name] = value
     if mistakes:
@@ -126,7 +133,8 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
 def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any, str]]:
     """Key of the JSON -> its value, and what of the recipe that follows from."""
     owned: dict[str, tuple[Any, str]] = {
-        # step() IS the accumulation boundary, so k may change from step to step, and nothing divides by k.
+        # step() IS the accumulation boundary, so k may change from step to step, and nothing
+        # divides by k.
         "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
         "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
         "train_micro_batch_size_per_gpu": (
@@ -147,7 +155,8 @@ def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any,
             True,
             "the trainer",
         ),  # torch's own AdamW and SGD: exact at every stage
-        # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for minutes.
+        # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for
+        # minutes.
         "zero_force_ds_cpu_optimizer": (False, "the trainer"),
     }
     if config.precision == "bf16":

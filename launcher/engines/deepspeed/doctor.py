@@ -21,7 +21,8 @@ def check_version() -> Iterator[Finding]:
 
 
 def check_extensions() -> Iterator[Finding]:
-    """DeepSpeed builds extensions; a build that was killed leaves a lock for which later runs wait for ever."""
+    """DeepSpeed builds extensions; a build that was killed leaves a lock for which later runs wait
+    for ever."""
     place = os.environ.get("TORCH_EXTENSIONS_DIR")
     folder = Path(place) if place else Path("~/.cache/torch_extensions").expanduser()
     locks = [file for file in folder.glob("**/lock") if time.time() - file.stat().st_mtime > 600]
@@ -33,7 +34,8 @@ def check_extensions() -> Iterator[Finding]:
 
 
 def check_hosts() -> Iterator[Finding]:
-    """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without keep-alives."""
+    """The deepspeed launcher over ssh: a cut link leaves it waiting for ever without
+    keep-alives."""
     hostfile = next(
         (file for file in (Path("hostfile"), Path("/job/hostfile")) if file.exists()), None
     )
@@ -48,7 +50,10 @@ def check_hosts() -> Iterator[Finding]:
     else:
         yield ok("hosts", f"{hostfile}, with ssh keep-alives")
     if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
-        message = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the other hosts"
+        message = (
+            "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the "
+            "other hosts"
+        )
         yield warning(
             "hosts",
             message,

@@ -1,4 +1,5 @@
-"""DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its flat partitions.
+"""DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its
+flat partitions.
 
 DeepSpeed's own accumulation is switched off (`config.py`): `backward` only accumulates, `step` is
 the boundary, so the number of micro-batches is free. The two factors it would add are undone here.
@@ -53,18 +54,23 @@ MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 def supported_precisions() -> list[str]:
-    """Of engine.precision's, those that DeepSpeed takes on this machine's devices: it asks the processor for fp16."""
+    """Of engine.precision's, those that DeepSpeed takes on this machine's devices: it asks the
+    processor for fp16."""
     accelerator = _import_deepspeed().accelerator.get_accelerator()
     asked = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
     return ["fp32", *(precision for precision, supported in asked.items() if supported())]
 
 
 def build_engine(
-    config: EngineConfig, make_model: Callable[[], nn.Module], make_optimizer: MakeOptimizer, device: torch.device,
+    config: EngineConfig,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    device: torch.device,
     facts: Facts,
-) -> DeepSpeedEngine:  # fmt: skip
-    """At stage 3 the model is born partitioned (`zero.Init`). Weights at this point are whatever `make_model` drew:
-    load the initial or resumed ones with `load_fragments`, so that they are the same at every stage."""
+) -> DeepSpeedEngine:
+    """At stage 3 the model is born partitioned (`zero.Init`). Weights at this point are whatever
+    `make_model` drew: load the initial or resumed ones with `load_fragments`, so that they are the
+    same at every stage."""
     ds_config = build_ds_config(config, facts)
     deepspeed = _import_deepspeed()
     os.environ["LOCAL_RANK"] = str(
@@ -98,10 +104,11 @@ def build_engine(
 def _refuse_scalars(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
-            # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor cannot be.
+            # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor
+            # cannot be.
             raise UserError(
-                f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not contiguous; give it shape "
-                "[1], and call contiguous() on it"
+                f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not "
+                "contiguous; give it shape [1], and call contiguous() on it"
             )
 
 
@@ -146,7 +153,8 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Return a ZeRO optimizer to where a step begins; of stage 1 or 2 also from the midst of a backward.
+    """Return a ZeRO optimizer to where a step begins; of stage 1 or 2 also from the midst of a
+    backward.
 
     DeepSpeed has nothing for this: its own clearing after an overflow expects whole backwards.
     """
@@ -179,7 +187,8 @@ class DeepSpeedEngine(Engine):
         ds_config: dict[str, Any],
         grad_clip_norm: float | None,
     ):
-        # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated gradients.
+        # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated
+        # gradients.
         super().__init__(
             engine,
             optimizer,  # torch's own, which DeepSpeed drives on its flat partitions
@@ -199,7 +208,8 @@ class DeepSpeedEngine(Engine):
         self._norms = torch.zeros(0)  # as `_clip` returns them; at stages 1 to 3 squares
         optimizer.register_step_pre_hook(self._measure)
         if engine.fp16_enabled():
-            # DeepSpeed raises the loss scale before it divides this step's gradients by it, which halves them.
+            # DeepSpeed raises the loss scale before it divides this step's gradients by it, which
+            # halves them.
             self._update_scale = update_scale = engine.optimizer._update_scale
             engine.optimizer._update_scale = lambda overflow: (
                 update_scale(True) if overflow else None
@@ -209,12 +219,13 @@ class DeepSpeedEngine(Engine):
         if self.reduce_once and self._reduction is None:
             self._reduction = contextlib.ExitStack()
             self._reduction.enter_context(self.engine.coalesce_grad_reduction())
-        # Each rank's gradient is averaged over world_size by the engine: undo it, once, here. Its other factor, the
-        # accumulation steps, is switched off.
+        # Each rank's gradient is averaged over world_size by the engine: undo it, once, here. Its
+        # other factor, the accumulation steps, is switched off.
         self.engine.backward(total * dist.world_size(), scale_wrt_gas=False)
         if self.stage:
-            # DeepSpeed does this at the next forward. With retained graphs there is none between two backwards,
-            # and ZeRO-3 would overwrite the first one's gradient with the second's, silently.
+            # DeepSpeed does this at the next forward. With retained graphs there is none between
+            # two backwards, and ZeRO-3 would overwrite the first one's gradient with the second's,
+            # silently.
             self.engine.optimizer.clear_backward_seen_flag()
 
     def _reduce(self) -> None:
@@ -251,9 +262,8 @@ class DeepSpeedEngine(Engine):
     def _measure(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Between the reduction of the gradients and the update.
 
-        Stage 0: clips, since DeepSpeed reports no norm for it. Stages 1 to 3: DeepSpeed has clipped,
-        and calls this once for each flat tensor that it updates.
-        """
+        Stage 0: clips, since DeepSpeed reports no norm for it. Stages 1 to 3: DeepSpeed has
+        clipped, and calls this once for each flat tensor that it updates."""
         if self.stage == 0:
             self._norms = self._clip(self._squares())
         else:
@@ -264,7 +274,8 @@ class DeepSpeedEngine(Engine):
         self._norms = torch.zeros(len(self._by_group), dtype=torch.float64, device=self.device)
         self._reduce()  # the gradients cross the network here, once
         self.engine.step()
-        # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to lower.
+        # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to
+        # lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         if self.engine.fp16_enabled() and not skipped:
             self._update_scale(False)  # for the next step
@@ -278,7 +289,8 @@ class DeepSpeedEngine(Engine):
         return torch.cat([norm, norm * shares.sqrt()]), skipped
 
     def _clamp_scalars(self) -> None:
-        """Master copy and model copy together: the next step undoes a clamp of the model's alone."""
+        """Master copy and model copy together: the next step undoes a clamp of the model's
+        alone."""
         super()._clamp_scalars()
         for name, limits in self.task.bounds.items():
             p = self.module.get_parameter(name)

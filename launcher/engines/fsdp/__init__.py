@@ -23,8 +23,8 @@ class FSDPKind(EngineKind):
             )
         if config.ds_config is not None:
             yield (
-                f"engine.ds_config ({config.ds_config}) is not for engine.kind=fsdp: take it out, or set "
-                "engine.kind=deepspeed"
+                f"engine.ds_config ({config.ds_config}) is not for engine.kind=fsdp: take it out, "
+                "or set engine.kind=deepspeed"
             )
         if ranks is not None and W % ranks:
             ways = ", ".join(str(n) for n in range(1, W + 1) if W % n == 0)

@@ -1,9 +1,9 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`) as an engine.
 
-One class covers all ways to hold a model, by two numbers: among how many ranks a copy of it is shared out (all of
-them, a node's, or 1, which is data parallelism), and whether the whole parameters of a unit are given back after its
-forward (`engine.zero_stage: 3`) or with the step's last backward.
-"""
+One class covers all ways to hold a model, by two numbers: among how many ranks a copy of it is
+shared out (all of them, a node's, or 1, which is data parallelism), and whether the whole
+parameters of a unit are given back after its forward (`engine.zero_stage: 3`) or with the step's
+last backward."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ from launcher.engines.linear import convert
 
 
 def build_engine(
-    config: EngineConfig, make_model: Callable[[], nn.Module], make_optimizer: MakeOptimizer, device: torch.device,
+    config: EngineConfig,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    device: torch.device,
     facts: Facts,
-) -> FSDPEngine:  # fmt: skip
+) -> FSDPEngine:
     """The weights are garbage until `load_fragments`: no rank ever holds the whole model."""
     W = dist.world_size()
     ranks = 1 if config.zero_stage == 0 else config.shard_ranks or W
@@ -52,8 +55,8 @@ def build_engine(
         "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),
         "reshard_after_forward": config.zero_stage
         == 3,  # said for the root too, which would else stay whole
-        # fp32 sums of bf16 gradients, between micro-batches and between ranks. No cast of inputs or outputs: the
-        # model casts its pixels itself, and its features are fp32 on purpose.
+        # fp32 sums of bf16 gradients, between micro-batches and between ranks. No cast of inputs or
+        # outputs: the model casts its pixels itself, and its features are fp32 on purpose.
         "mp_policy": MixedPrecisionPolicy(
             torch.bfloat16 if config.precision == "bf16" else None,
             torch.float32,
@@ -88,7 +91,8 @@ def _refuse_parameters(model: nn.Module) -> None:
     )
     if shared:
         raise UserError(
-            f"engine.kind (fsdp) cannot hold the shared parameter {shared[0]}; set engine.kind=deepspeed"
+            f"engine.kind (fsdp) cannot hold the shared parameter {shared[0]}; set "
+            "engine.kind=deepspeed"
         )
     for name, p in model.named_parameters():
         if p.ndim == 0:
@@ -98,7 +102,8 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 
 def find_pieces(model: nn.Module) -> list[Piece]:
-    """Dim 0 is cut as torch.chunk cuts it: ceil(rows / ranks) rows each, the last ranks fewer or none."""
+    """Dim 0 is cut as torch.chunk cuts it: ceil(rows / ranks) rows each, the last ranks fewer or
+    none."""
     out: list[Piece] = []
     for name, p in model.named_parameters():
         mesh = cast(DTensor, p).device_mesh
@@ -128,7 +133,8 @@ class FSDPEngine(Engine):
             device,
             find_pieces(
                 model
-            ),  # now: while a unit is whole, named_parameters() gives its plain low-precision copies
+                # now: while a unit is whole, named_parameters() gives its low-precision copies
+            ),
             module=model,
             grad_clip_norm=grad_clip_norm,
             low_precision=config.precision != "fp32",
@@ -179,5 +185,6 @@ class FSDPEngine(Engine):
 
     def _masters_changed(self) -> None:
         for module in fsdp_modules(self.module):
-            module.reshard()  # after an evaluation, or at stages below 3, whole copies would outlive the change
+            # after an evaluation, or at stages below 3, whole copies would outlive the change
+            module.reshard()
         super()._masters_changed()
