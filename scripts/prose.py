@@ -30,7 +30,7 @@ RULES = {  # name -> what must not be in a sentence
     "is no X (is not an X)": r"\b(is|are|was|were|be) no (?!longer|more|less|fewer|better|worse)\w",
     "a preposition before what": r"\b(of|in|to|from|by|for|with|on|at|beside|behind) what\b",
     "that which, what is X": r"\bthat which\b|^what (is|are|can|cannot|has|comes)\b",
-    "begins with Of": r"^Of\b",
+    "begins with Of": r"(?-i:^Of)\b",
     "goes on (continues)": r"\b(go|goes|went|going|gone) on\b",
     "comes to, has gone, lies in, stands in": (
         r"\b(comes to|ha(s|ve) gone|lies? (in|on|beside|at)|stands? (in|on|beside|at|behind))\b"
