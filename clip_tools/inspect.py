@@ -92,9 +92,8 @@ def to_evaluate(
 ) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
     """Collective: the settings, the model, its weights, and where these are from.
 
-    Of a run its newest checkpoint, or that one's moving average, or `weights`. Of weights
-    themselves, or a model's name with `weights`, all that is measured is in `overrides`. UserError,
-    CheckpointError.
+    For a run: its newest checkpoint, that one's moving average, or `weights`. For weights, or a
+    model's name with `weights`: `overrides` say what to measure. UserError, CheckpointError.
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     raw = dist.on_main(partial(recipe_of_model, place, weights))
@@ -180,8 +179,8 @@ def chosen(args: argparse.Namespace, places: Places, only: CommitRef | None) -> 
 
 
 def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
-    """The recipe and the newest complete checkpoint. Of a URL, or a bare folder of checkpoints, the
-    recipe is the one in the checkpoint: none of the run's files are needed. UserError,
+    """The recipe and the newest complete checkpoint. With a URL or a bare folder of
+    checkpoints, the recipe comes from the checkpoint: no file of the run is needed. UserError,
     CheckpointError."""
     place, overrides = args.place, args.overrides
     config, places, only = find_run(place, overrides)

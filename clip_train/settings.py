@@ -23,7 +23,7 @@ LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somew
 Matmul = Literal["highest", "tf32", "bf16x3"]
 """How the loss multiplies matrices (`clip_train.contrastive.matmul`)."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
-"""Of a limit; the most is three years, which clocks and timeouts can hold."""
+"""A limit in seconds: at most three years, which clocks and timeouts can hold."""
 
 
 @dataclass(frozen=True)

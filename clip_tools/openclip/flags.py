@@ -211,7 +211,7 @@ NEWER = {
     "val-retrieval-chunk-size": "retrieval is counted in pieces that fit",
     "val-retrieval-precision": "retrieval is counted in fp32",
 }
-# Of its older versions and branches.
+# Flags of its older versions and branches.
 OLDER = {
     "hf-tokenizer-name": "of the model's JSON",
     "interpolation": NOTES["image-interpolation"],
@@ -248,7 +248,7 @@ DEFAULTS = {
     "seed": 0,
     "grad-clip-norm": None,
 }
-"""Of OpenCLIP, where ours differ or a recipe needs them."""
+"""OpenCLIP's defaults, if ours differ or a recipe needs them."""
 UNSAID = {
     "accum-freq": "1",
     "coca-caption-loss-weight": "2.0",
@@ -272,7 +272,7 @@ FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 
 
 def meaning(flag: str) -> str:
-    """Of a known flag, in Markdown: its key or keys, or why there is none."""
+    """A known flag's key or keys, in Markdown, or why there is none."""
     return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or REASONS.get(flag, "")
 
 

@@ -42,7 +42,7 @@ def read(given: str, stdin: str | None = None) -> tuple[dict[str, Any], int | No
 
 
 def read_command(text: str) -> tuple[dict[str, Any], int | None]:
-    """Of a command line, or of a script: its variables and #SBATCH lines count too."""
+    """Read a command line, or a script with its variables and #SBATCH lines."""
     text = re.sub(r"\\[ \t]*\r?\n|\n\s*(?=--\w)", " ", text).rstrip("\\ \t\r\n")
     lines = text.splitlines()
     commands = [line for line in lines if re.search(r"^[^#].*\bmain(\.py)?\s", line)]

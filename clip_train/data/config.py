@@ -147,10 +147,10 @@ class DataConfig(Settings):
     none."""
 
     aug_color_jitter_prob: Annotated[Probability, Refused] = 1.0
-    """Of an image to be jittered, where data.aug_color_jitter says how."""
+    """The probability that an image is jittered; data.aug_color_jitter says how."""
 
     aug_gray_scale_prob: Annotated[Probability, Refused] = 0.0
-    """Of an image to be made gray."""
+    """The probability that an image is made gray."""
 
     @model_validator(mode="before")
     @classmethod

@@ -197,7 +197,7 @@ class Order:
         return self._counted(count, self.streams, stream)
 
     def sample_seed(self, stream: int, count: int) -> int:
-        """Of everything random about sample number `count` of a stream: in [0, 2^63)."""
+        """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
         return hash64(self.seed, stream, count)
 
     def epoch(self, position: int) -> int:

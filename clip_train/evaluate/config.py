@@ -17,8 +17,8 @@ class EvaluateConfig(Settings):
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""
     batch_size: int = Field(256, gt=0)
-    """Samples that a rank encodes at once. Of the results only val_loss, a mean over batches of
-    this size, knows it."""
+    """Samples that a rank encodes at once. Only val_loss depends on it: a mean over batches of this
+    size."""
     retrieval: bool = True
     """Recall of the images of data.val by their captions and of captions by their images, under
     three rules."""

@@ -18,7 +18,7 @@ from clip_train.protocols import Batch
 
 
 class StepTimes(NamedTuple):
-    """Of one step, in seconds; `data_wait` is a part of `step`."""
+    """The times of one step, in seconds; `data_wait` is part of `step`."""
 
     step: float
     data_wait: float

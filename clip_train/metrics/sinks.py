@@ -21,7 +21,7 @@ from clip_train.protocols import Batch
 from clip_train.storage.local import LocalStorage
 
 Kind = Literal["train", "eval", "invalid"]
-"""Of a record: a step, an evaluation, the samples that could not be used so far
+"""The kind of a record: a step, an evaluation, the samples that could not be used so far
 (`InvalidLog.state`)."""
 OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
 

@@ -61,7 +61,7 @@ class Storage(ABC):
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Store a small file, whole or not at all. Return True if it was stored.
 
-        if_absent: only if there is no such file. Of several racing writers exactly one gets True.
+        if_absent: only if there is no such file. Exactly one of several racing writers gets True.
         Their `data` must differ: if the store holds these very bytes, an earlier try of this call
         went through. OSError: then nothing was published.
         """

@@ -184,8 +184,8 @@ VERBS = {
         "clip_tools.inspect:evaluate_run",
         "zero-shot, retrieval, validation loss and linear probe of a run or of any weights",
         """\
-    Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. Of a URL, or a bare
-    folder of checkpoints, the recipe is the one in the checkpoint. PLACE may also be weights
+    Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. With a URL or a
+    bare folder of checkpoints, the recipe comes from the checkpoint. PLACE may also be weights
     (an exported folder, hf-hub:org/name, open_clip:NAME/TAG) or, with --weights, a model's
     name.""",
         """\
@@ -208,8 +208,8 @@ VERBS = {
         "clip_tools.inspect:export_run",
         "weights for OpenCLIP or transformers, as safetensors",
         """\
-    Write a folder that open_clip, or transformers, loads, without a GPU. Of a run's folder or
-    the URL of its checkpoints, none of the run's other files are needed.""",
+    Write a folder that open_clip, or transformers, loads, without a GPU. A run's
+    folder of checkpoints or their URL is enough: no other file of the run is needed.""",
         """\
     clip-train export runs/clip --output clip-b32           of a run on this disk
     clip-train export s3://bucket/run --step 20000          of a run elsewhere
@@ -298,7 +298,7 @@ VERBS = {
         "a run as a page, or several compared in one",
         """\
     Write report.html of a run anew, which training keeps up to date by itself: health, curves,
-    evaluations, attempts, what differs from the defaults. Of several runs comparison.html, with
+    evaluations, attempts, what differs from the defaults. Several runs give comparison.html, with
     all curves in one.""",
         """\
     clip-train report runs/clip
@@ -327,7 +327,7 @@ VERBS = {
         "an OpenCLIP command line as a recipe",
         """\
     Print the recipe that trains what an OpenCLIP command line trains, with what means something
-    else here in comments above. Of OpenCLIP's params.txt, too.""",
+    else here in comments above. It also takes OpenCLIP's params.txt.""",
         """\
     clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar"
     clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",

@@ -47,7 +47,7 @@ class RunSection(Settings):
     dir: Annotated[str | None, Silent] = None
     """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
     seed: Annotated[NonNegativeInt, Refused] = 0
-    """Of the initial weights, the order of the data, augmentation and dropout."""
+    """The seed of the initial weights, the order of the data, augmentation and dropout."""
     steps: Annotated[
         PositiveInt | None, Allowed("a whole number of at least 1", example="10000")
     ] = None

@@ -26,9 +26,9 @@ class EngineConfig(Settings):
     """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model
     is shared out; they must divide the number of ranks. null: all."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Layout] = "auto"
-    """Of the model's arithmetic; master weights, moments, features and the loss are fp32 always.
-    auto: bf16 on GPUs that compute in it, else fp32. A run on a CPU that lacks it (fp16 needs
-    AVX512-FP16 or AMX-FP16) is refused, and fp16 with engine.kind=fsdp."""
+    """The precision of the model's arithmetic. Master weights, moments, features and the loss are
+    always fp32. auto: bf16 on GPUs that compute in it, else fp32. fp16 on a CPU needs AVX512-FP16
+    or AMX-FP16, and fp16 with engine.kind=fsdp is refused."""
     matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
     """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits
     (TF32), 7 times as fast. The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know

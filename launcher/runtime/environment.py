@@ -253,7 +253,7 @@ def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
 
 
 def threads(cores: int, workers: int) -> int:
-    """Of the trainer, on so many cores: what the loader's workers leave, but at least half.
+    """The trainer's threads on so many cores: what the loader's workers leave, at least half.
 
     OpenMP's threads spin while they wait for each other. With one for each core, whatever else
     wants a core takes it from one of them, and all others burn theirs meanwhile: a step of the demo

@@ -50,8 +50,8 @@ def facts(config: RunConfig, env: RankEnv, device: torch.device) -> dict[str, An
 
 
 def commit() -> str | None:
-    """Of git, `-dirty` where files differ; of a job's frozen code that of its submission. None
-    where there is none."""
+    """The git commit, with `-dirty` if files differ. Frozen code has the commit of its submission.
+    None if there is none."""
     if (ROOT / ".git").exists():
         return (
             answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None

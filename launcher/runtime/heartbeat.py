@@ -32,7 +32,8 @@ ALL_JOINED = "all"  # key: set once all ranks have joined, or one has failed; ra
 
 
 class Heartbeat:
-    """Of one rank. `open` once there is a store, `claim` with an error, `leave` at the end."""
+    """One rank's heartbeat. `open` once there is a store, `claim` with an error, `leave` at the
+    end."""
 
     def __init__(
         self,

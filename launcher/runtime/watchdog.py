@@ -51,7 +51,7 @@ class Phase(str, enum.Enum):
 
 
 class Limits(NamedTuple):
-    """Of a phase."""
+    """The limits of a phase."""
 
     key: str | None  # of the `launch` section: seconds until it counts as a hang
     grace_seconds: float  # to end by itself once another rank has failed
@@ -75,10 +75,10 @@ class LaunchConfig(Settings):
     """For all ranks to join and to form the process group, from the moment at which a rank looks
     for the others; more where imports or the listing of shards take some ranks longer."""
     first_timeout_seconds: Seconds = 1800.0
-    """Of a collective until the first step is done: ranks start at different times, kernels are
-    compiled; a quarter more than hang_start_seconds at least."""
+    """The timeout of a collective until the first step is done, in which kernels compile; at least a
+    quarter more than hang_start_seconds."""
     timeout_seconds: Seconds = 600.0
-    """Of a collective afterwards, while steps run; at least twice the limit of a step."""
+    """The timeout of a collective afterwards; at least twice the limit of a step."""
     hang_start_seconds: Seconds = 3600.0
     """A rank that has not finished its first step by then hangs."""
     hang_step_seconds: Seconds | None = None

@@ -36,8 +36,8 @@ REFUSED_SECTIONS = {
 }
 
 
-# Of zero_optimization: they change the sums (quantised communication) or the group that the
-# gradient is averaged over.
+# Keys of zero_optimization that change the sums (quantized communication) or the group over which
+# the gradient is averaged.
 REFUSED_ZERO_KEYS = (
     "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
     "zero_quantized_weights", "zero_quantized_nontrainable_weights",
