@@ -75,8 +75,8 @@ class LaunchConfig(Settings):
     """For all ranks to join and to form the process group, from the moment at which a rank looks
     for the others; more where imports or the listing of shards take some ranks longer."""
     first_timeout_seconds: Seconds = 1800.0
-    """The timeout of a collective until the first step is done, in which kernels compile; at least a
-    quarter more than hang_start_seconds."""
+    """The timeout of a collective until the first step is done, in which kernels compile; at least
+    a quarter more than hang_start_seconds."""
     timeout_seconds: Seconds = 600.0
     """The timeout of a collective afterwards; at least twice the limit of a step."""
     hang_start_seconds: Seconds = 3600.0
