@@ -64,10 +64,6 @@ def test_it_trains_through_and_the_tables_are_exact(tmp_path, model, ranks):
     table = rows(first[: first.index("more rows")])
     assert len(table) == 20 and table.items() <= expected.items()
     report = (tmp_path / "run" / "report.html").read_text()
-    assert (
-        "invalid samples in it" in report
-        and f"<td>2</td><td>2</td><td>{expected.total()}</td>" in report
-    )
     cells = re.findall(
         r"<tr><td>([^<]+)</td><td>[^<]*/([^<]+\.tar)</td><td>(\d+)</td></tr>", report
     )

@@ -107,7 +107,7 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
         "run.steps=6",
         ranks=2,
     )
-    assert status == 0 and f"model.init_from: step 12 of {run_dir}" in from_run, from_run
+    assert status == 0 and f"init_from ({run_dir}): step 12 of" in from_run, from_run
     assert metrics(run_dir / "third")[0]["loss"] == pytest.approx(
         going_on[0]["loss"], rel=tolerances.loss(1)
     )

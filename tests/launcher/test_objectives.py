@@ -82,7 +82,7 @@ def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
         "data.lanes=2",
     )
     status, out = run(recipe, *named, "run.dir=three", ranks=2)
-    assert status == 0 and "model.teacher: step 4 of" in out, out
+    assert status == 0 and "): step 4 of" in out and "model.teacher (" in out, out
     assert metrics(tmp_path / "three")[0]["distill_loss"] > 0
 
 

@@ -87,6 +87,7 @@ def test_the_page_has_twelve():
         "A table instead of shards",
         "No captions",
         "A typo in a key",
+        "A model that does not exist",
         "A wrong image size",
     ],
 )
@@ -97,16 +98,6 @@ def test_of_the_recipe(name, home):
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_no_wandb(home):
     assert_shown("No wandb", start("No wandb", home))
-
-
-def test_two_terminals(home):
-    first = start("Ctrl-C", home)
-    try:
-        wait_for_step(home / "runs" / "my-run", 1, first)
-        assert_shown("Two terminals", start("Two terminals", home))
-        assert first.poll() is None, "the first one goes on"
-    finally:
-        first.kill()
 
 
 @contextlib.contextmanager
