@@ -115,7 +115,7 @@ VERBS = {
         "Touches no GPU.",
         """\
     clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
-    clip-train plan recipes/vit_b32.yaml batch.micro_size=auto batch.memory_limit=80GB
+    clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
     clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed""",
         options=(
             ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
