@@ -36,7 +36,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 def run(args: argparse.Namespace) -> int:
     """Print the script of `args.shell`."""
-    # what is offered where no file name is meant
+    # completions for arguments that are not file names
     offered = {
         "overrides": ["$keys"],
         "shell": [*SHELLS],

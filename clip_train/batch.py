@@ -111,7 +111,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of the global batches, a pure function of the step: there is no state to save."""
+    """The sizes of the global batches, a pure function of the step, so no state is saved."""
 
     stretches: tuple[Stretch, ...]
 

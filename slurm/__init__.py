@@ -1,1 +1,1 @@
-"""Batch scripts, used as they are by `sbatch` and filled in by `clip-train submit`; docs/slurm.md."""
+"""Batch scripts for `sbatch`; `clip-train submit` fills them in. See docs/slurm.md."""

@@ -88,7 +88,7 @@ def read_rows(
         yield from _folder_rows(source)
         return
     if table.suffix.lower() not in READERS:
-        raise UserError(f"SOURCE ({source}) is no table that can be read: give {READABLE}")
+        raise UserError(f"SOURCE ({source}) is not a table that can be read: give {READABLE}")
     reader = READERS[table.suffix.lower()]
     first = next((record for record in reader(table) if isinstance(record, dict)), None)
     if first is None:

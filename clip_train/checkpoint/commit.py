@@ -1,4 +1,4 @@
-"""From "every rank has written its file" to "it is a checkpoint", and reading what is committed.
+"""Commits a checkpoint once every rank has written its file, and reads committed ones.
 
 Ranks learn about each other's files from the rank manifests in the store, never through the
 collectives of the training. No torch.

@@ -136,7 +136,10 @@ def _shown(run: Run) -> dict[str, Any]:
         ("logit scale", recent.get("logit_scale", "-"), f"learning rate {recent.get('lr', '-')}"),
     ]
     latest = run.evaluations[: -SHOWN_EVALUATIONS - 1 : -1]
-    names = dict.fromkeys(key for each in latest for key in each if key != "step")
+    names: dict[str, None] = {}  # in the order of their first appearance
+    for evaluation in latest:
+        names |= dict.fromkeys(evaluation)
+    names.pop("step", None)
     done_at = time.localtime(time.time() + (run.eta_seconds or 0))
     counts = sorted(run.invalid.get("bad_samples", {}).items(), key=lambda row: (-row[1], row[0]))
     return {
@@ -180,7 +183,10 @@ def _charts(
     if len(runs) == 1:
         starts = [each["step"] for each in runs[0].starts[1:] if each["step"] <= last]
         saves = runs[0].saves[:: 1 + len(runs[0].saves) // SIZE]
-    for name in dict.fromkeys([*CHARTS, *(name for each in curves for name in each)]):
+    names = dict.fromkeys(CHARTS)
+    for of_run in curves:
+        names |= dict.fromkeys(of_run)
+    for name in names:
         found = [(number, each[name]) for number, each in enumerate(curves) if name in each]
         if found and name not in NOT_SHOWN:
             yield {

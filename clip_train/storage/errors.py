@@ -95,6 +95,7 @@ _RAISED: dict[Meaning, tuple[type[StorageError], int]] = {
     "final": (StorageError, errno.EPERM),
     "elsewhere": (StorageError, errno.EPERM),
 }
+# fsspec raises NotImplementedError if a protocol cannot write, as https:// cannot.
 _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 
 
