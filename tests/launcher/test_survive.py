@@ -25,7 +25,7 @@ from tests.processes import family
 
 pytestmark = pytest.mark.engine
 
-PROMPT = 60.0  # seconds from an error to its verdict; a few on a machine that is not busy
+PROMPT = 10.0  # seconds from an error to its verdict; 2 on a machine that is not busy
 
 
 def seconds_to_verdict(run_dir: Path) -> float:
