@@ -8,7 +8,7 @@ process group on GPUs has to be `cpu:gloo,cuda:nccl`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from clip_train.errors import RankError, RemoteRankError, UserError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def rank() -> int:
@@ -126,16 +127,16 @@ def barrier() -> None:
     sum_scalars(0)
 
 
-def agreed(action: Callable[[], T]) -> T:
-    """Run `action` on every rank. If it fails on any, it fails on all, and no rank is left waiting.
+def agreed(action: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Run `action` with its arguments on every rank.
 
-    The lowest rank that failed raises its own error, and so prints it; the others raise
-    `RemoteRankError`.
+    If it fails on any rank, it fails on all, and no rank is left waiting. The lowest rank that
+    failed raises its own error, and so prints it; the others raise `RemoteRankError`.
     """
     error: Exception | None = None
     result: Any = None
     try:
-        result = action()
+        result = action(*arguments, **keywords)
     except Exception as e:
         error = e
     raise_agreed(error)
@@ -166,6 +167,11 @@ def is_agreed(error: Exception) -> bool:
     return world_size() == 1 or alike or getattr(error, "agreed", False)
 
 
-def on_main(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only, and give its result, or its failure, to every rank."""
-    return broadcast_object(agreed(lambda: action() if is_main() else cast(T, None)))
+def on_main(action: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Run `action` with its arguments on rank 0 only.
+
+    Every rank gets its result, or its failure.
+    """
+    return broadcast_object(
+        agreed(lambda: action(*arguments, **keywords) if is_main() else cast(T, None))
+    )

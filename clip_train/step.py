@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,14 +112,16 @@ def two_pass(
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
     with observed() as running_statistics:
-        cache = guard("forward pass", lambda: encode(engine, micro_batches, objective, kept_graphs))
+        cache = guard(
+            "forward pass", partial(encode, engine, micro_batches, objective, kept_graphs)
+        )
     features = joined([entry.features for entry in cache])
     prepared = [entry.prepared for entry in cache if entry.prepared is not None]
     context = replace(context, prepared=joined(prepared) if prepared else None)
     with matmul_precision(objective.matmul):
-        output = guard("loss", lambda: objective(features, context))  # once, globally
+        output = guard("loss", partial(objective, features, context))  # once, globally
     gradients = output.split([len(micro_batch) for micro_batch in micro_batches])
-    guard("backward pass", lambda: replay(engine, cache, gradients))
+    guard("backward pass", partial(replay, engine, cache, gradients))
     for update in running_statistics:
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}

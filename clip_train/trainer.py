@@ -235,7 +235,7 @@ class Trainer:
             release()  # it may have run out of memory
             return {}
         self.call("after_evaluate", {"step": self.step, **evaluated})
-        self._on_this_rank(lambda: self.checkpoints.note_metrics(self.step, evaluated))
+        self._on_this_rank(partial(self.checkpoints.note_metrics, self.step, evaluated))
         return evaluated
 
     def _on_this_rank(self, action: Callable[[], None]) -> None:

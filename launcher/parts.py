@@ -97,22 +97,21 @@ def build_loader(
     readers = [text] if teacher is None else [text, teacher.text_cfg]
     cut = all(each.ends and each.end_id == text.end_id for each in readers)
     return dist.agreed(
-        lambda: TrainLoader(
-            config.data,
-            image_size=resolved.architecture.vision_cfg.image_size,
-            context_length=text.context_length,
-            global_size=sizes,
-            seed=config.run.seed,
-            rank=dist.rank(),
-            world_size=dist.world_size(),
-            step=resumed.step if resumed else 0,
-            began=began,
-            index=index,
-            pin_memory=device.type == "cuda",
-            storage=config.storage,
-            tokenizer=tokenizer_of(resolved.architecture),
-            lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
-        )
+        TrainLoader,
+        config.data,
+        image_size=resolved.architecture.vision_cfg.image_size,
+        context_length=text.context_length,
+        global_size=sizes,
+        seed=config.run.seed,
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        step=resumed.step if resumed else 0,
+        began=began,
+        index=index,
+        pin_memory=device.type == "cuda",
+        storage=config.storage,
+        tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
+        lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
     )
 
 
@@ -198,7 +197,7 @@ def evaluation(
     places = config.evaluated_on
     if not places.keys() & {"data.val", "evaluate.zero_shot_data"}:
         return None
-    tokenizer = dist.agreed(lambda: tokenizer_of(architecture))
+    tokenizer = dist.agreed(tokenizer_of, architecture)
 
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:

@@ -241,16 +241,14 @@ def build_trainer(
         config, "data.train", config.data.train, resolved.source.index if resolved.source else None
     )
     loader = parts.build_loader(resolved, device, resumed, index)
-    skipped = Skipped(warn)
-    skipped.step = start
+    skipped = Skipped(warn, start)
     sinks = dist.agreed(
-        lambda: Sinks.open(
-            config.log,
-            config.run_dir,
-            resume_step=start,
-            recipe=recipe.to_keep(),
-            skipped=skipped,
-        )
+        Sinks.open,
+        config.log,
+        config.run_dir,
+        resume_step=start,
+        recipe=recipe.to_keep(),
+        skipped=skipped,
     )
     progress = ProgressLine(
         steps,

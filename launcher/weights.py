@@ -111,7 +111,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     """Collective: a path of this node. what: key and place, for messages. folder: for one place."""
     if hub.is_on_hub(place):
         return str(_on_node(fetches, _readable, what, hub.fetch, place))
-    if dist.on_main(lambda: _readable(what, _is_weights, place)):
+    if dist.on_main(_readable, what, _is_weights, place):
         if not is_remote(place):
             return str(local_path(place))
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))

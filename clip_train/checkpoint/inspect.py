@@ -148,7 +148,7 @@ def open_to_look(
     """
     where = " or ".join(each.url for each in places if each is not None)
     if step is not None:
-        local, remote = dist.on_main(lambda: list_places(places))
+        local, remote = dist.on_main(list_places, places)
         refs = sorted({*local, *remote}, reverse=True)
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
@@ -171,5 +171,5 @@ def open_to_look(
 
 def places_of(place: str) -> tuple[Places, CommitRef | None]:
     """What a folder or a URL means, to look at it. UserError where there are no checkpoints."""
-    root, only = dist.on_main(lambda: locate(place))
+    root, only = dist.on_main(locate, place)
     return places_at(root), only

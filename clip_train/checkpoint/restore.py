@@ -108,7 +108,7 @@ def is_shared(storage: LocalStorage) -> bool:
             return storage.exists(name)
 
     try:
-        dist.on_main(lambda: look(write=True))
+        dist.on_main(look, write=True)
         return not dist.any_rank(not dist.agreed(look))
     finally:
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def select(
     other: str | None = None
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
-        other, only = dist.on_main(lambda: locate(mode))
+        other, only = dist.on_main(locate, mode)
         if other in [_root_of(each) for each in (cache, places.remote) if each is not None]:
             other = None
             if only is not None:
@@ -207,7 +207,7 @@ def resolve(
     CheckpointError, on all ranks, if one cannot read.
     """
     for _ in range(_LISTINGS):
-        local, remote = dist.on_main(lambda: list_places(places))
+        local, remote = dist.on_main(list_places, places)
         found: Resumed | None = None
         skipped: list[Skipped] = []
         for ref in sorted({*local, *remote}, reverse=True):
@@ -223,7 +223,7 @@ def resolve(
                 break
             except DamagedError as e:  # on all ranks
                 skipped.append(Skipped(ref, str(e)))
-        listed = itertools.chain(*dist.on_main(lambda: list_places(places))) if skipped else ()
+        listed = itertools.chain(*dist.on_main(list_places, places)) if skipped else ()
         if {each.ref for each in skipped} <= set(listed):
             break
         # a process that still runs has removed one while we looked: there are newer ones
@@ -288,12 +288,12 @@ def _open(
         if why is not None:
             raise DamagedError(why)
     if shared and local is not None and remote is not None and not small.is_local:
-        dist.on_main(lambda: copy_commit(remote, local, found))  # all files are there now
+        dist.on_main(copy_commit, remote, local, found)  # all files are there now
     source = remote or local
     assert source is not None
     path = f"{source.url}/{prefix}"
     world_size = found.manifest.world_size
-    reader = dist.agreed(lambda: FragmentReader(small.layout, files, path))
+    reader = dist.agreed(FragmentReader, small.layout, files, path)
 
     def read_tensors() -> dict[str, Tensor] | None:
         reader.shared_tensors()  # fetched now, while an error still reaches all ranks

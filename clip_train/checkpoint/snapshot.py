@@ -335,7 +335,7 @@ class FragmentReader:
         for name, slot, start, numel in wanted:
             for piece in self._pieces(name, slot, start, start + numel):
                 blocks |= set(self._files.blocks(piece.file, piece.at, piece.stop))
-        dist.agreed(lambda: self._files.prepare(blocks))
+        dist.agreed(self._files.prepare, blocks)
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.

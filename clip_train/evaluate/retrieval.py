@@ -88,7 +88,7 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
     out: dict[str, float] = {}
     if config.val_loss:
         pairs = image[owners[first]], text[first], seen.logit_scale, config.batch_size
-        out["val_loss"] = dist.agreed(lambda: validation_loss(*pairs))
+        out["val_loss"] = dist.agreed(validation_loss, *pairs)
     if not config.retrieval:
         return out
     same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]

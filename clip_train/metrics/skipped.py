@@ -21,8 +21,8 @@ STEPS_SHOWN = 3
 class Skipped:
     """One per run and rank. Rank 0 logs the warnings and reports the list."""
 
-    def __init__(self, warn: Callable[[str], None] = logger.warning) -> None:
-        self.step = 0  # optimizer steps taken so far; the trainer keeps it up to date
+    def __init__(self, warn: Callable[[str], None] = logger.warning, step: int = 0) -> None:
+        self.step = step  # optimizer steps taken so far; the trainer keeps it up to date
         self._warn = warn
         self._steps: dict[str, list[int]] = {}  # by what was skipped
         self._reasons: dict[str, str] = {}
@@ -39,8 +39,8 @@ class Skipped:
         """The result of `action`; None if it failed. Each new reason is one warning.
 
         together: all ranks make this call, and `action` is collective. An error that not all ranks
-            have agreed on is
-        raised: the others may still be waiting in a collective. passes: errors that are raised too.
+            have agreed on is raised: the others may still be waiting in a collective.
+        passes: errors that are raised too.
         """
         try:
             return action()
