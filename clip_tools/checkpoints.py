@@ -2,8 +2,6 @@
 become of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ keys of a recipe.
 The script holds all of it, so that a Tab starts no Python.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from launcher.cli.options import SHELLS, VERBS

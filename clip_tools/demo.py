@@ -2,8 +2,6 @@
 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

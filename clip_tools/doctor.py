@@ -3,8 +3,6 @@
 Each line is ok, a warning or an error with the remedy.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`clip-train evaluate` and `clip-train export`: what a run has learned, without its engine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -2,8 +2,6 @@
 reads, or as a page.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

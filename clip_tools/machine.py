@@ -3,8 +3,6 @@
 As a program, under torchrun, it is one rank of the process group that `check_group` measures.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -4,8 +4,6 @@ which checks all of it.
 A plan touches no GPU and no shard.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

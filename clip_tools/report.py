@@ -1,7 +1,5 @@
 """`clip-train report` and `clip-train watch`: how a run goes, as a page and in a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -4,8 +4,6 @@ It is deterministic by its seed, its folder appears whole or not at all, and it 
 the folder already holds what it would write.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Export for the `CLIPModel` of Hugging Face's transformers, which need not be installed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

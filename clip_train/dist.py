@@ -5,8 +5,6 @@ Tensors travel by the backend of the device they are on; what ranks decide toget
 process group on GPUs has to be `cpu:gloo,cuda:nccl`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 

@@ -4,8 +4,6 @@
 also the specification of the engines in `launcher.engines`.
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 import operator

@@ -1,7 +1,5 @@
 """The errors a user can meet, and the exit status that each becomes."""
 
-from __future__ import annotations
-
 import os
 import socket
 

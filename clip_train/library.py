@@ -1,7 +1,5 @@
 """The two passes over any two-tower module, for your own training loop: see docs/library.md."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ If another rank may be waiting in a collective inside the part that failed, the 
 on anything: the run ends, and the message says what to do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable

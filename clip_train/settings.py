@@ -5,8 +5,6 @@ An error is pydantic's own message with the key, the value, the default and what
 `optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable

@@ -6,8 +6,6 @@ them, and its gradient is pushed back through the pieces (GradCache, arXiv 2101.
 retained graphs, exact replay of random numbers, and the loss in closed form).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ No torch here: signals are caught before the heavy imports, during which they wo
 the rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

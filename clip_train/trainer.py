@@ -4,8 +4,6 @@ The trainer decides what happens at a step boundary. Everything that can end a r
 all ranks here. What only looks at the run is a `Callback`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

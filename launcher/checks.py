@@ -3,8 +3,6 @@
 `doctor` shows what they find; `submit` and `train --dry-run` require that they pass.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,8 +1,6 @@
 """The parts that `launcher.train` puts together, each from the recipe: data, engine, loss,
 evaluation."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache, partial

@@ -5,8 +5,6 @@
 Nothing below this file knows more than its own part; nothing here computes.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import secrets

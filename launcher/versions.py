@@ -5,8 +5,6 @@ Standard library only, and no recent syntax: an older Python has to read this fi
 message.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameter
                                   the manifest
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

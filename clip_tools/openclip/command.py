@@ -5,8 +5,6 @@ here translate the flags that need more than another name. Comments above the re
 means something else; those that begin with `CHECK:` are warnings too.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -5,8 +5,6 @@ and a few that it had once. `meaning` is what docs/from_openclip.md has of each,
 answers that is given one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

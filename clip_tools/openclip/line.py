@@ -1,7 +1,5 @@
 """Reading how OpenCLIP was run: a command line, the script that holds it, or its `params.txt`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

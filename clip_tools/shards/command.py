@@ -2,8 +2,6 @@
 shards.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -14,8 +14,6 @@ A label that is a number becomes the sample's `.cls`, as in webdataset; a label 
 field of its `.json`.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`clip-train index`: makes the shard index, or compares shards with the one that is there."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections import Counter

@@ -1,8 +1,6 @@
 """Reads whole shards and makes their index: several processes of `clip-train index`, each shard
 once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Rows of a table, one by one: .csv, .tsv, .jsonl, .parquet."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -4,8 +4,6 @@ Ranks learn about each other's files from the rank manifests in the store, never
 collectives of the training. No torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The recipe's `checkpoint` section, and whether the remote store that it names can be used."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import time

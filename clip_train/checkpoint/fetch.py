@@ -4,8 +4,6 @@ Every block is verified before a byte of it is given out. Where all ranks see on
 hashing and fetching.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Looking at checkpoints without changing anything: all of them, or one to export or evaluate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every writer takes the next epoch; one whose epoch is no longer the highest may not commit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

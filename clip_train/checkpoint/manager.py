@@ -1,7 +1,5 @@
 """What the trainer calls: is a save due, save, what became of earlier saves, resume."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

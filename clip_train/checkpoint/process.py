@@ -1,7 +1,5 @@
 """This rank's checkpoint writer, and when a save is due."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -7,8 +7,6 @@ another reason (permission, network, a broken disk) is not damage: it stops the 
 otherwise silently lose its work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shutil

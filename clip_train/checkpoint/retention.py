@@ -1,7 +1,5 @@
 """What may be removed: old checkpoints, and what killed saves left behind. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections import defaultdict

@@ -6,8 +6,6 @@ becomes, in memory that is allocated, touched and pinned before the first save. 
 at any other, bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ snapshot. Three threads: messages; the local disk (file, rank manifest, commit, 
 remote store (the same). It ends with its rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """From the `loss` section to the objective: where a new one is named."""
 
-from __future__ import annotations
-
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE

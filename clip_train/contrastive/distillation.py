@@ -11,8 +11,6 @@ again, minus something linear in S. So its gradient is InfoNCE's with p in place
 of p, and its value, too, falls out of a product with features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ an n x N matrix. What crosses the network, once per step: 2 N D features in one 
 sums and N column sums in one all-reduce.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

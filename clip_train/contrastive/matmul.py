@@ -10,8 +10,6 @@ factors are rounded as a GPU would round them, and the products are float32: the
 no faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -13,8 +13,6 @@ by id is left out unless both are current: the past copy of a sample is no negat
 a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ else random in a model does. Without replay the gradient is wrong by half and bi
 noisy.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

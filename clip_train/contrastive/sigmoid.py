@@ -13,8 +13,6 @@ text:
             texts.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from functools import partial

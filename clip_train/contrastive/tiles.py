@@ -9,8 +9,6 @@ gradient at scales of 50-100.
 shape.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

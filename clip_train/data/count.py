@@ -1,7 +1,5 @@
 """Counts the samples of shards that no index knows, before the first step: all ranks together."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ invalid are here.
 JPEG is decoded by simplejpeg, all other formats by Pillow.
 """
 
-from __future__ import annotations
-
 import bisect
 import io
 import itertools

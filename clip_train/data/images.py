@@ -6,8 +6,6 @@ at 512 px, and within 54 dB PSNR of it. Color augmentation is torchvision's Colo
 Grayscale on Pillow's operations, as in OpenCLIP's `--aug-cfg`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

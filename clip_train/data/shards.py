@@ -5,8 +5,6 @@ opens them.
 changed.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -5,8 +5,6 @@ Neighboring members that share a key (the name up to the first dot of its last p
 as in webdataset. Unlike there, a damaged or cut archive is an error.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

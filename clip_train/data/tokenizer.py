@@ -5,8 +5,6 @@ It is fast for two reasons: plain ASCII captions need no ftfy, and no token cros
 ids of a blank-separated chunk can be cached.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import html

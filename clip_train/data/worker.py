@@ -4,8 +4,6 @@ the batch.
 This module runs inside the loader's workers. Their images are in shared memory.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

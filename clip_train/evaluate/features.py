@@ -5,8 +5,6 @@ reads.
 ranks that have run out of samples encode a blank one for as long as another rank has more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

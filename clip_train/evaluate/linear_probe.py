@@ -6,8 +6,6 @@ gradient are summed over all, so that the result is that of one rank: float64 fr
 convex problem.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

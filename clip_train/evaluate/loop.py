@@ -1,7 +1,5 @@
 """The metrics of each data set: it is encoded once, and every metric reads its features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 

@@ -3,8 +3,6 @@
 `n` images and `t` captions on this rank, `N` and `T` on all, `D` features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

@@ -5,8 +5,6 @@ The same count on fake tensors (no memory, no arithmetic, no weights) is what `c
 predicts with.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The recipe's `log` section."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Files of one JSON object per line: `metrics.jsonl`, `eval.jsonl`."""
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

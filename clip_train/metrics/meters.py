@@ -1,7 +1,5 @@
 """What is measured in a step, and the record that it goes into."""
 
-from __future__ import annotations
-
 import hashlib
 import resource
 import sys

@@ -6,8 +6,6 @@ recipe.yaml                    every key
 invalid.json                   samples that could not be used
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -4,8 +4,6 @@ skipped with a warning.
 The run continues. VERDICT and the last lines of the log list what was skipped.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import TypeVar

@@ -3,8 +3,6 @@
 `b` samples, `L` tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 `b` samples of `L` tokens, `D` features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

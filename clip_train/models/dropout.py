@@ -6,8 +6,6 @@ recomputation, and however the samples are cut into micro-batches. `b` is the nu
 micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Weights out, as other libraries read them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters by name: their tower, their layer in it, and which of them a recipe freezes."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterable

@@ -7,8 +7,6 @@ The only module that imports huggingface_hub, which honors HF_ENDPOINT, HF_HOME,
 HF_HUB_OFFLINE, and resumes a download that was cut.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib

@@ -1,7 +1,5 @@
 """The vision tower: a ViT with a class token. `b` images, `T` patches, `D` features."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

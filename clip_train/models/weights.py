@@ -3,8 +3,6 @@
 Nothing is ever unpickled but tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Optimizers named by import path: found and tried before the model is built."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple

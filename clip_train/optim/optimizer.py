@@ -1,7 +1,5 @@
 """The torch optimizer that the `optim` section describes, over groups of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The interface of all stores: what each call does and raises."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod

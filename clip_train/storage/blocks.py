@@ -1,7 +1,5 @@
 """A file read in numbered blocks, and the checksums that an index keeps of them."""
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """How patiently remote files are read."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

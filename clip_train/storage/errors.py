@@ -4,8 +4,6 @@ Reads the errors of obstore, of botocore (credentials, settings) and of fsspec's
 obstore has no typed error for most answers (for none to a listing): status and code are parsed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -3,8 +3,6 @@
 `fsspec+s3://` reads and writes S3 by s3fs instead of obstore.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """Local disk, or a mounted shared file system. A completed write survives a power cut."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 obstore uploads large files in parts and repeats each part by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math

@@ -1,7 +1,5 @@
 """A remote file that reads like a local one: ranges fetched ahead, retried and verified."""
 
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import Future

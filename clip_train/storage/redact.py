@@ -4,8 +4,6 @@ Signing parameters that change with each signature (a date, an expiry) are repla
 re-signed URL stays equal.
 """
 
-from __future__ import annotations
-
 import re
 from typing import TypeVar, cast
 

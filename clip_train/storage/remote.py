@@ -1,7 +1,5 @@
 """What all remote stores share: names, patience and retries around single requests."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import os

@@ -1,7 +1,5 @@
 """A request to a remote store, repeated until it succeeds, is refused for good, or time is up."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -4,8 +4,6 @@ obstore makes the requests. botocore finds what it cannot: profiles, SSO, refres
 a bucket's region, the server's clock and unfinished uploads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import email.utils

@@ -2,8 +2,6 @@
 its exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """What `clip-train VERB` takes, and its help; no other import, so that it is there at once."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from dataclasses import dataclass

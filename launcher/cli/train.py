@@ -1,7 +1,5 @@
 """`clip-train train`: this rank, or one for each device."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -6,8 +6,6 @@ becomes.
 engine's own forwards took.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """Names that users of other trainers write, and the key of a recipe that each stands for."""
 
-from __future__ import annotations
-
 # OpenCLIP's flag -> key, where the value is the same.
 SAME = {
     "train-data": "data.train",

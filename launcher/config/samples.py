@@ -1,7 +1,5 @@
 """How many samples an epoch has, as the index beside the shards says. Without torch."""
 
-from __future__ import annotations
-
 from clip_train.data.config import existing
 from clip_train.data.index import index_of
 from clip_train.errors import UserError

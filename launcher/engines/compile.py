@@ -1,7 +1,5 @@
 """torch.compile, block by block, for both engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import chain

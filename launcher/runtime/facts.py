@@ -1,7 +1,5 @@
 """What an attempt runs with, for who reads its report later: a line in `attempts.jsonl`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ signal once.
 Ranks end each other (`heartbeat`); this process only waits for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

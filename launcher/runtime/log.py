@@ -1,7 +1,5 @@
 """What a process logs on stderr, and how long it took from its start to the first step."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ failed, and end.
 Rank 0 holds the store. The process group forms through it afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

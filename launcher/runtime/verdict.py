@@ -5,8 +5,6 @@ A batch script acts on them because exit statuses lie under launchers (torchrun 
 torch here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

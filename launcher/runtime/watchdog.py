@@ -6,8 +6,6 @@ when the launcher above this rank has ended. It ends the rank after another one 
 this rank waited for others or is the one that hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import faulthandler

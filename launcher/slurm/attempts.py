@@ -7,8 +7,6 @@ reason, blamed nodes, decision). An attempt without an `end` was lost with its n
 the ranks resumed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

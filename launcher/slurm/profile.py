@@ -1,8 +1,6 @@
 """What is asked of Slurm: a small YAML file of a site, with the options of `clip-train submit` over
 it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slurm's commands, as the batch script and `submit` use them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

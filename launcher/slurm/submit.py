@@ -5,8 +5,6 @@ The templates in slurm/ are used as they are: a few #SBATCH values are set, and 
 is added.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

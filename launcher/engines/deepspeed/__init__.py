@@ -3,8 +3,6 @@
 `config` makes its JSON, `engine` has the engine itself, `doctor` its checks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

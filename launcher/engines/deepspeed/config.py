@@ -4,8 +4,6 @@ refused.
 What DeepSpeed gets wrong, and what would silently change the result, is handled or refused HERE,
 each with its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

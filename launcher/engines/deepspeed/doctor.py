@@ -1,7 +1,5 @@
 """What `clip-train doctor` looks at for DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """PyTorch's FSDP2 as an engine: what it refuses and needs. `engine` has the engine itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from clip_train.memory.plan import Memory
