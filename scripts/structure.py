@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_660,
-    "functions": 1_320,
+    "statements": 15_543,
+    "functions": 1_319,
     "walruses": 8,
     "lambdas": 60,
     "statements in a module": 350,
