@@ -97,8 +97,6 @@ def view(run: Run, width: int) -> Iterator[RenderableType]:
         how = f": {start['ended'][0]}, {start['ended'][1]}" if start["ended"] else ""
         began = f"attempt {which} from step {start['step']:,}, {start.get('time', '')}"
         yield Text(began + how, style="dim")
-    if run.gpu_hours:
-        yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
     if run.evaluations:
         found = "  ".join(f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
         yield Text(f"evaluation: {found}")

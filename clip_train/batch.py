@@ -57,7 +57,7 @@ class BatchConfig(Settings):
     micro_size: Annotated[PositiveInt | Literal["auto"], Rounding] = 256
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes
     memory and speed, never the result; the last micro-batch may be shorter. auto: the fastest that
-    fits, measured at the start."""
+    fits, by its predicted size."""
     kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = 1
     """How many of the last micro-batches keep their graph and need no second forward. Each costs
     one micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto,

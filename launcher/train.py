@@ -33,7 +33,7 @@ from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.trainer import Trainer
 from launcher import engines, parts
-from launcher.config.memory import decide, measure, memory_limit
+from launcher.config.memory import decide, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, advice, engine_facts, resolve
 from launcher.config.resume import compare_with
@@ -70,10 +70,6 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         stop,
         heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
-        # a rank that waits must not give up before the one that hangs has been found out
-        on_limit=lambda limit: rendezvous.set_timeout(
-            max(config.launch.timeout_seconds, 2 * limit)
-        ),
         on_first_step=first_step,
     )
     watchdog.start()
@@ -96,8 +92,12 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
-        timeout_seconds=max(
-            config.launch.first_timeout_seconds, 1.25 * config.launch.hang_start_seconds
+        timeout_seconds=2
+        * max(
+            config.launch.hang_start_seconds,
+            config.launch.hang_step_seconds or 0.0,
+            config.launch.hang_save_seconds,
+            config.launch.hang_evaluate_seconds,
         ),
     )
     startup.done("process group")
@@ -222,7 +222,6 @@ def build_trainer(
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, resolved, start, described))
-    outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     engine = parts.build_engine(resolved, device)
     if resumed is None:
@@ -231,10 +230,8 @@ def build_trainer(
             engine.load_fragments(
                 dist.agreed(partial(initial_weights, model, config.run.seed, say)), {}
             )
-    if resolved.layout is not None:
-        resolved = measure(resolved, engine)
-        if dist.is_main() and resolved.layout is not None:
-            log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
+    if resolved.layout is not None and dist.is_main():
+        log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
     index = parts.shared_index(
         config, "data.train", config.data.train, resolved.source.index if resolved.source else None
     )
@@ -268,9 +265,7 @@ def build_trainer(
         plan=resolved.plan,
         sizes=sizes,
         steps=steps,
-        learning_rate=lambda step: learning_rate(
-            config.schedule, config.optim.peak_lr(sizes.at(step)), step, steps
-        ),
+        learning_rate=lambda step: learning_rate(config.schedule, config.optim.lr, step, steps),
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,

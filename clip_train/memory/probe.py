@@ -1,14 +1,11 @@
-"""Memory of one more sample: the difference between forwards of two sizes of micro-batch.
+"""Memory of one more sample: every tensor that torch makes in a step is counted while it lives.
 
-On a GPU the allocator is asked; elsewhere every tensor that torch makes is counted while it lives.
-The same count on fake tensors (no memory, no arithmetic, no weights) is what `clip-train plan`
-predicts with.
+The step runs on fake tensors: no memory, no arithmetic, no weights.
 """
 
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,15 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clip_train.contrastive.rng import restore_rng, rng_state
-from clip_train.engine import Engine, surrogate
+from clip_train.engine import surrogate
 from clip_train.memory.plan import Profile
 from clip_train.protocols import MicroBatch
 from clip_train.task import IMAGE_TEXT
 
 # Samples: beside so many, what does not grow with them (gradients of the weights) is negligible.
 FAKE_SIZE = 2**30
-REAL_SIZES = (2, 2, 6)  # the first only warms up: ZeRO-3 fetches parameters in another way then
 
 
 class LiveBytes(TorchDispatchMode):
@@ -100,43 +95,3 @@ def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, in
         del features
         total.backward()
     return forward, graph, building, count.highest
-
-
-def real_profile(
-    engine: Engine, micro_batch: Callable[[int], MicroBatch], predicted: Profile
-) -> Profile:
-    """The engine's own profile, on its device: forwards only, so no gradient or weight changes.
-
-    The backward's own need is taken from `predicted`. All ranks make the same calls.
-    """
-    before = rng_state(engine.device)
-    engine.train()
-    seen = []
-    for size in REAL_SIZES:
-        inputs, points = micro_batch(size), []
-        for with_graph in (False, True):
-            with torch.set_grad_enabled(with_graph), _meter(engine.device, inputs) as meter:
-                out = engine.forward(inputs)
-                points += meter()
-                del out
-        seen.append(points)
-    restore_rng(before, engine.device)
-    more = REAL_SIZES[2] - REAL_SIZES[1]
-    _, forward, graph, building = ((b - a) / more for a, b in zip(seen[1], seen[2], strict=True))
-    return Profile(forward, graph, building, graph + predicted.backward - predicted.graph)
-
-
-@contextmanager
-def _meter(device: torch.device, inputs: MicroBatch) -> Any:
-    """Yields a function: (bytes made since and still live, the most that ever lived at once)."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        yield lambda: (
-            torch.cuda.memory_allocated(device) - start,
-            torch.cuda.max_memory_allocated(device) - start,
-        )
-    else:
-        with LiveBytes([inputs.images, inputs.texts, inputs.sample_seeds]) as count:
-            yield lambda: (count.live, count.highest)

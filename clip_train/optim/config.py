@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from clip_train.settings import Allowed, Refused, Settings, shown
 
@@ -56,20 +56,9 @@ class OptimConfig(Settings):
     ema_warmup: bool = False
     """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's
     --model-ema-warmup)."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How `lr`, chosen for a global batch of `reference_batch`, grows with the run's own: linear
-    (arXiv 1706.02677) for sgd, sqrt (arXiv 2205.10287) for adamw."""
-    reference_batch: PositiveInt | None = None
-    """The global batch that `lr` was chosen for; needed where lr_scaling is not none."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> OptimConfig:
-        if (self.lr_scaling == "none") != (self.reference_batch is None):
-            raise ValueError(
-                f"optim.lr_scaling ({self.lr_scaling}) and optim.reference_batch "
-                f"({self.reference_batch}) go together: set both, or leave lr_scaling=none and "
-                "reference_batch=null"
-            )
         if self.ema_warmup and self.ema_decay is None:
             raise ValueError(
                 "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well"
@@ -85,8 +74,3 @@ class OptimConfig(Settings):
     @property
     def is_imported(self) -> bool:
         return "." in self.name
-
-    def peak_lr(self, global_size: int) -> float:
-        """`lr` scaled to a global batch of `global_size` samples."""
-        ratio = global_size / (self.reference_batch or global_size)
-        return self.lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.lr_scaling]

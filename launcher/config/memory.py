@@ -1,9 +1,8 @@
 """How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto`
 becomes.
 
-`decide` is one function for `clip-train plan`, which knows sizes only (fake tensors), and for
-`clip-train train`, which asks it before the engine is built and again (`measure`) with what the
-engine's own forwards took.
+`decide` is one function for `clip-train plan` and for `clip-train train`, which asks it before the
+engine is built. It knows sizes only (fake tensors).
 """
 
 from dataclasses import replace
@@ -14,10 +13,9 @@ import torch
 from clip_train import dist
 from clip_train.batch import BatchPlan, parse_bytes
 from clip_train.contrastive.tiles import GPU_SIDE
-from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory, Profile, Room, choose
-from clip_train.memory.probe import fake_profile, real_profile
+from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
@@ -141,17 +139,10 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     return replace(own, forward=max(own.forward, _profile(teacher, precision, 0.0, False).forward))
 
 
-def decide(
-    resolved: Resolved,
-    limit: float,
-    *,
-    measured: Profile | None = None,
-    allocated: float = 0.0,
-) -> Resolved:
+def decide(resolved: Resolved, limit: float) -> Resolved:
     """With every `auto` decided: the layout of least work within `limit` bytes a rank.
 
-    The numbers that the recipe gives stay as they are. measured: by the engine itself, built as
-    `config.engine` says; allocated: bytes that it holds.
+    The numbers that the recipe gives stay as they are.
     """
     config, batch, plan = resolved.config, resolved.given.batch, resolved.plan
     engine, architecture = config.engine, resolved.architecture
@@ -167,7 +158,7 @@ def decide(
         reductions = (True, False) if find_engine(engine.kind).sums_fp32(engine) else (False,)
     room = Room(
         limit,
-        max(each, allocated),
+        each,
         whole_gradient=once - each,
         reductions=reductions,
         each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
@@ -176,7 +167,7 @@ def decide(
         plan.global_size,
         plan.world_size,
         room,
-        {on: measured or predicted_profile(resolved, on) for on in options},
+        {on: predicted_profile(resolved, on) for on in options},
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,
     )
@@ -202,21 +193,3 @@ def memory_limit(config: RunConfig, device: torch.device | None) -> float:
         raise UserError(no_limit(config))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return -dist.max_scalars(-free * (1 - GPU_MARGIN))[0]
-
-
-def measure(resolved: Resolved, engine: Engine) -> Resolved:
-    """Decided again, with what the engine's own forwards take on its device; on all ranks alike."""
-    assert resolved.layout is not None
-    predicted, where = resolved.layout.profile, engine.device
-    if where.type != "cuda" and resolved.config.engine.compile:
-        return resolved  # compiled code makes its tensors out of the counter's sight
-    seen = real_profile(engine, partial(micro_batch, resolved.architecture, where), predicted)
-    *sizes, allocated = dist.max_scalars(
-        max(seen.forward, predicted.forward),
-        seen.graph,
-        seen.building,
-        seen.backward,
-        torch.cuda.memory_allocated(where) if where.type == "cuda" else 0.0,
-    )
-    limit, measured = resolved.layout.room.limit, Profile(*sizes)
-    return decide(resolved, limit, measured=measured, allocated=allocated)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 SLURM_STEP = "the SLURM step"
-# Unix time of the job's end; newer Slurms set it. On older ones there is the signal, USR1.
-END_TIME = "SLURM_JOB_END_TIME"
 LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that started this rank (`launcher.runtime.launch`)
 PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
 # set by launchers that start several ranks on each node: of how many nodes

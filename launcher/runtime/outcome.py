@@ -33,11 +33,9 @@ from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
-    ATTEMPT,
     Failure,
     Word,
     node_name,
-    notify,
     read_verdict,
     write_report,
     write_verdict,
@@ -68,7 +66,6 @@ class Outcome:
         self.watchdog: Watchdog | None = None
         # Set once the run there is known to be this recipe's: verdicts go there.
         self.run_dir: Path | None = None
-        self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
 
     def succeed(self, results: dict[str, float]) -> None:
@@ -84,7 +81,7 @@ class Outcome:
         if dist.is_main():
             self._write_verdict("DONE", DONE)
             if not self._plot():  # which VERDICT lists
-                self._write_verdict("DONE", DONE, notified=True)
+                self._write_verdict("DONE", DONE)
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")
             if results:
@@ -226,17 +223,12 @@ class Outcome:
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
 
-    def _write_verdict(self, word: Word, reason: str, *, notified: bool = False) -> None:
-        """VERDICT; then run `log.notify`, unless the batch script's controller does."""
+    def _write_verdict(self, word: Word, reason: str) -> None:
         assert self.run_dir is not None
         step, skipped = 0, []
         if self.trainer is not None:
             step, skipped = self.trainer.step, self.trainer.skipped.lines()
         write_verdict(self.run_dir, word, step, reason, skipped=skipped)
-        if self.notify is not None and ATTEMPT not in os.environ and not notified:
-            failed = notify(self.notify, self.run_dir, word, step, reason)
-            if failed:
-                warn(failed)
 
     def _plot(self) -> bool:
         """Rank 0, once a step is made: report.html, and whether it was written. After all that

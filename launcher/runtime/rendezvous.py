@@ -306,7 +306,7 @@ def start(
     RendezvousError. RemoteRankError where one of them fails before.
 
     recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does.
-    timeout_seconds: of every collective, until `set_timeout`.
+    timeout_seconds: of every collective.
     """
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
@@ -334,8 +334,6 @@ def start(
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of every later collective in all groups: only the first may take long."""
-    if not torch_dist.is_initialized():
-        return
+    """Set the timeout of every later collective in all groups."""
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)

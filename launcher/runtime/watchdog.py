@@ -1,7 +1,7 @@
 """A thread beside each rank: does the rank make progress, should it stop, has another one failed?
 
-It asks for a stop when the job's time is nearly over, when a STOP file is in the run directory, and
-when the launcher above this rank has ended. It ends the rank after another one has failed
+It asks for a stop when a STOP file is in the run directory, and when the launcher above this rank
+has ended. It ends the rank after another one has failed
 (`heartbeat`), and when a phase exceeds its limit: with every thread's stack in the log, and whether
 this rank waited for others or is the one that hangs.
 """
@@ -9,7 +9,6 @@ this rank waited for others or is the one that hangs.
 import contextlib
 import enum
 import faulthandler
-import json
 import logging
 import os
 import statistics
@@ -21,12 +20,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
-from launcher.runtime.environment import END_TIME, detect, launcher_pid
+from launcher.runtime.environment import detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
@@ -72,11 +71,6 @@ class LaunchConfig(Settings):
     rendezvous_seconds: Seconds = 600.0
     """For all ranks to join and to form the process group, from the moment at which a rank looks
     for the others; more where imports or the listing of shards take some ranks longer."""
-    first_timeout_seconds: Seconds = 1800.0
-    """The timeout of a collective until the first step is done, in which kernels compile; at least
-    a quarter more than hang_start_seconds."""
-    timeout_seconds: Seconds = 600.0
-    """The timeout of a collective afterwards; at least twice the limit of a step."""
     hang_start_seconds: Seconds = 3600.0
     """A rank that has not finished its first step by then hangs."""
     hang_step_seconds: Seconds | None = None
@@ -85,8 +79,6 @@ class LaunchConfig(Settings):
     """The same for a checkpoint."""
     hang_evaluate_seconds: Seconds = 7200.0
     """The same for an evaluation."""
-    stop_before_end_seconds: Seconds = 120.0
-    """Save and stop this long before the job's time is over; at most a quarter of its time."""
     restart_wait_seconds: Seconds = 60.0
     """A batch job that failed without a new checkpoint waits this long before its next attempt, and
     twice as long after each further failure."""
@@ -103,19 +95,16 @@ class Watchdog:
         *,
         run_dir: Path | None = None,
         environ: Mapping[str, str] = os.environ,
-        on_limit: Callable[[float], None] = lambda limit: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_limit: called
-        with the limit of a phase, in seconds, where it is another one than before. on_first_step:
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_first_step:
         called when it is done."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
-        self._on_limit, self._on_first_step = on_limit, on_first_step
+        self._on_first_step = on_first_step
         self._launcher = launcher_pid(environ)
-        self._stop_at = stop_time(config, environ, time.time())
         self._phase, self._since = Phase.START, time.monotonic()
         self._limit = config.hang_start_seconds
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
@@ -149,10 +138,7 @@ class Watchdog:
         if phase is self._phase is Phase.STEP:
             self._steps.append(now - self._since)
         self._phase, self._since = phase, now
-        limit = phase_limit(self.config, phase, self._steps)
-        if limit != self._limit:
-            self._limit = limit
-            self._on_limit(limit)
+        self._limit = phase_limit(self.config, phase, self._steps)
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -169,8 +155,6 @@ class Watchdog:
                 warn(f"the watchdog could not look: {type(e).__name__}: {e}")
 
     def _look(self, now: float, frozen_seconds: float) -> None:
-        if self._stop_at is not None and time.time() >= self._stop_at:
-            self.stop.ask("the job's time, which is nearly over")
         with contextlib.suppress(OSError):  # a disk that does not answer now: at the next look
             if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
                 self.stop.file = self.run_dir / STOP_FILE
@@ -215,10 +199,6 @@ class Watchdog:
 
     def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
-        entries = recorded()
-        pending = None if waiting else unfinished(entries)
-        if pending is not None:
-            where, waiting = f"{where}, where {pending} is unfinished", True
         message = (
             f"no progress for {seconds:.0f} s in phase {self._phase.value} (its limit is "
             f"{self._limit:.0f} s), {where}"
@@ -226,12 +206,6 @@ class Watchdog:
         rank, node = self._heartbeat.env.rank, node_name()
         log(f"[rank {rank} on {node}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
-        newest = [
-            f"{e.get('profiling_name')} {e.get('input_sizes')} {e.get('state')}"
-            for e in entries[-4:]
-        ]
-        collectives = "; ".join(newest) or "none recorded"
-        print(f"the last collectives: {collectives}", file=sys.stderr, flush=True)
         if waiting:
             self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
         abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not waiting))
@@ -245,21 +219,9 @@ def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> f
     if key is None:
         return FINISH_SECONDS
     limit: float | None = getattr(config, key)
-    if limit is not None:
-        return limit
-    limit = 300.0  # of a step; doubled, so that it seldom changes
-    while steps and limit < 20 * statistics.median(steps):
-        limit *= 2
+    if limit is None:  # of a step
+        return max(300.0, 20 * statistics.median(steps or [0.0]))
     return limit
-
-
-def stop_time(config: LaunchConfig, environ: Mapping[str, str], now: float) -> float | None:
-    """Unix time at which to save and stop, from the job's end; None where it has none."""
-    text = environ.get(END_TIME, "")
-    if not text.isdigit():
-        return None
-    end = int(text)
-    return end - min(config.stop_before_end_seconds, max(0.0, end - now) / 4)
 
 
 COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
@@ -291,30 +253,3 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
         stack[-1].name,
     )
     return f"waiting in {collective}, called from {place}", True
-
-
-def recorded() -> list[dict[str, Any]]:
-    """torch's flight recorder, the oldest entry first; empty where this torch has none."""
-    with contextlib.suppress(Exception):
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-        return json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-    return []
-
-
-def unfinished(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """The NCCL collective that some process group of this rank has not finished.
-
-    An asynchronous collective is waited for anywhere, for example in .item(). Only the newest entry
-    of a group counts: the parts of a coalesced collective are never marked as completed.
-    """
-    newest = {str(entry.get("process_group")): entry for entry in entries}
-    for entry in newest.values():
-        name = str(entry.get("profiling_name"))
-        if (
-            name.startswith("nccl:")
-            and entry.get("state") != "completed"
-            and not entry.get("retired")
-        ):
-            return name
-    return None

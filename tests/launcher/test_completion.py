@@ -17,7 +17,6 @@ WANTED = {
     "train my.yaml --dr": {"--dry-run"},
     "train my.yaml optim.l": {
         "optim.lr=",
-        "optim.lr_scaling=",
         "optim.layer_decay=",
         "optim.lr_multipliers=",
     },

@@ -99,7 +99,7 @@ def test_what_the_curve_cannot_tell_passes_in_silence() -> None:
         "log": {"every_steps": 7},
         "data": {"workers": 3},
         "run": {"name": "b"},
-        "launch": {"timeout_seconds": 9},
+        "launch": {"hang_save_seconds": 9},
     }
     config = recipe(**silent, checkpoint={"keep_last": 9})
     assert told(config) == told(recipe())

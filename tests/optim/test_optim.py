@@ -194,20 +194,6 @@ def test_muon_is_for_the_matrices_within_the_blocks():
     )
 
 
-@pytest.mark.parametrize("rule, peak", [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
-def test_the_learning_rate_scales_with_the_global_batch(rule, peak):
-    reference = None if rule == "none" else 256
-    assert OptimConfig(lr=0.1, lr_scaling=rule, reference_batch=reference).peak_lr(
-        1024
-    ) == pytest.approx(peak)
-
-
-@pytest.mark.parametrize("half", [{"lr_scaling": "sqrt"}, {"reference_batch": 256}])
-def test_half_a_scaling_rule_is_refused(half):
-    with pytest.raises(ValueError, match="go together"):
-        OptimConfig(**half)
-
-
 def test_warm_up_then_cosine_to_zero():
     config = ScheduleConfig(name="cosine", warmup_steps=10)
     rates = [learning_rate(config, 2.0, step, 110) for step in range(110)]
