@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # a recipe is read without torch
-    from clip_train.protocols import Batch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Callback:
@@ -23,8 +20,13 @@ class Callback:
         """The rank begins a "step", a "save" or an "evaluate"; "end": it has left the loop;
         "finish": an error is about to be printed."""
 
-    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
-        """record: the step as `metrics.jsonl` has it. Later callbacks see what this one adds."""
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
+        """record: the step as `metrics.jsonl` has it. Later callbacks see what this one adds.
+
+        keys, invalid: of this rank's batch, its `Batch.keys` and `Batch.bad_samples`.
+        """
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Put into `state` what a resumed run needs, as JSON and the same on all ranks."""

@@ -19,12 +19,8 @@ from clip_train.protocols import Features, MicroBatch
 from clip_train.step import two_pass
 from clip_train.task import Context, named_features
 
-NAMES = (
-    "image_features",
-    "text_features",
-    "logit_scale",
-    "logit_bias",
-)  # as OpenCLIP's dictionaries have them
+# as OpenCLIP's dictionaries have them
+NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 
 
 def contrastive_step(
@@ -101,9 +97,6 @@ class Inputs(MicroBatch):
 
     images: Any
     texts: Any
-
-    def __len__(self) -> int:
-        return num_samples("images", self.images)
 
 
 def num_samples(name: str, inputs: Any) -> int:

@@ -8,7 +8,6 @@ micro-batch is short.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -43,13 +42,11 @@ class Batch:
     texts: Tensor  # int64 [n, context_length]
     sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
-    bad_samples: dict[str, int] = field(
-        default_factory=dict
-    )  # "reason\tshard" -> invalid samples among its places
+    # "reason\tshard" -> invalid samples among its places
+    bad_samples: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
-    text_lengths: list[int] | None = (
-        None  # n, see `text_lengths`; None: micro-batches hold texts as they are
-    )
+    # n, see `text_lengths`; None: micro-batches hold texts as they are
+    text_lengths: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -62,35 +59,25 @@ class Batch:
         }
         return replace(self, **move)
 
-    @property
-    def global_size(self) -> int | None:
-        """N; None where every rank holds as many samples as this one."""
-        return sum(self.shares) if self.shares else None
-
     def micro_batches(self, micro_size: int) -> list[MicroBatch]:
         """Slices of `micro_size` samples, equally many on every rank.
 
-        The last may be shorter (`chunk_sizes`). Texts are cut where all of them have ended.
+        The last may be shorter (`chunk_sizes`). Texts are cut where all of them have ended, at one
+        of few lengths, without asking the device.
         """
-        counts = self.shares or (len(self),)
-        sizes = chunk_sizes(len(self), num_chunks(max(counts), min(counts), micro_size), micro_size)
-        stops = list(itertools.accumulate(sizes, initial=0))
-        return [
-            MicroBatch(
-                self.images[start:stop],
-                self.texts[start:stop, : self._longest_text(start, stop)],
-                self.sample_seeds[start:stop],
-            )
-            for start, stop in itertools.pairwise(stops)
-        ]
-
-    def _longest_text(self, start: int, stop: int) -> int:
-        """Tokens to keep of texts `[start, stop)`, rounded up to few shapes; needs no device
-        read."""
-        if self.text_lengths is None:
-            return self.texts.shape[1]
-        longest = max(self.text_lengths[start:stop])
-        return min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+        n, length = self.texts.shape
+        counts = self.shares or (n,)
+        sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
+        parts = []
+        stop = 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            if self.text_lengths is not None:
+                longest = max(self.text_lengths[start:stop])
+                length = min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+            texts, seeds = self.texts[start:stop, :length], self.sample_seeds[start:stop]
+            parts.append(MicroBatch(self.images[start:stop], texts, seeds))
+        return parts
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
@@ -110,9 +97,6 @@ class MicroBatch:
     images: Tensor  # uint8 [b, 3, H, W]
     texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 @dataclass(frozen=True)
@@ -135,9 +119,8 @@ class Fragment:
     name: str  # of the parameter, as in the model's state dict
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # first element, in the flattened parameter
-    tensors: dict[
-        str, Tensor
-    ]  # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
+    # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
+    tensors: dict[str, Tensor]
 
 
 class Wanted(NamedTuple):

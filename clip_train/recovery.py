@@ -8,9 +8,9 @@ on anything: the run ends, and the message says what to do.
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -23,8 +23,6 @@ from clip_train.models.batch_norm import has_batch_norm
 from clip_train.protocols import Batch, Phase
 from clip_train.step import StepResult, train_step
 from clip_train.task import Objective
-
-T = TypeVar("T")
 
 # Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but
 # one is cuDNN 9's). oneDNN cannot create a primitive if its code or scratch memory does not fit;
@@ -113,18 +111,16 @@ def recovering_step(
         plan = smaller
 
 
-def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
-    """Run a part of the step; if it runs out of memory on one rank, it fails on all."""
+@contextmanager
+def together(engine: Engine, phase: Phase) -> Iterator[None]:
+    """Around a part of the step: if it runs out of memory on one rank, it fails on all."""
     error: str | None = None
-    out: T | None = None
-    remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside `action`
+    remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside this part
     if phase != "loss" and dist.world_size() > 1 and has_batch_norm(engine.module):
-        remedy = (
-            remedy
-            or "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
-        )
+        cut = "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
+        remedy = remedy or cut
     try:
-        out = action()
+        yield
     except Exception as e:
         if not is_out_of_memory(e):
             raise
@@ -140,7 +136,6 @@ def together(engine: Engine, phase: Phase, action: Callable[[], T]) -> T:
             f"for it: it cannot be made good. {remedy}; the run goes on from its last checkpoint "
             "when started again"
         )
-    return out  # type: ignore[return-value]
 
 
 def halved(plan: BatchPlan) -> BatchPlan | None:

@@ -8,8 +8,8 @@ retained graphs, exact replay of random numbers, and the loss in closed form).
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from clip_train.models.batch_norm import observed
 from clip_train.protocols import Batch, Differentiable, Features, MicroBatch, Phase
 from clip_train.task import Context, LossOutput, Objective, is_scalar
 
-Guard = Callable[[Phase, Callable[[], Any]], Any]  # runs one part of a step
+Guard = Callable[[Phase], AbstractContextManager[None]]  # around one part of a step
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def unguarded(phase: Phase, action: Callable[[], Any]) -> Any:
-    return action()
+def unguarded(phase: Phase) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def train_step(
@@ -53,7 +53,7 @@ def train_step(
     """Take one optimizer step on the global batch, of which `batch` is this rank's share.
 
     batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
-    result does not depend on `micro_size` or `kept_graphs` beyond rounding. guard: runs each part
+    result does not depend on `micro_size` or `kept_graphs` beyond rounding. guard: around each part
     (`clip_train.recovery`); before `engine.step`, a step that fails has changed only gradients.
 
     Raises DivergedError, on all ranks and before the update, if the loss is not finite.
@@ -63,16 +63,22 @@ def train_step(
 
     random_state = rng_state(engine.device)
     for deferred in (True, False):
-        context = Context(batch.global_size, batch.keys, deferred=deferred)
+        context = Context(sum(batch.shares) or None, batch.keys, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        numbers = read(output)
-        if not numbers["unsafe"]:
+        numbers: dict[str, Any] = {"loss": output.loss, **output.metrics}
+        if output.unsafe is not None:
+            numbers["unsafe"] = output.unsafe
+        on_device = [name for name, x in numbers.items() if isinstance(x, torch.Tensor)]
+        read = torch.stack([numbers[name].to(output.loss).reshape(()) for name in on_device])
+        # both passes have been queued: the one wait for the device
+        numbers.update(zip(on_device, read.cpu().tolist(), strict=True))
+        if not numbers.pop("unsafe", False):
             break
         engine.discard_gradients()  # once in a million steps: again, without deferring
         restore_rng(random_state, engine.device)
-    loss, _ = numbers.pop("loss"), numbers.pop("unsafe")
+    loss = numbers.pop("loss")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
     report = engine.step(lr)
@@ -80,19 +86,6 @@ def train_step(
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
     return StepResult(loss, report.grad_norm, report.skipped, report.by_group | numbers)
-
-
-def read(output: LossOutput) -> dict[str, float]:
-    """All numbers of a step's loss, with one wait for the device, after both passes."""
-    unsafe = torch.zeros_like(output.loss) if output.unsafe is None else output.unsafe
-    numbers: dict[str, Any] = {"loss": output.loss, "unsafe": unsafe, **output.metrics}
-    on_device = {
-        name: value.to(output.loss).reshape(())
-        for name, value in numbers.items()
-        if isinstance(value, torch.Tensor)
-    }
-    values = torch.stack([*on_device.values()]).cpu().tolist()
-    return {**numbers, **dict(zip(on_device, values, strict=True))}
 
 
 def two_pass(
@@ -109,17 +102,25 @@ def two_pass(
     kept_graphs: micro-batches whose graphs are retained.
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
-    with observed() as running_statistics:
-        cache = guard(
-            "forward pass", partial(encode, engine, micro_batches, objective, kept_graphs)
-        )
+    with observed() as running_statistics, guard("forward pass"):
+        cache = encode(engine, micro_batches, objective, kept_graphs)
     features = joined([entry.features for entry in cache])
     prepared = [entry.prepared for entry in cache if entry.prepared is not None]
     context = replace(context, prepared=joined(prepared) if prepared else None)
-    with matmul_precision(objective.matmul):
-        output = guard("loss", partial(objective, features, context))  # once, globally
-    gradients = output.split([len(micro_batch) for micro_batch in micro_batches])
-    guard("backward pass", partial(replay, engine, cache, gradients))
+    with matmul_precision(objective.matmul), guard("loss"):
+        output = objective(features, context)  # once, globally
+    gradients: list[Features] = [{} for _ in cache]
+    for name, gradient in output.gradients.items():
+        if is_scalar(gradient):
+            # Equal parts: under ZeRO-3 a parameter without a gradient in some micro-batch would
+            # add to the previous step's.
+            parts = [gradient / len(cache)] * len(cache)
+        else:
+            parts = list(gradient.split([len(entry.features[name]) for entry in cache]))
+        for of_micro_batch, part in zip(gradients, parts, strict=True):
+            of_micro_batch[name] = part
+    with guard("backward pass"):
+        replay(engine, cache, gradients)
     for update in running_statistics:
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}

@@ -140,9 +140,7 @@ class LossOutput:
     """
 
     loss: Tensor  # [], float64: the mean over the global batch, the same on all ranks
-    gradients: (
-        Features  # with respect to each of this rank's features, rows [n, D], and scalars [1]
-    )
+    gradients: Features  # with respect to this rank's features: rows [n, D], and scalars [1]
     # what else metrics.jsonl should have; tensors have one element
     metrics: dict[str, Tensor | float] = field(default_factory=dict)
     # bool []: true where the output must be computed again with `Context.deferred` off; None: safe
@@ -168,20 +166,6 @@ class LossOutput:
         d_logit_scale = d_scale.to(d_image.dtype).reshape(1)
         gradients = named_features(d_image.mul_(scale), d_text.mul_(scale), d_logit_scale, d_bias)
         return cls(loss, gradients, **more)
-
-    def split(self, sizes: Sequence[int]) -> list[Features]:
-        """The gradients of micro-batches of so many samples each.
-
-        The scalars' gradients are divided equally: under ZeRO-3 a parameter without a gradient in
-        some micro-batch would add to the previous step's.
-        """
-        parts: list[Features] = [{} for _ in sizes]
-        for name, gradient in self.gradients.items():
-            equal = gradient / len(sizes) if is_scalar(gradient) else None
-            pieces = gradient.split(list(sizes)) if equal is None else [equal] * len(sizes)
-            for part, piece in zip(parts, pieces, strict=True):
-                part[name] = piece
-        return parts
 
 
 def is_scalar(feature: Tensor) -> bool:
@@ -216,9 +200,3 @@ class Objective(abc.ABC):
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: Any) -> None:  # noqa: B027
         """Restore what `state_dict` returned; `tensors` may hold nothing of this objective's."""
-
-
-def refuse_bias(features: Features, loss: str) -> None:
-    """ValueError where a loss with a softmax is given a bias."""
-    if "logit_bias" in features:
-        raise ValueError(f"{loss} has no logit_bias: its softmax would cancel it")

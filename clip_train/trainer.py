@@ -178,7 +178,8 @@ class Trainer:
         self.step += 1
         self.skipped.step = self.step
         self.samples += fitting.global_size
-        self._record(result, lr, fitting, timer, batch)
+        record = self._record(result, lr, fitting, timer)
+        self.call("after_step", record, batch.keys, batch.bad_samples)
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
             self._on_this_rank(
@@ -200,9 +201,9 @@ class Trainer:
             self.log(f"step {self.step + 1}: {message}")
 
     def _record(
-        self, result: StepResult, lr: float, plan: BatchPlan, timer: StepTimer, batch: Batch
-    ) -> None:
-        """Give the callbacks one optimizer step, as `metrics.jsonl` has it."""
+        self, result: StepResult, lr: float, plan: BatchPlan, timer: StepTimer
+    ) -> dict[str, Any]:
+        """One optimizer step, as `metrics.jsonl` has it."""
         times = timer.finish()
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
@@ -220,7 +221,7 @@ class Trainer:
             **result.metrics,
         }
         self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # earlier saves
-        self.call("after_step", record, batch)
+        return record
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:

@@ -41,7 +41,7 @@ class CountingTeacher:
 
     def __call__(self, micro_batch) -> Features:
         assert not torch.is_grad_enabled()
-        self.samples += len(micro_batch)
+        self.samples += len(micro_batch.images)
         return named_features(*self.model(micro_batch.images, micro_batch.texts))
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from clip_train.contrastive.exchange import Pairs, share_counts
+from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features, MicroBatch
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
 
 Teacher = Callable[[MicroBatch], Features]
 
@@ -38,7 +38,6 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        refuse_bias(features, "distillation")
         target = context.prepared
         if target is None:
             raise ValueError(
@@ -46,9 +45,11 @@ class Distillation(Objective):
             )
         I, T, scale = features["image"], features["text"], features["logit_scale"]
         side, deferred = self.tile, context.deferred
-        counts, dtype = share_counts(len(I), context.global_size), accumulation_dtype(I, T)
-        pairs = Pairs.gathered(I, T, counts)
-        of_teacher = Pairs.gathered(target["image"].to(dtype), target["text"].to(dtype), counts)
+        dtype = accumulation_dtype(I, T)
+        pairs = Pairs.of(features, context.global_size)
+        of_teacher = Pairs.gathered(
+            target["image"].to(dtype), target["text"].to(dtype), pairs.counts
+        )
         student = Softmaxes.of(pairs, scale, side, deferred=deferred)
         teacher = Softmaxes.of(of_teacher, target["logit_scale"], side, deferred=deferred)
 

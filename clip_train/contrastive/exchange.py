@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.batch import shares
 from clip_train.contrastive.tiles import Block
+from clip_train.protocols import Features
 
 
 def share_counts(n: int, global_size: int | None) -> list[int]:
@@ -39,17 +41,25 @@ class Pairs:
     text: Tensor
     image_all: Tensor  # [N, D]
     text_all: Tensor
+    counts: Sequence[int] = ()  # samples of every rank, if several share the batch
     first: int = 0  # the place of this rank's first sample in the batch
-    divided: bool = False  # among ranks
 
     @classmethod
-    def gathered(cls, image: Tensor, text: Tensor, counts: list[int]) -> Pairs:
+    def of(cls, features: Features, global_size: int | None) -> Pairs:
+        """Of the batch of a loss with a softmax. ValueError for a model with a bias."""
+        if "logit_bias" in features:
+            raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
+        counts = share_counts(len(features["image"]), global_size)
+        return cls.gathered(features["image"], features["text"], counts)
+
+    @classmethod
+    def gathered(cls, image: Tensor, text: Tensor, counts: Sequence[int]) -> Pairs:
         """counts: samples of every rank. One collective: 2 N D values."""
         if len(counts) == 1:
-            return cls(image, text, image, text)
+            return cls(image, text, image, text, counts)
         both = dist.gather_rows(torch.cat([image, text], dim=1), counts)  # [N, 2 D]
         D = image.shape[1]
-        return cls(image, text, both[:, :D], both[:, D:], sum(counts[: dist.rank()]), divided=True)
+        return cls(image, text, both[:, :D], both[:, D:], counts, sum(counts[: dist.rank()]))
 
     @property
     def own(self) -> slice:
@@ -67,4 +77,4 @@ class Pairs:
 
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks that share the batch, in place."""
-        return dist.all_reduce_sum(x) if self.divided else x
+        return dist.all_reduce_sum(x) if len(self.counts) > 1 else x

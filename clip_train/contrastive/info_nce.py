@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.exchange import Pairs, share_counts
+from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.protocols import Features
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
 
 
 def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossOutput:
@@ -39,7 +39,5 @@ class InfoNCE(Objective):
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        refuse_bias(features, "InfoNCE")
-        counts = share_counts(len(features["image"]), context.global_size)
-        pairs = Pairs.gathered(features["image"], features["text"], counts)
+        pairs = Pairs.of(features, context.global_size)
         return info_nce(pairs, features["logit_scale"], self.tile, deferred=context.deferred)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.batch import shares
-from clip_train.contrastive.exchange import Pairs, share_counts
+from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.info_nce import info_nce
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
 from clip_train.protocols import Features
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, refuse_bias
+from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
 
 NO_ID = -1  # of a sample without a key; it equals no sample's
 
@@ -61,13 +61,12 @@ class MemoryBank(Objective):
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        refuse_bias(features, "a memory bank")
-        I, T, scale = features["image"], features["text"], features["logit_scale"]
-        n, deferred = len(I), context.deferred
-        counts = share_counts(n, context.global_size)
-        pairs = Pairs.gathered(I, T, counts)
-        ids = sample_ids(context.keys) if context.keys else torch.full((n,), NO_ID)
-        ids = dist.gather_rows(ids.to(I.device, non_blocking=True), counts)
+        scale, deferred = features["logit_scale"], context.deferred
+        pairs = Pairs.of(features, context.global_size)
+        ids = torch.full((len(pairs.image),), NO_ID)
+        if context.keys:
+            ids = sample_ids(context.keys)
+        ids = dist.gather_rows(ids.to(pairs.image.device, non_blocking=True), pairs.counts)
         self.seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
         if entries:

@@ -195,7 +195,7 @@ def add_cross_entropy_gradient(
     d_image.addcmul_(of.text.to(d_image.dtype), along)
     d_text.addcmul_(of.image.to(d_image.dtype), along)
     add = softmaxes.add_gradient
-    if not pairs.divided:  # the same tile serves both sides, 8 N^2 D flops in all
+    if len(pairs.counts) <= 1:  # the same tile serves both sides, 8 N^2 D flops in all
         add(d_image, d_text, pairs.rows, weight, values=(of.image, of.text))
     else:  # 10 n N D flops, and no collective
         add(d_image, None, pairs.rows, weight, values=(of.image, of.text_all))

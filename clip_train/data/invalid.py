@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from clip_train.callbacks import Callback
 from clip_train.errors import DataError
 from clip_train.storage.redact import redact
-
-if TYPE_CHECKING:
-    from clip_train.protocols import Batch
 
 WINDOW = 10_000  # samples
 MIN_INVALID = 20  # before the limit may stop a run: one of the first ten means little
@@ -114,21 +111,23 @@ class InvalidLog(Callback):
     # of each epoch that has ended: epoch, step, bad_samples
     epochs: list[dict[str, int]] = field(default_factory=list)
 
-    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
         """Collective after the last step of an epoch."""
         self.step = record["step"]
-        self.mine.update(batch.bad_samples)
+        self.mine.update(invalid)
         epoch = self.epoch_at(self.step)
         if epoch <= self.epoch:
             return
         before = self.epochs[-1]["bad_samples"] if self.epochs else 0
         self.sum_and_write()
-        invalid = self.total.total()
+        total = self.total.total()
         self.epoch = epoch
-        self.epochs.append({"epoch": epoch, "step": self.step, "bad_samples": invalid})
+        self.epochs.append({"epoch": epoch, "step": self.step, "bad_samples": total})
         ended = f"epoch {epoch} is done (step {self.step})"
-        if invalid:
-            counted = f"{invalid - before} invalid samples in it, {invalid} so far"
+        if total:
+            counted = f"{total - before} invalid samples in it, {total} so far"
             self.log(f"{ended}: {counted}\n{table(self.total)}")
         else:
             self.log(f"{ended}: no invalid samples")

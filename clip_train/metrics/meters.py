@@ -4,7 +4,7 @@ import hashlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 
 from clip_train import dist
 from clip_train.callbacks import Callback
-from clip_train.protocols import Batch
 
 
 class StepTimes(NamedTuple):
@@ -57,10 +56,12 @@ class StepTimer:
 class BatchDigest(Callback):
     """Adds `batch_digest` to each record: proof that two runs saw the same global batch."""
 
-    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
         """Collective. The sha256, in hex, of the sorted sample keys joined by newlines (UTF-8)."""
-        keys = [key for keys in dist.gather_objects(batch.keys) for key in keys]
-        record["batch_digest"] = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
+        of_all = sorted(key for of_rank in dist.gather_objects(keys) for key in of_rank)
+        record["batch_digest"] = hashlib.sha256("\n".join(of_all).encode()).hexdigest()
 
 
 def peak_memory_bytes(device: torch.device | None = None) -> int:

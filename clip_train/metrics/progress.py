@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from clip_train.callbacks import Callback
-
-if TYPE_CHECKING:
-    from clip_train.protocols import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,12 @@ class ProgressLine(Callback):
         self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
         self._bar.start()
 
-    def after_step(self, record: dict[str, Any], batch: Batch | None = None) -> None:
+    def after_step(
+        self,
+        record: dict[str, Any],
+        keys: Sequence[str] = (),
+        invalid: Mapping[str, int] | None = None,
+    ) -> None:
         if not self._enabled:
             return
         step, seconds = record["step"], record["step_seconds"]

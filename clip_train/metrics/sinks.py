@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from clip_train.metrics.config import LogConfig, not_installed
 from clip_train.metrics.jsonl import JsonlSink
 from clip_train.metrics.report import ReportSink
 from clip_train.metrics.skipped import Skipped
-from clip_train.protocols import Batch
 from clip_train.storage.local import LocalStorage
 
 Kind = Literal["train", "eval", "invalid"]
@@ -140,7 +139,9 @@ class Sinks(Callback):
         for name, chart in list(self._charts.items()):
             self._try(name, partial(chart.write, record, kind))
 
-    def after_step(self, record: dict[str, Any], batch: Batch) -> None:
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
         self.write(record)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:

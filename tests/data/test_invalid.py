@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import json
 
-import torch
-
 from clip_train import dist
 from clip_train.data.invalid import Invalid, InvalidLog, table_of
-from clip_train.protocols import Batch
 from tests.ranks import run_ranks
-
-
-def batch(counts: dict[str, int]) -> Batch:
-    empty = torch.zeros(0)
-    return Batch(empty, empty, empty, bad_samples=counts)
 
 
 def one_rank() -> tuple[str, str, dict]:
     lines: list[str] = []
     log = InvalidLog(epoch_at=lambda step: step // 4, log=lines.append)
-    log.after_step({"step": 2}, batch({"no caption\ta.tar": 1 + dist.rank()}))
-    log.after_step({"step": 3}, batch({"no image\tb.tar": 2} if dist.rank() else {}))
+    log.after_step({"step": 2}, [], {"no caption\ta.tar": 1 + dist.rank()})
+    log.after_step({"step": 3}, [], {"no image\tb.tar": 2} if dist.rank() else {})
     assert not lines
-    log.after_step({"step": 4}, batch({}))
-    log.after_step({"step": 5}, batch({}))
+    log.after_step({"step": 4}, [], {})
+    log.after_step({"step": 5}, [], {})
     (told,) = lines
     saved: dict = {"step": 5}
     log.before_save(saved)
     resumed = InvalidLog(epoch_at=lambda step: step // 4, log=lines.append)
     resumed.resume(json.loads(json.dumps(saved)))
-    resumed.after_step({"step": 9}, batch({"no caption\ta.tar": 1}))
+    resumed.after_step({"step": 9}, [], {"no caption\ta.tar": 1})
     return told, lines[1], resumed.state()
 
 
@@ -51,7 +43,7 @@ def test_ranks_add_up_and_a_resumed_run_goes_on():
 
 def test_an_epoch_without_any_is_reported_too():
     lines: list[str] = []
-    InvalidLog(epoch_at=lambda step: step // 7, log=lines.append).after_step({"step": 7}, batch({}))
+    InvalidLog(epoch_at=lambda step: step // 7, log=lines.append).after_step({"step": 7}, [], {})
     assert lines == ["epoch 1 is done (step 7): no invalid samples"]
 
 

@@ -5,12 +5,11 @@ import time
 import torch
 
 from clip_train.metrics.meters import BatchDigest, StepTimer, peak_memory_bytes
-from clip_train.protocols import Batch
 
 
 def digest(keys: list[str]) -> str:
-    empty, record = torch.zeros(0), {}
-    BatchDigest().after_step(record, Batch(empty, empty, empty, keys))
+    record = {}
+    BatchDigest().after_step(record, keys, {})
     return record["batch_digest"]
 
 

@@ -97,7 +97,7 @@ def plant(trainer):
             raise CheckpointError("its own disk is full")
         if self.step == step and fault == "sleep" and mine:
             sleep()
-        record(self, *args)
+        return record(self, *args)
 
     def faulty_save(self, **options):
         if fault == "snapshot" and mine:
