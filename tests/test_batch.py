@@ -54,7 +54,7 @@ def test_plans_of_what_ranks_do_not_divide(N, W, micro, kept, expected):
 def test_every_rank_has_equally_many_chunks_and_none_is_empty(micro_size, world_size):
     for N in range(world_size, 40):
         batches = [share(toy_batch(N), rank, world_size) for rank in range(world_size)]
-        cuts = [[len(m) for m in batch.micro_batches(micro_size)] for batch in batches]
+        cuts = [[len(m.images) for m in batch.micro_batches(micro_size)] for batch in batches]
         plan = plan_batch(BatchConfig(global_size=N, micro_size=micro_size), world_size)
         assert {len(sizes) for sizes in cuts} == {plan.accum_steps}
         assert all(sum(sizes) == len(batch) for sizes, batch in zip(cuts, batches, strict=True))

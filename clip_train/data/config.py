@@ -114,8 +114,7 @@ class DataConfig(Settings):
     """
 
     val: Annotated[str | None, Silent] = None
-    """Validation shards, written like `train`, or a folder with clip_benchmark's nshards.txt; read
-    once, in order."""
+    """Validation shards, written like `train`; read once, in order."""
 
     allow_changed_shards: Annotated[bool, Silent] = False
     """Go on from a checkpoint though shards were added, removed or changed since: begin the new

@@ -26,7 +26,6 @@ BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would
 # of a shard: name (its folder may move), 16 digits of its sha256 or "", samples
 Row = tuple[str, str, int]
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
-NSHARDS = "nshards.txt"
 NAMES_SHOWN = 5
 SYNTHETIC = "synthetic://"  # and a number of samples: noise (`data.images`) instead of a file
 
@@ -78,42 +77,23 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
     Raises:
         UserError: as `expand_braces`, or a pattern that matches nothing.
     """
-    return [
-        [shard for pattern in patterns for shard in _matches(pattern, field)]
-        for patterns in expand_braces(spec, field)
-    ]
-
-
-def is_folder(place: str) -> bool:
-    """Whether it names a folder: a URL of a folder ends with a slash."""
-    return place.endswith("/") or (not is_remote(place) and os.path.isdir(local_path(place)))
-
-
-def _matches(pattern: str, field: str) -> list[str]:
-    """The shards that a pattern matches; in a folder of clip_benchmark as many as nshards.txt
-    has."""
-    try:
-        if not is_folder(pattern):
-            return expand_glob(pattern)
-        folder = pattern.rstrip("/")
-        if not is_remote(pattern) and not (local_path(folder) / NSHARDS).exists():
-            return expand_glob(pattern)
-        with open_read(f"{folder}/{NSHARDS}") as file:
-            return [f"{folder}/{number}.tar" for number in range(int(file.read()))]
-    except (UserError, FileNotFoundError, ValueError) as e:
-        what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
-        before = ""
-        if not is_remote(pattern):
-            before = re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
-        remedy = str(e)
-        if not isinstance(e, UserError):
-            remedy = (
-                f"{NSHARDS} of the folder cannot be read ({e}); without one write {pattern}*.tar"
-            )
-        raise missing(before, what, remedy) from e
-    except (ImportError, OSError) as e:
-        message = f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
-        raise unreadable(e, message) if isinstance(e, OSError) else UserError(message) from e
+    sources: list[list[str]] = []
+    for patterns in expand_braces(spec, field):
+        shards: list[str] = []
+        for pattern in patterns:
+            try:
+                shards += expand_glob(pattern)
+            except UserError as e:
+                before = ""
+                if not is_remote(pattern):
+                    before = re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+                what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
+                raise missing(before, what, str(e)) from e
+            except (ImportError, OSError) as e:
+                what = f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
+                raise unreadable(e, what) if isinstance(e, OSError) else UserError(what) from e
+        sources.append(shards)
+    return sources
 
 
 def synthetic_size(shard: str) -> int | None:

@@ -23,7 +23,6 @@ from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, Item, SegmentReader
-from clip_train.data.shards import NSHARDS, is_folder
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.storage.config import StorageConfig
@@ -62,7 +61,7 @@ class ImageFolder:
         """None if it is something else: shards or their folder. UserError for a folder without
         images."""
         root = None if is_remote(place) else local_path(place)
-        if root is None or not root.is_dir() or (root / NSHARDS).exists():
+        if root is None or not root.is_dir():
             return None
         try:
             classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
@@ -78,8 +77,8 @@ class ImageFolder:
             raise unreadable(e, f"{field} ({place}) cannot be listed: {e}") from e
         if not files:
             raise UserError(
-                f"{field} ({place}) has no images in a folder for each class, nor clip_benchmark's "
-                f"{NSHARDS}: give the folder above them, or shards such as {place}/*.tar"
+                f"{field} ({place}) has no images in a folder for each class: give the folder "
+                f"above them, or shards such as {place}/*.tar"
             )
         return cls(str(root), classes, numbered, files)
 
@@ -117,8 +116,7 @@ class ValLoader:
     Samples that cannot be used are left out and listed in `invalid`.
 
     Args:
-        shards: as `data.val` is written. In a folder of clip_benchmark each line of a `.txt` is a
-            caption.
+        shards: as `data.val` is written.
         labelled: images need no captions.
         workers: threads that decode (the decoders release Python's lock); at least one.
         index: of these shards, with all counts; None: it is looked up, and shards without a count
@@ -155,7 +153,7 @@ class ValLoader:
             self.files = index
         else:
             self.files = Files.of(index, index.shards, storage)
-        self.labelled, self.lines = labelled, is_folder(shards)
+        self.labelled = labelled
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
@@ -224,8 +222,6 @@ class ValLoader:
             image = self._transform(decode.decode_image(data))
         except InvalidSample as e:
             return Invalid(e.reason, item["__url__"], item["__key__"])
-        if self.lines:
-            texts = [line for text in texts for line in text.splitlines() if line.strip()]
         return image, texts, item
 
 

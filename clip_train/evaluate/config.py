@@ -25,15 +25,14 @@ class EvaluateConfig(Settings):
     val_loss: bool = True
     """OpenCLIP's clip_val_loss on data.val."""
     zero_shot_classes: str | None = None
-    """imagenet: OpenCLIP's 1000 names; a JSON file with "classnames", "templates" and how samples
-    are labelled; a folder with clip_benchmark's classnames.txt and
-    zeroshot_classification_templates.txt. none: no zero-shot."""
+    """imagenet: OpenCLIP's 1000 names; or a JSON file with "classnames", "templates" and how
+    samples are labelled. none: no zero-shot."""
     templates: Literal["openai", "simple"] | None = None
     """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
     own are openai."""
     zero_shot_data: str | None = None
-    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set;
-    shards with `.cls`; a split of clip_benchmark's (N.tar and nshards.txt). none: data.val."""
+    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set, or
+    shards with `.cls`. none: data.val."""
     linear_probe: str | None = None
     """Labelled training images, written like zero_shot_data: a logistic regression on their
     features is tested on the labelled images above. none: no linear probe."""

@@ -21,7 +21,7 @@ from clip_train import dist
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
 from clip_train.data.invalid import InvalidSample
-from clip_train.data.shards import Reading, expand, is_folder, open_shard
+from clip_train.data.shards import Reading, expand, open_shard
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, metadata_of
@@ -71,15 +71,23 @@ class ZeroShotClasses(BaseModel):
 
     @classmethod
     def load(cls, place: str, templates: str | None = None) -> ZeroShotClasses:
-        """By name, from a JSON file or from clip_benchmark's folder, local or remote, with the
-        named templates or its own. Raises UserError."""
+        """ImageNet's by name, or those of a JSON file, local or remote; with the named templates
+        or its own. UserError."""
         field = f"evaluate.zero_shot_classes: {place}"
         try:
-            content = _read(place)
-        except FileNotFoundError as e:
+            if place == IMAGENET:
+                imagenet = _imagenet()
+                content = {
+                    "classnames": imagenet["classnames"],
+                    "templates": imagenet["openai"],
+                }
+            else:
+                with open_read(place) as file:
+                    content = json.loads(file.read())
+        except (FileNotFoundError, IsADirectoryError) as e:
             path = "" if is_remote(place) else local_path(place)
-            remedy = "give imagenet, a JSON file or clip_benchmark's folder"
-            raise missing(path, f"{field} does not exist ({e})", remedy) from None
+            remedy = "give imagenet or a JSON file"
+            raise missing(path, f"{field} does not exist as a file ({e})", remedy) from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
         if templates is not None and isinstance(content, dict):
@@ -143,23 +151,6 @@ def label_by_number(caption: str, metadata: dict[str, Any]) -> int:
     if cls is not None and not (isinstance(cls, int) and cls >= 0):
         raise ValueError(f"a sample's cls is {cls!r}, which is not the number of a class")
     return -1 if cls is None else cls
-
-
-def _read(place: str) -> Any:
-    """The content of a JSON file, or the same of ImageNet or a folder of clip_benchmark. OSError,
-    ValueError."""
-    if place == IMAGENET:
-        return {"classnames": _imagenet()["classnames"], "templates": _imagenet()["openai"]}
-    if not is_folder(place):
-        with open_read(place) as file:
-            return json.loads(file.read())
-    content = {}
-    names = {"classnames": "classnames", "templates": "zeroshot_classification_templates"}
-    for key, name in names.items():
-        with open_read(f"{place.rstrip('/')}/{name}.txt") as file:
-            lines = file.read().decode().replace("{c}", "{}").splitlines()
-        content[key] = [line.strip() for line in lines if line.strip()]
-    return content
 
 
 def _imagenet() -> dict[str, Any]:

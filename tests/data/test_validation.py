@@ -90,7 +90,7 @@ def test_a_cls_member_is_the_label(tmp_path):
 
 
 def test_all_captions_of_an_image(tmp_path):
-    """A list in the .json; in clip_benchmark's folders each line of the .txt. Else a .txt is one caption."""
+    """A list in the .json. A .txt is one caption."""
     members = [
         ("a.jpg", jpeg(0)),
         ("a.json", json.dumps({"captions": ["one", " ", "two"]}).encode()),
@@ -98,17 +98,9 @@ def test_all_captions_of_an_image(tmp_path):
     members += [("b.jpg", jpeg(1)), ("b.json", b'{"captions": "three"}')]
     (batch,) = load(write_shard(tmp_path / "a.tar", members), caption_key="captions")
     assert batch.captions == [["one", "two"], ["three"]] and batch.texts.shape == (3, 8)
-    folder = tmp_path / "test"
-    folder.mkdir()
-    for number in range(11):  # by its name the last comes third
-        lines = f"{number}\nanother".encode()
-        write_shard(folder / f"{number}.tar", [("a.jpg", jpeg(number)), ("a.txt", lines)])
-    (folder / "nshards.txt").write_text("11\n")
-    captions = [each for batch in load(folder) for each in batch.captions]
-    assert captions == [[str(number), "another"] for number in range(11)]
-    assert [each for batch in load(folder / "10.tar") for each in batch.captions] == [
-        ["10\nanother"]
-    ]
+    write_shard(tmp_path / "b.tar", [("a.jpg", jpeg(0)), ("a.txt", b"10\nanother")])
+    (batch,) = load(tmp_path / "b.tar")
+    assert batch.captions == [["10\nanother"]]
 
 
 def test_labelled_images_need_no_captions(tmp_path):
@@ -184,14 +176,7 @@ def test_what_is_no_folder_of_classes(tmp_path):
         UserError, match=r"evaluate\.linear_probe \(.*has no images in a folder for each class"
     ):
         ImageFolder.find(str(tmp_path), "evaluate.linear_probe")
-    (tmp_path / "nshards.txt").write_text("two")
-    assert (
-        ImageFolder.find(str(tmp_path), "x")
-        is ImageFolder.find(str(tmp_path / "*.tar"), "x")
-        is None
-    )
-    with pytest.raises(UserError, match=r"data\.val .*nshards.txt of the folder cannot be read"):
-        load(tmp_path)
+    assert ImageFolder.find(str(tmp_path / "*.tar"), "x") is None
 
 
 def test_errors(tmp_path):

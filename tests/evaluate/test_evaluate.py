@@ -209,16 +209,20 @@ def test_labelled_images_of_their_own(tmp_path: Path):
 
 
 def test_imagenets_classes_and_templates_by_name(tmp_path: Path):
-    """As folders of clip_benchmark spell them, too. Names that two classes share label nothing, numbers do."""
+    """Names that two classes share label nothing, numbers do."""
     imagenet = ZeroShotClasses.load("imagenet")
     assert (len(imagenet.classnames), len(imagenet.templates)) == (1000, 80)
     assert (imagenet.classnames[1], imagenet.classnames[-1]) == ("goldfish", "toilet paper")
     assert imagenet.prompts(1)[0] == "a bad photo of a goldfish."
-    (tmp_path / "classnames.txt").write_text("goldfish\nsunglasses\nsunglasses\n")
-    (tmp_path / "zeroshot_classification_templates.txt").write_text("a {c}.\nmany {c}\n")
-    theirs = ZeroShotClasses.load(str(tmp_path))
+    own = {
+        "classnames": ["goldfish", "sunglasses", "sunglasses"],
+        "templates": ["a {}.", "many {}"],
+    }
+    (tmp_path / "classes.json").write_text(json.dumps(own))
+    theirs = ZeroShotClasses.load(str(tmp_path / "classes.json"))
     assert theirs.prompts(2) == ["a sunglasses.", "many sunglasses"]
-    assert ZeroShotClasses.load(str(tmp_path), "simple").prompts(0)[0] == "itap of a goldfish."
+    simple = ZeroShotClasses.load(str(tmp_path / "classes.json"), "simple")
+    assert simple.prompts(0)[0] == "itap of a goldfish."
     label = theirs.labeller()
     assert [label("many goldfish", {}), label("many sunglasses", {}), label("", {"cls": "2"})] == [
         0,

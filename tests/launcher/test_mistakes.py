@@ -176,7 +176,6 @@ MISTAKES = {
         [
             "evaluate.linear_probe (",
             "no images in a folder for each class",
-            "nshards.txt",
             "/*.tar",
         ],
     ),

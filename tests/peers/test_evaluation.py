@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,11 +101,14 @@ def write_wds(folder: Path, captions: int, classes: int = 7) -> None:
                 else (f"s{number:07d}.cls", str(number % classes))
             )
             members.append((more[0], more[1].encode()))
+            members.append((f"s{number:07d}.json", json.dumps({"captions": lines}).encode()))
         write_shard(folder / "test" / f"{shard}.tar", members)
     (folder / "test" / "nshards.txt").write_text("3\n")
     if captions:
         (folder / "dataset_type.txt").write_text("retrieval\n")
     else:
+        ours = {"classnames": WORDS[:classes], "templates": ["a photo of a {}.", "many {}"]}
+        (folder / "classes.json").write_text(json.dumps(ours))
         (folder / "classnames.txt").write_text("\n".join(WORDS[:classes]) + "\n")
         (folder / "zeroshot_classification_templates.txt").write_text(
             "a photo of a {c}.\nmany {c}\n"
@@ -139,7 +143,8 @@ def test_retrieval(tmp_path: Path, models: tuple[Any, Any, Any], captions: int):
 
     peer, transform, ours = models
     write_wds(tmp_path, captions)
-    found = measured(ours, EvaluateConfig(batch_size=BATCH), load(tmp_path / "test"))
+    shards = load(tmp_path / "test" / "{0..2}.tar", caption_key="captions")
+    found = measured(ours, EvaluateConfig(batch_size=BATCH), shards)
     _, loader = clip_benchmarks(tmp_path, transform, "zeroshot_retrieval")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
     theirs = zeroshot_retrieval.evaluate(
@@ -156,7 +161,8 @@ def test_openclips_evaluation(tmp_path: Path, models: tuple[Any, Any, Any], capt
 
     peer, transform, ours = models
     write_wds(tmp_path, captions)
-    found = measured(ours, EvaluateConfig(batch_size=BATCH), load(tmp_path / "test"))
+    shards = load(tmp_path / "test" / "{0..2}.tar", caption_key="captions")
+    found = measured(ours, EvaluateConfig(batch_size=BATCH), shards)
     _, loader = clip_benchmarks(tmp_path, transform, "zeroshot_retrieval")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
     batches = [(images, tokenizer([each[0] for each in texts])) for images, texts in loader]
@@ -188,8 +194,8 @@ def test_zero_shot_of_clip_benchmark(
     monkeypatch.setattr(zeroshot_classification, "float", number, raising=False)
     peer, transform, ours = models
     write_wds(tmp_path, 0)
-    config = EvaluateConfig(zero_shot_classes=str(tmp_path))
-    found = measured(ours, config, None, load(tmp_path / "test", labelled=True))
+    config = EvaluateConfig(zero_shot_classes=str(tmp_path / "classes.json"))
+    found = measured(ours, config, None, load(tmp_path / "test" / "{0..2}.tar", labelled=True))
     dataset, loader = clip_benchmarks(tmp_path, transform, "zeroshot_classification")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
     theirs = zeroshot_classification.evaluate(
