@@ -89,7 +89,7 @@ def build_loader(
         index, began = data.index, data.began
         if data.notice and dist.is_main():
             warn(f"the data begins anew at step {began}, as the recipe allows: {data.notice}")
-    index = count_missing(index, config.storage, keep=config.run_dir / "shard_counts.json", log=log)
+    index = count_missing(index, config.storage, log=log)
     text = resolved.architecture.text_cfg
     teacher = config.model.teacher_architecture()
     readers = [text] if teacher is None else [text, teacher.text_cfg]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from clip_train.data.index import index_of
 from clip_train.errors import DataError
 from clip_train.storage.config import StorageConfig
 from tests.data.hostile import kinds, write_hostile
-from tests.data.shards import sample, shards_open_as, write_dataset, write_shard
+from tests.data.shards import shards_open_as, write_dataset
 from tests.ranks import run_ranks
 
 STORAGE = StorageConfig()
@@ -78,22 +79,25 @@ def test_only_what_nobody_has_counted_is_read(folder: Path, monkeypatch) -> None
     assert counted(folder) == [10, 0, 9, 16, 1]
 
 
-def by_a_rank(folder: Path, keep: Path) -> tuple[list[int | None], int]:
-    lines: list[str] = []
-    counts = counted(folder, keep=keep, log=lines.append)
-    return counts, len(lines)
+def by_a_rank(folder: Path) -> tuple[list[int | None], list[int]]:
+    read: list[int] = []
+
+    def note(data: bytes) -> io.BytesIO:
+        read.append(len(data))
+        return io.BytesIO(data)
+
+    with pytest.MonkeyPatch.context() as patched:
+        shards_open_as(patched, note)
+        return counted(folder), read
 
 
 @pytest.mark.distributed
-def test_ranks_count_side_by_side(folder: Path, tmp_path: Path) -> None:
-    """Each counts some; all know all; rank 0 alone reports how many were known before."""
-    first, keep = folder / "000.tar", tmp_path / "counts.json"
-    keep.write_text(json.dumps({str(first): [first.stat().st_size, 12]}))
-    assert run_ranks(by_a_rank, 2, folder, keep) == [(SIZES, 1), (SIZES, 0)]
-    assert len(json.loads(keep.read_text())) == 5
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"{i:03d}.tar" for i in range(5)
-    ]  # nothing beside them
+def test_ranks_count_side_by_side(folder: Path) -> None:
+    """Each counts some; all know all."""
+    (counts, read), (same, others) = run_ranks(by_a_rank, 2, folder)
+    assert counts == same == SIZES
+    assert sorted(read + others) == sorted(path.stat().st_size for path in folder.iterdir())
+    assert len(read) == 3 and len(others) == 2  # and nothing is written beside the shards
 
 
 def failing_rank(folder: Path) -> str:
@@ -114,39 +118,6 @@ def test_a_shard_that_one_rank_cannot_read_ends_all(folder: Path) -> None:
         "DataError",
         "RemoteRankError",
     }
-
-
-def test_a_count_goes_on_where_a_kill_has_ended_it(
-    folder: Path, tmp_path: Path, monkeypatch
-) -> None:
-    """A shard that has another length since is counted again."""
-    keep = tmp_path / "counts.json"
-    assert counted(folder, keep=keep) == SIZES
-    kept = json.loads(keep.read_text())
-    del kept[str(folder / "004.tar")]
-    keep.write_text(json.dumps(kept))
-    write_shard(folder / "002.tar", [m for i in range(40) for m in sample(f"n{i}", i)])
-
-    read: list[int] = []
-
-    def fail(data: bytes):
-        read.append(len(data))
-        raise AssertionError("it is known")
-
-    with monkeypatch.context() as patched:
-        shards_open_as(patched, fail)
-        with pytest.raises(AssertionError):
-            counted(folder, keep=keep)
-    todo = {(folder / name).stat().st_size for name in ("002.tar", "004.tar")}
-    assert set(read) <= todo and read  # the first error ends the count
-    assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
-    keep.write_text("damaged")
-    assert counted(folder, keep=keep) == [12, 0, 40, 15, 1]
-
-
-def test_a_disk_that_refuses_costs_no_run(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("a file")
-    assert counted(folder, keep=tmp_path / "kept" / "counts.json") == SIZES
 
 
 def test_a_shard_that_cannot_be_read_is_an_error(folder: Path, monkeypatch) -> None:
