@@ -5,9 +5,10 @@ An error is pydantic's own message with the key, the value, the default and what
 `optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
 """
 
+import importlib
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -16,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from clip_train.errors import UserError
+
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
 LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somewhere in torch
 
 Matmul = Literal["highest", "tf32", "bf16x3"]
@@ -98,6 +102,44 @@ def _kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Literal, list, tuple, dict) or not inside:
         return {annotation}
     return set().union(*map(_kinds, inside))
+
+
+# -- a user's own code
+
+
+def import_path(
+    key: str, path: str, base: type = object, remedy: str = "install it, or correct the path"
+) -> Any:
+    """What the import path `path`, the value of `key`, names.
+
+    base: what it must be a subclass of; object: it may be anything. UserError.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise UserError(f"{key} ({path}) cannot be imported: {e}; {remedy}") from e
+    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(
+            f"{key} ({path}) is not a subclass of {base.__module__}.{base.__name__}; give the path "
+            "of such a class"
+        )
+    return found
+
+
+def call_imported(
+    key: str, path: str, options: Mapping[str, Any], *arguments: Any, base: type = object
+) -> Any:
+    """Call what `path` names with these arguments and the section's `options`. UserError."""
+    call = import_path(key, path, base)
+    try:
+        return call(*arguments, **options)
+    except (TypeError, ValueError) as e:
+        section = key.partition(".")[0]
+        raise UserError(
+            f"{key} ({path}) cannot be used with {section}.options ({shown(dict(options))}): {e}; "
+            "correct them"
+        ) from e
 
 
 # -- errors

@@ -12,7 +12,7 @@ import abc
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -182,6 +182,8 @@ class Objective(abc.ABC):
 
     matmul: Matmul = "highest"
     """How its products of float32 matrices are computed; `LossConfig.matmul`."""
+    takes_bias: ClassVar[bool] = False
+    """Whether the model must have a `logit_bias`; if not, it may not have one."""
 
     def prepare(self, micro_batch: MicroBatch) -> Features | None:
         """Once for each micro-batch, in the first pass, without grad: a teacher's features."""

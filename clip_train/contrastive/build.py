@@ -1,4 +1,4 @@
-"""From the `loss` section to the objective: where a new one is named."""
+"""From the `loss` section to the objective."""
 
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
@@ -6,11 +6,15 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
+from clip_train.settings import call_imported
 from clip_train.task import Objective
 
 
 def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
-    """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked."""
+    """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked.
+
+    UserError for an import path that does not lead to an Objective.
+    """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
     if teacher is not None:
@@ -21,5 +25,7 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
         )
     elif config.kind == "sigmoid":
         objective = SigmoidLoss(tile=tile, exchange=config.exchange)
+    elif config.is_imported:
+        objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
     objective.matmul = config.matmul
     return objective

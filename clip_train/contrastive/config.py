@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from clip_train.settings import Matmul, Refused, Rounding, Settings
+from clip_train.settings import IMPORT_PATH, Allowed, Matmul, Refused, Rounding, Settings, shown
 
 
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
 
-    kind: Annotated[Literal["info_nce", "sigmoid", "memory_bank"], Refused] = "info_nce"
+    kind: Annotated[
+        str, Allowed("info_nce, sigmoid, memory_bank or the import path of a class"), Refused
+    ] = Field("info_nce", pattern=rf"^(info_nce|sigmoid|memory_bank|{IMPORT_PATH})$")
     """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
     sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
-    memory_bank: info_nce with the features of past batches on top (ContAccum)."""
+    memory_bank: info_nce with the features of past batches on top (ContAccum).
+    An import path names a subclass of `clip_train.task.Objective`."""
+    options: Annotated[dict[str, Any], Refused] = Field({})
+    """With an import path: the arguments of the class."""
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
     """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time,
     so that no rank holds the global batch's features."""
@@ -37,7 +42,12 @@ class LossConfig(Settings):
     products of bfloat16 (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
 
     @model_validator(mode="after")
-    def _ring_is_for_sigmoid(self) -> LossConfig:
+    def _fits_together(self) -> LossConfig:
+        if self.options and not self.is_imported:
+            raise ValueError(
+                f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
+                f"{self.kind}); take them out"
+            )
         if self.exchange == "ring" and self.kind != "sigmoid":
             raise ValueError(
                 f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all "
@@ -45,3 +55,7 @@ class LossConfig(Settings):
                 "before it has any gradient; set loss.exchange=gather"
             )
         return self
+
+    @property
+    def is_imported(self) -> bool:
+        return "." in self.kind

@@ -16,7 +16,7 @@ text:
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class SigmoidLoss(Objective):
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
     exchange: Literal["gather", "ring"] = "gather"
+    takes_bias: ClassVar[bool] = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:

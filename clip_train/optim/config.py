@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from clip_train.settings import Allowed, Refused, Settings, shown
+from clip_train.settings import IMPORT_PATH, Allowed, Refused, Settings, shown
 
 
 class OptimConfig(Settings):
@@ -18,7 +18,7 @@ class OptimConfig(Settings):
             "adamw, sgd, lion, muon or the import path of a class, such as torch.optim.RMSprop"
         ),
         Refused,
-    ] = Field("adamw", pattern=r"^(adamw|sgd|lion|muon|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$")
+    ] = Field("adamw", pattern=rf"^(adamw|sgd|lion|muon|{IMPORT_PATH})$")
     """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs
     `pip install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the
     blocks' matrices, AdamW the rest; it needs whole parameters, which not every engine and stage

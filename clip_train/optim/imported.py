@@ -1,14 +1,16 @@
 """Optimizers named by import path: found and tried before the model is built."""
 
-import importlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from clip_train.errors import UserError
-from clip_train.settings import shown
+from clip_train.settings import import_path, shown
+
+find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
 class Trial(NamedTuple):
@@ -16,20 +18,6 @@ class Trial(NamedTuple):
 
     slots: int  # tensors of the parameter's shape in its state
     elementwise: bool  # the rows of a matrix are updated alike, whether apart or together
-
-
-def find_class(path: str, install: str = "install it, or correct the path") -> Any:
-    """The optimizer class with this import path. UserError if it does not exist."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise UserError(f"optim.name ({path}) cannot be imported: {e}; {install}") from None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(
-            f"optim.name ({path}) is not a torch.optim.Optimizer; give the path of such a class"
-        )
-    return found
 
 
 def try_out(path: str, lr: float, options: Mapping[str, Any]) -> Trial:

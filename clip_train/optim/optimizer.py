@@ -115,7 +115,7 @@ def build_optimizer(
         case "sgd":
             return torch.optim.SGD(groups, lr, momentum=config.momentum)
         case "lion":
-            return find_class(LION, "pip install lion-pytorch")(groups, lr, betas)
+            return find_class(LION, remedy="pip install lion-pytorch")(groups, lr, betas)
         case "muon":
             return MuonAdamW(groups, lr, **adam)
     return find_class(config.name)(groups, lr=lr, **config.options)
@@ -124,7 +124,7 @@ def build_optimizer(
 def needs(config: OptimConfig) -> Needs:
     """The unit of an update. UserError for an imported optimizer that cannot be used."""
     if config.name == "lion":
-        find_class(LION, "pip install lion-pytorch")
+        find_class(LION, remedy="pip install lion-pytorch")
     if config.is_imported:
         trial = try_out(config.name, config.lr, config.options)
         return "elements" if trial.elementwise else "parameters"

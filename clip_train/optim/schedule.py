@@ -1,17 +1,23 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
 import math
-from typing import Literal
+from typing import Annotated, Any
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from clip_train.settings import Settings
+from clip_train.settings import IMPORT_PATH, Allowed, Settings, call_imported, shown
 
 
 class ScheduleConfig(Settings):
-    """The `schedule` section: OpenCLIP's three schedules, all after a linear warm-up."""
+    """The `schedule` section: OpenCLIP's three schedules or another, all after a linear warm-up."""
 
-    name: Literal["cosine", "constant", "constant-with-cooldown"] = "cosine"
+    name: Annotated[
+        str, Allowed("cosine, constant, constant-with-cooldown or the import path of a function")
+    ] = Field("cosine", pattern=rf"^(cosine|constant|constant-with-cooldown|{IMPORT_PATH})$")
+    """A function is called as `function(peak, step, steps, **options)` and returns the rate of
+    step `step`, counted from 0, of `steps`. It must depend on nothing else."""
+    options: dict[str, Any] = Field({})
+    """With an import path: the function's other arguments."""
     warmup_steps: NonNegativeInt = 2000
     """Steps in which the rate rises linearly to its peak."""
     cooldown_steps: NonNegativeInt = 0
@@ -21,6 +27,19 @@ class ScheduleConfig(Settings):
     final_lr: NonNegativeFloat = 0.0
     """The rate at the very end (of cosine and of the cooldown)."""
 
+    @model_validator(mode="after")
+    def _options_are_an_imported_functions(self) -> "ScheduleConfig":
+        if self.options and not self.is_imported:
+            raise ValueError(
+                f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
+                f"(it is {self.name}); take them out"
+            )
+        return self
+
+    @property
+    def is_imported(self) -> bool:
+        return "." in self.name
+
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
     """The rate of step `step` (counted from 0) of a run of `steps` steps.
@@ -29,6 +48,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) ->
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
+    if config.is_imported:
+        return call_imported("schedule.name", config.name, config.options, peak, step, steps)
     if config.name == "cosine":
         progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
         return config.final_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - config.final_lr)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import glob as local_glob
 import os
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
+from clip_train.settings import import_path
 from clip_train.storage.base import Storage
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
@@ -61,12 +61,7 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
 def _open_remote(url: str, **limits: Any) -> RemoteStorage:
     scheme = url.partition(":")[0]
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
-    module, _, name = path.rpartition(".")
-    try:
-        kind = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise UserError(f"{url}: {path} cannot be imported ({e}); correct the URL") from e
-    return kind(url, **limits)
+    return import_path(url, path, remedy="correct the URL")(url, **limits)
 
 
 def open_read(

@@ -2,13 +2,16 @@
 every `auto`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from clip_train.batch import BatchPlan, plan_batch
+from clip_train.contrastive.build import build_loss
 from clip_train.data.config import (
     SourceSummary,
     check_source,
@@ -26,9 +29,11 @@ from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
+from clip_train.optim.schedule import learning_rate
 from launcher.config.recipe import RunConfig
 from launcher.config.samples import with_samples
 from launcher.engines import Facts, find_engine, on_this_machine
+from launcher.engines.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,15 @@ def resolve(
     else:
         for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
             collect(expand_braces, place, key)
-    if not (problems and config.optim.is_imported):  # the import runs code: after all other checks
-        facts = collect(engine_facts, config, plan, world_size)
-        if facts is not None:
-            problems += map(UserError, kind.mistakes(engine, facts))
+    checks = [
+        (config.schedule.is_imported, schedule_mistakes(config)),
+        (config.optim.is_imported, engine_mistakes(config, engine, plan, world_size)),
+    ]
+    if architecture is not None:
+        checks.append((config.loss.is_imported, loss_mistakes(config, architecture)))
+    for is_imported, mistakes in sorted(checks, key=itemgetter(0)):
+        if not (problems and is_imported):  # an import runs code: after all other checks
+            problems += map(UserError, collect(list, mistakes) or [])
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -150,21 +160,45 @@ def no_limit(config: RunConfig) -> str:
     )
 
 
-def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
+def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
     """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would
-    cancel one.
+    cancel one. UserError for an import path that does not lead to a loss.
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
-    if kind == "sigmoid" and bias is None:
+    takes_bias = build_loss(config.loss).takes_bias
+    if takes_bias and bias is None:
         yield (
-            f"loss.kind (sigmoid) needs a model with a bias, and {name} has none: "
+            f"loss.kind ({kind}) needs a model with a bias, and {name} has none: "
             "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
         )
-    if kind != "sigmoid" and bias is not None:
+    if not takes_bias and bias is not None:
         yield (
-            f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) would "
-            "cancel: set model.init_logit_bias=null, or loss.kind=sigmoid"
+            f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) does not "
+            "use: set model.init_logit_bias=null, or loss.kind=sigmoid"
         )
+
+
+def schedule_mistakes(config: RunConfig) -> Iterator[str]:
+    """The rate of the last step. UserError for an import path that does not lead to a schedule."""
+    rate = learning_rate(config.schedule, config.optim.lr, config.steps - 1, config.steps)
+    if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+        yield (
+            f"schedule.name ({config.schedule.name}) returned {rate!r} for the last step; return a "
+            "number of at least 0"
+        )
+
+
+def engine_mistakes(
+    config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
+) -> Iterator[str]:
+    """UserError for an import path that does not lead to an optimizer."""
+    facts = engine_facts(config, plan, world_size)
+    yield from find_engine(engine.kind).mistakes(engine, facts)
+
+
+def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
+    """Keys that need numbered layers."""
+    name = config.model.name
     if not architecture.layered and config.optim.layer_decay != 1:
         yield (
             f"optim.layer_decay ({config.optim.layer_decay}): the layers of {name} are not "

@@ -98,7 +98,7 @@ def test_the_phase_after_patch_dropout_begins_with_its_weights():
 
 
 def test_every_key_says_what_it_means_or_is_plain():
-    plain = {"optim.beta1", "optim.beta2", "optim.eps", "schedule.name"}
+    plain = {"optim.beta1", "optim.beta2", "optim.eps"}
     assert [key for key, field in known_keys() if not field.description and key not in plain] == []
 
 

@@ -53,7 +53,7 @@ REFUSED = """run.seed model.name model.image_size model.patch_dropout model.drop
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
-batch.global_size batch.schedule loss.kind optim.name"""
+batch.global_size batch.schedule loss.kind loss.options optim.name"""
 
 
 def test_what_makes_it_another_run() -> None:

@@ -133,7 +133,7 @@ class Forgetful(torch.optim.SGD):
     [
         ("torch.optim.Lyon", "cannot be imported: module 'torch.optim' has no attribute 'Lyon'"),
         ("nowhere.Optimizer", "cannot be imported: No module named 'nowhere'"),
-        ("torch.nn.Linear", "is not a torch.optim.Optimizer"),
+        ("torch.nn.Linear", "is not a subclass of torch.optim.optimizer.Optimizer"),
         ("torch.optim.NAdam", "remembers mu_product, which does not have a parameter's shape"),
         ("tests.optim.test_optim.Forgetful", "remembers k,"),
         ("torch.optim.LBFGS", "cannot be used|remembers"),

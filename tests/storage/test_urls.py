@@ -139,7 +139,7 @@ def test_any_remote_storage_can_be_written_to(scheme: str, tmp_path: Path) -> No
 
 
 def test_a_store_that_cannot_be_imported_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match=r"no_such\.Store cannot be imported"):
+    with pytest.raises(UserError, match=r"no_such\.Store\) cannot be imported"):
         open_storage("no_such.Store://bucket/run")
 
 

@@ -1,0 +1,110 @@
+"""A loss and a schedule that a recipe names by their import paths: classes and functions of this file."""
+
+from __future__ import annotations
+
+import pytest
+
+from clip_train import dist
+from clip_train.contrastive.exchange import share_counts
+from clip_train.errors import UserError
+from clip_train.optim.schedule import ScheduleConfig, learning_rate
+from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
+from launcher.cli.main import main
+from tests import tolerances
+from tests.launcher.conftest import metrics, run
+
+LOSS = f"loss.kind={__name__}.Distance"
+HALF_LIFE = f"schedule.name={__name__}.half_life"
+
+
+class Distance(Objective):
+    """weight / N sum_i |I_i - T_i|^2."""
+
+    def __init__(self, weight: float = 1.0):
+        self.weight = weight
+
+    def __call__(self, features, context=NO_CONTEXT):
+        N = sum(share_counts(len(features["image"]), context.global_size))
+        difference = features["image"] - features["text"]  # [n, D]
+        d_image = 2 * self.weight / N * difference
+        loss = dist.all_reduce_sum(self.weight / N * difference.double().square().sum())
+        no_scale = features["logit_scale"] * 0
+        return LossOutput(loss, named_features(d_image, -d_image, no_scale))
+
+
+class Biased(Distance):
+    takes_bias = True
+
+
+def half_life(peak: float, step: int, steps: int, half: float) -> float:
+    return peak * 0.5 ** (step / half)
+
+
+def endless(peak: float, step: int, steps: int) -> float:
+    return peak / (steps - 1 - step or 1e-320)
+
+
+@pytest.mark.engine
+def test_a_loss_trains_and_is_another_run_than_any_other(recipe, tmp_path):
+    common = (LOSS, "loss.options={weight: 2}", "run.steps=3", "schedule.warmup_steps=0")
+    status, out = run(recipe, *common, "run.dir=one")
+    assert status == 0, out
+    status, out = run(recipe, *common, "run.dir=two", ranks=2)
+    assert status == 0, out
+    status, out = run(recipe, *common[:1], *common[2:], "run.dir=light")
+    assert status == 0, out
+    one, two, light = (
+        [line["loss"] for line in metrics(tmp_path / name)] for name in ("one", "two", "light")
+    )
+    assert two == pytest.approx(one, rel=tolerances.loss(3))
+    assert light[0] == pytest.approx(one[0] / 2) and one[2] < one[0]
+    longer = (*common[1:2], "run.steps=4", common[3], "run.dir=one")
+    for other, key in (
+        (("loss.kind=info_nce", "loss.options={}"), "loss.kind was"),
+        ((LOSS, "loss.options={weight: 3}"), "loss.options was {'weight': 2}, is {'weight': 3}"),
+    ):
+        status, out = run(recipe, *longer, *other)
+        assert status == 2 and "belongs to another run" in out and key in out, out
+    status, out = run(recipe, LOSS, *longer)
+    assert status == 0 and "resuming from step 3" in out, out
+
+
+@pytest.mark.engine
+def test_a_schedule_trains(recipe, tmp_path):
+    own = (HALF_LIFE, "schedule.options={half: 2}", "schedule.warmup_steps=2", "run.steps=6")
+    status, out = run(recipe, *own)
+    assert status == 0, out
+    warm_up, decay = [5e-4, 1e-3], [1e-3 * 0.5 ** (step / 2) for step in range(2, 6)]
+    assert [line["lr"] for line in metrics(tmp_path / "run")] == pytest.approx(warm_up + decay)
+
+
+@pytest.mark.parametrize("verb", [("plan",), ("train", "--dry-run"), ("doctor",)])
+def test_other_verbs_take_both(recipe, verb, capsys):
+    own = (LOSS, "loss.options={weight: 2}", HALF_LIFE, "schedule.options={half: 2}")
+    assert main([*verb, str(recipe), *own]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ((f"{LOSS}s",), "cannot be imported: module 'tests.launcher.test_own_code' has no"),
+        (("loss.kind=torch.nn.Linear",), "is not a subclass of clip_train.task.Objective"),
+        ((LOSS, "loss.options={height: 2}"), "cannot be used with loss.options ({height: 2})"),
+        (("loss.options={weight: 2}",), "need an import path as loss.kind (it is info_nce)"),
+        ((LOSS, "model.init_logit_bias=-10"), "does not use: set model.init_logit_bias=null"),
+        ((f"loss.kind={__name__}.Biased",), "needs a model with a bias, and"),
+        ((HALF_LIFE,), "cannot be used with schedule.options ({})"),
+        (("schedule.options={half: 2}",), "need an import path as schedule.name (it is cosine)"),
+        ((f"schedule.name={__name__}.endless",), "endless) returned inf for the last step"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_built(recipe, capsys, overrides, said):
+    assert main(["plan", str(recipe), *overrides]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_schedule_follows_the_warm_up():
+    config = ScheduleConfig(name=f"{__name__}.half_life", options={"half": 4}, warmup_steps=1)
+    assert [learning_rate(config, 1.0, step, 9) for step in (0, 4)] == [1.0, 0.5]
+    with pytest.raises(UserError, match="half"):
+        learning_rate(ScheduleConfig(name=config.name, warmup_steps=0), 1.0, 0, 9)
