@@ -31,7 +31,7 @@ import torch
 from common import finish, parser
 
 from clip_train.checkpoint import commit, manifest
-from clip_train.checkpoint.commit import SaveRequest, check_sizes, read_found, read_layout
+from clip_train.checkpoint.commit import SaveRequest, check_sizes, read_found
 from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.snapshot import FragmentReader
@@ -190,17 +190,17 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
     def look() -> Any:
         found = read_found(storage, CommitRef(EPOCH, STEP))
         check_sizes(storage, PREFIX, found.manifest.files)
-        return found, read_layout(storage, found)
+        return found
 
-    first, (found, layout) = measured("resume, rank 0", world_size, storage, look)
-    sent = len(pickle.dumps((found, layout)))
+    first, found = measured("resume, rank 0", world_size, storage, look)
+    sent = len(pickle.dumps(found))
     half = max(1, world_size // 2)
     part = list(parts(params, half))[half // 2]
 
     def open_own() -> set[int]:
-        mine = pickle.loads(pickle.dumps((found, layout)))
-        files = CheckpointFiles(mine[0], storage.path(PREFIX), None)
-        reader = FragmentReader(mine[1], files)
+        mine = pickle.loads(pickle.dumps(found))
+        files = CheckpointFiles(mine, storage.path(PREFIX), None)
+        reader = FragmentReader(mine.layout, files)
         wanted = [
             Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
         ]

@@ -79,7 +79,7 @@ class Trainer:
         self.skipped.step = self.step
         if resumed.rank_tensors is not None:
             restore_rng(resumed.rank_tensors, self.engine.device)
-        self.objective.load_state_dict(resumed.reader.shared_tensors(), self.engine.device)
+        self.objective.load_state_dict(resumed.reader.tensors(), self.engine.device)
         for callback in self.callbacks:
             callback.resume(state)
 

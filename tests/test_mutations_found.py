@@ -83,7 +83,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     storage.left = writes
     plan = plan_file(0, [], {"rng": torch.zeros(3)})
     memory = SharedMemory()
-    memory.reserve(plan)
+    memory.reserve(plan.num_bytes).result()
     memory.fill(plan)
     request = SaveRequest(
         2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {}

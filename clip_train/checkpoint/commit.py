@@ -191,10 +191,13 @@ def writable(storage: Storage) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint as its small files describe it."""
+    """A committed checkpoint: its small files, each verified when it was read."""
 
     commit: Commit
     manifest: Manifest
+    manifest_bytes: bytes = b""  # as stored
+    layout: bytes = b""  # LAYOUT, as stored
+    url: str = ""  # of the store they were read from
 
 
 def list_commits(storage: Storage) -> list[CommitRef]:
@@ -236,27 +239,29 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 
 
 def read_found(storage: Storage, ref: CommitRef) -> Found:
-    """The marker, and the manifest that has its sha256. DamagedError, FormatError, OSError."""
+    """The marker, and the manifest and the layout that have their sha256.
+
+    DamagedError, FormatError, OSError.
+    """
     marker = read_commit(storage, ref)
-    name = f"{marker.prefix}/{manifest.MANIFEST}"
-    parse = partial(Manifest.from_bytes, sha256=marker.manifest_sha256)
-    return Found(marker, read_small(storage, name, parse))
-
-
-def read_layout(storage: Storage, found: Found) -> bytes:
-    """LAYOUT as it was written. DamagedError, OSError."""
-    check = partial(manifest.verified, sha256=found.manifest.layout_sha256, where="the manifest")
-    return read_small(storage, f"{found.commit.prefix}/{manifest.LAYOUT}", check)
-
-
-def copy_commit(source: Storage, target: Storage, found: Found) -> None:
-    """Commit a checkpoint of `source` in `target`, which has its data. DamagedError, OSError."""
-    marker = found.commit
-    name = f"{marker.prefix}/{manifest.MANIFEST}"
     check = partial(manifest.verified, sha256=marker.manifest_sha256, where="its commit marker")
-    target.put_bytes(f"{marker.prefix}/{manifest.LAYOUT}", read_layout(source, found))
-    target.put_bytes(name, read_small(source, name, check))
-    target.put_bytes(marker.ref.name, marker.to_bytes())
+    name = f"{marker.prefix}/{manifest.MANIFEST}"
+    data = read_small(storage, name, check)
+    try:
+        whole = Manifest.from_bytes(data)
+    except ValueError as e:
+        raise DamagedError(f"{name} is not readable: {e}") from e
+    check = partial(manifest.verified, sha256=whole.layout_sha256, where="the manifest")
+    layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
+    return Found(marker, whole, data, layout, storage.url)
+
+
+def copy_commit(found: Found, target: Storage) -> None:
+    """Commit a checkpoint in `target`, which has its data. OSError."""
+    prefix = found.commit.prefix
+    target.put_bytes(f"{prefix}/{manifest.LAYOUT}", found.layout)
+    target.put_bytes(f"{prefix}/{manifest.MANIFEST}", found.manifest_bytes)
+    target.put_bytes(found.commit.ref.name, found.commit.to_bytes())
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -64,29 +64,16 @@ class CheckpointFiles:
         self._counting = threading.Lock()
         self._found, self._folder, self._remote = found, folder, remote
         self._shared, self._log = shared, log
-        self._blocks = [
-            (file, number)
-            for file, entry in enumerate(self.entries)
-            for number in range(len(entry.blocks))
-        ]
         self._ready: set[Block] = set()  # verified
         self._maps: dict[int, Tensor] = {}
 
     # -- reading
 
-    def blocks(self, file: int, start: int, end: int) -> list[Block]:
-        """Those with bytes of `[start, end)`."""
-        end = min(end, self.entries[file].size)
-        if start >= end:
-            return []
-        numbers = range(start // BLOCK_BYTES, manifest.num_blocks(end))
-        return [(file, number) for number in numbers]
-
     def read(self, file: int, start: int, end: int) -> Tensor:
         """Bytes `[start, end)`, uint8 [end - start]; fetched if need be. CheckpointError."""
         if start == end:
             return torch.empty(0, dtype=torch.uint8)
-        self.prepare(self.blocks(file, start, end))
+        self.prepare([(file, start, end)])
         if file not in self._maps:
             entry = self.entries[file]
             path = self._folder / entry.name
@@ -98,10 +85,18 @@ class CheckpointFiles:
                 raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
         return self._maps[file][start:end]
 
-    def prepare(self, blocks: Collection[Block]) -> None:
-        """`verify`, when it is too late to step back: CheckpointError, for damage too."""
+    def prepare(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Verify and fetch the blocks of byte ranges (file, start, end). It is too late to step
+        back to an older checkpoint: CheckpointError, for damage too.
+        """
+        blocks = {
+            (file, number)
+            for file, start, end in ranges
+            if start < end
+            for number in range(start // BLOCK_BYTES, manifest.num_blocks(end))
+        }
         try:
-            self.verify(blocks)
+            self._verify(blocks)
         except DamagedError as e:
             raise CheckpointError(f"{e}; resume from an older one, or from another copy") from e
 
@@ -113,7 +108,12 @@ class CheckpointFiles:
         Where all ranks see one folder the files are in it afterwards. CheckpointError, on all
         ranks, if one cannot read for another reason than damage.
         """
-        rank, world_size, blocks = dist.rank(), dist.world_size(), self._blocks
+        rank, world_size = dist.rank(), dist.world_size()
+        blocks = [
+            (file, number)
+            for file, entry in enumerate(self.entries)
+            for number in range(len(entry.blocks))
+        ]
         mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
         if len(self.entries) == world_size:
             mine = [block for block in blocks if block[0] == rank]  # its own file
@@ -121,20 +121,18 @@ class CheckpointFiles:
         why: str | None = None
         error: Exception | None = None
         try:
-            self.verify(mine)
+            self._verify(mine)
         except DamagedError as e:
             why = str(e)
         except Exception as e:
             error = e
         dist.raise_agreed(error)
         damaged = [each for each in dist.gather_objects(why) if each is not None]
-        if damaged:
-            return damaged[0]
-        if self._shared:
+        if self._shared and not damaged:
             self._ready.update(blocks)
-        return None
+        return damaged[0] if damaged else None
 
-    def verify(self, blocks: Collection[Block]) -> None:
+    def _verify(self, blocks: Collection[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         unknown = [block for block in blocks if block not in self._ready]
         before, began = self.fetched, time.monotonic()
@@ -157,19 +155,18 @@ class CheckpointFiles:
         file, number = block
         entry = self.entries[file]
         path, (start, end) = self._folder / entry.name, entry.block_range(number)
-        data, missing = b"", False
+        data, problem = b"", "does not have its sha256: a byte has changed since it was written"
         with readable(str(self._folder)):
             try:
                 with path.open("rb") as f:
                     f.seek(start)
                     data = f.read(end - start)
             except FileNotFoundError:
-                missing = True
+                problem = "is missing"
         if hashlib.sha256(data).hexdigest() == entry.blocks[number]:
             return
         if self._remote is None:
-            changed = "does not have its sha256: a byte has changed since it was written"
-            raise DamagedError(f"{path} {'is missing' if missing else changed}")
+            raise DamagedError(f"{path} {problem}")
         try:
             with readable(self._remote.url):
                 name = f"{self._found.commit.prefix}/{entry.name}"
@@ -177,7 +174,7 @@ class CheckpointFiles:
         except DamagedError as e:
             raise DamagedError(f"{self._remote.url}: {e}") from None
         try:
-            _write_block(path, entry, number, data)
+            _write_block(path, entry.size, start, data)
         except OSError as e:
             what, remedy = "cannot write at", "mend it, or set run.dir"
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -191,17 +188,19 @@ class CheckpointFiles:
             self.fetched += len(data)
 
 
-def _write_block(path: Path, entry: FileEntry, number: int, data: bytes) -> None:
-    """Several ranks may write to one file; an incomplete one does not have its hashes."""
-    at, _ = entry.block_range(number)
+def _write_block(path: Path, size: int, start: int, data: bytes) -> None:
+    """Write `data` at `start` of a file of `size` bytes, to which several ranks may write. OSError.
+
+    A file that is not complete yet does not have its hashes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        if os.fstat(fd).st_size != entry.size:
-            os.ftruncate(fd, entry.size)
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
         done = 0
         while done < len(data):  # not through a map, where a full disk would end the process
-            done += os.pwrite(fd, memoryview(data)[done:], at + done)
+            done += os.pwrite(fd, memoryview(data)[done:], start + done)
         os.fsync(fd)
     finally:
         os.close(fd)

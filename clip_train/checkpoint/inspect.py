@@ -12,7 +12,6 @@ from clip_train.checkpoint.commit import (
     list_commits,
     prefix_of,
     read_found,
-    read_layout,
     readable,
 )
 from clip_train.checkpoint.config import locate
@@ -115,8 +114,7 @@ def _list_orphans(
 
 
 def _verify(storage: Storage, found: Found) -> None:
-    """Every byte. DamagedError; OSError."""
-    read_layout(storage, found)
+    """Every byte of the data. DamagedError; OSError."""
 
     def check(block: tuple[FileEntry, int]) -> None:
         fetch_block(storage, f"{found.commit.prefix}/{block[0].name}", *block)

@@ -173,7 +173,7 @@ class CheckpointManager:
         """
         if self._memory is not None:
             plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
-            self._memory.reserve(plan, wait=False)
+            self._memory.reserve(plan.num_bytes, pin=plan.on_gpu)
 
     # -- save
 
@@ -306,7 +306,7 @@ class CheckpointManager:
             values = {ref.name: value for ref, value in self._scores.items()}
             kept = {"metric": self.config.keep_best, "values": values}
             state = manifest.encode_state({**state, "keep_best": kept} if values else state)
-        self._memory.reserve(plan)
+        self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
         self._memory.fill(plan)
         epoch = self._settings.policy.lease.epoch
         return SaveRequest(

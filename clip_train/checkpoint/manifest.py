@@ -216,17 +216,16 @@ class Manifest:
         return json.dumps(body, indent=1, sort_keys=True).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, sha256: str | None = None) -> Manifest:
-        """ValueError for anything but the manifest of this format that has this sha256."""
-        if sha256 is not None:
-            verified(data, sha256, "its commit marker")
-        body = _check_format(json.loads(data))
-        whole = _build(cls, body)
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """ValueError for anything but a manifest; FormatError for another version's."""
+        whole = _build(cls, _check_format(json.loads(data)))
         numbers = (whole.step, whole.epoch, whole.world_size)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"not a manifest: its numbers are {numbers}")
         if not isinstance(whole.state, dict) or not isinstance(whole.files, list):
             raise ValueError("not a manifest: no state, or no files")
+        if len(whole.files) != whole.world_size:
+            raise ValueError(f"not a manifest: {len(whole.files)} files, not {whole.world_size}")
         return replace(whole, files=[FileEntry.from_json(entry) for entry in whole.files])
 
 

@@ -30,7 +30,6 @@ from clip_train.checkpoint.commit import (
     copy_commit,
     list_commits,
     read_found,
-    read_layout,
     readable,
     writable,
 )
@@ -211,13 +210,13 @@ def resolve(
         for ref in sorted({*local, *remote}, reverse=True):
             if only is not None and ref != only:
                 continue
-            small = dist.on_main(
+            looked = dist.on_main(
                 partial(_read_small_files, places, ref, ref in local, ref in remote)
             )
             try:
-                if isinstance(small, str):
-                    raise DamagedError(small)
-                found = _open(small, places, ref in remote, cache, log, skipped, verify=verify)
+                if isinstance(looked, str):
+                    raise DamagedError(looked)
+                found = _open(looked, places, ref in remote, cache, log, skipped, verify=verify)
                 break
             except DamagedError as e:  # on all ranks
                 skipped.append(Skipped(ref, str(e)))
@@ -228,17 +227,9 @@ def resolve(
     return found, skipped
 
 
-class _Small(NamedTuple):
-    """A checkpoint's small files."""
-
-    found: Found
-    layout: bytes
-    is_local: bool  # they were read from the local disk
-
-
 def _read_small_files(
     places: Places, ref: CommitRef, in_local: bool, in_remote: bool
-) -> _Small | str:
+) -> Found | str:
     """What can be found out without reading the data; or what is wrong."""
     reasons: list[str] = []
     for storage, there in ((places.local, in_local), (places.remote, in_remote)):
@@ -248,14 +239,14 @@ def _read_small_files(
             with readable(storage.url):
                 found = read_found(storage, ref)
                 check_sizes(storage, found.commit.prefix, found.manifest.files)
-                return _Small(found, read_layout(storage, found), storage is places.local)
+                return found
         except DamagedError as e:
             reasons.append(f"{storage.url}: {e}" if in_local and in_remote else str(e))
     return "; ".join(reasons)
 
 
 def _open(
-    small: _Small,
+    found: Found,
     places: Places,
     in_remote: bool,
     cache: LocalStorage | None,
@@ -268,10 +259,11 @@ def _open(
 
     DamagedError, CheckpointError, on all ranks.
     """
-    found, prefix, local = small.found, small.found.commit.prefix, places.local
-    remote = places.remote if in_remote and not (cache is None and small.is_local) else None
+    prefix, local = found.commit.prefix, places.local
+    is_local = local is not None and found.url == local.url
+    remote = places.remote if in_remote and not (cache is None and is_local) else None
     spool: Path | None = None
-    if local is not None and (cache is not None or small.is_local):
+    if local is not None and (cache is not None or is_local):
         folder = local.path(prefix)
     elif cache is not None:
         folder = cache.path(manifest.staged_name(prefix))
@@ -285,26 +277,26 @@ def _open(
         why = files.verify_all()
         if why is not None:
             raise DamagedError(why)
-    if shared and local is not None and remote is not None and not small.is_local:
-        dist.on_main(copy_commit, remote, local, found)  # all files are there now
+    if shared and local is not None and remote is not None and not is_local:
+        dist.on_main(copy_commit, found, local)  # all files are there now
     source = remote or local
     assert source is not None
     path = f"{source.url}/{prefix}"
-    world_size = found.manifest.world_size
-    reader = dist.agreed(FragmentReader, small.layout, files, path)
+    same_ranks = found.manifest.world_size == dist.world_size()
 
-    def read_tensors() -> dict[str, Tensor] | None:
-        reader.shared_tensors()  # fetched now, while an error still reaches all ranks
-        return reader.rank_tensors(dist.rank()) if world_size == dist.world_size() else None
+    def read() -> tuple[FragmentReader, dict[str, Tensor] | None]:
+        reader = FragmentReader(found.layout, files, path)
+        reader.tensors()  # fetched now, while an error still reaches all ranks
+        return reader, reader.tensors(dist.rank()) if same_ranks else None
 
-    tensors = dist.agreed(read_tensors)
+    reader, tensors = dist.agreed(read)
     fetched, ranks = dist.sum_scalars(files.fetched, files.fetched > 0)
     return Resumed(
         step=found.manifest.step,
         state=found.manifest.state,
         reader=reader,
         rank_tensors=tensors,
-        world_size=world_size,
+        world_size=found.manifest.world_size,
         path=path,
         ref=found.commit.ref,
         in_remote=remote is not None,

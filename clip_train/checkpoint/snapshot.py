@@ -14,7 +14,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.fetch import Block, CheckpointFiles
+from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.errors import CheckpointError, UserError
 from clip_train.protocols import EMA, Fragment, Wanted
 
@@ -150,26 +150,23 @@ class SharedMemory:
             1, initializer=lambda: torch.cuda.set_device(gpu)
         )  # -1: as it is
 
-    def reserve(self, plan: Plan, *, wait: bool = True) -> None:
-        """Allocate, touch and pin, beside what goes on if not to `wait`. OSError or MemoryError
-        where it waits.
-        """
-        reserved = self._thread.submit(self._reserve, plan)
-        if wait:
-            reserved.result()
+    def reserve(self, num_bytes: int, *, pin: bool = False) -> Future[None]:
+        """Allocate, touch and pin, in a thread; the result may be an OSError or a MemoryError."""
 
-    def _reserve(self, plan: Plan) -> None:
-        if plan.num_bytes <= self.capacity:
-            return
-        self._unpin()
-        size = -(-(plan.num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.fd, size)
-        # a new mapping: the old one goes with the last tensor over it
-        self._map = memoryview(mmap.mmap(self.fd, size))
-        self._view = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._view[:: mmap.PAGESIZE] = 0  # a page fault costs more than copying the page
-        self.capacity = size
-        self._pinned = plan.on_gpu and _register(self._view)
+        def grow() -> None:
+            if num_bytes <= self.capacity:
+                return
+            self._unpin()
+            size = -(-(num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.ftruncate(self.fd, size)
+            # a new mapping: the old one goes with the last tensor over it
+            self._map = memoryview(mmap.mmap(self.fd, size))
+            self._view = torch.frombuffer(self._map, dtype=torch.uint8)
+            self._view[:: mmap.PAGESIZE] = 0  # a page fault costs more than copying the page
+            self.capacity = size
+            self._pinned = pin and _register(self._view)
+
+        return self._thread.submit(grow)
 
     def fill(self, plan: Plan) -> None:
         """Copy the file that `plan` describes to its start. When it returns, training may go on."""
@@ -329,11 +326,12 @@ class FragmentReader:
         """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all
         ranks.
         """
-        blocks: set[Block] = set()
-        for name, slot, start, numel in wanted:
-            for piece in self._pieces(name, slot, start, start + numel):
-                blocks |= set(self._files.blocks(piece.file, piece.at, piece.stop))
-        dist.agreed(self._files.prepare, blocks)
+        ranges = (
+            (piece.file, piece.at, piece.stop)
+            for name, slot, start, numel in wanted
+            for piece in self._pieces(name, slot, start, start + numel)
+        )
+        dist.agreed(self._files.prepare, ranges)
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
@@ -377,18 +375,11 @@ class FragmentReader:
         self.prepare(wanted)
         return {each.name: self.read(*each).reshape(self._shapes[each.name]) for each in wanted}
 
-    def rank_tensors(self, rank: int) -> dict[str, Tensor]:
-        """What rank `rank` saved for itself (its random state)."""
-        return self._named(rank, manifest.RANK_KEY)
-
-    def shared_tensors(self) -> dict[str, Tensor]:
-        """What was the same on all ranks (memory banks); readable on any number of them."""
-        return self._named(0, manifest.SHARED_KEY)
-
-    def _named(self, file: int, prefix: str) -> dict[str, Tensor]:
-        if file >= len(self._tensors):
-            name = manifest.rank_file(file)
-            raise CheckpointError(f"{self._where}: no file {name} in this checkpoint")
+    def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
+        """What rank `rank` saved for itself (its random state); None: what was the same on all
+        ranks (memory banks), readable on any number of them. CheckpointError.
+        """
+        file, prefix = (0, manifest.SHARED_KEY) if rank is None else (rank, manifest.RANK_KEY)
         tensors: dict[str, Tensor] = {}
         for key, (shape, piece) in self._tensors[file].items():
             if key.startswith(prefix):

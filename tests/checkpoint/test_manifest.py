@@ -52,7 +52,7 @@ def test_manifest_and_commit_come_back() -> None:
     manifest = Manifest(
         3,
         0,
-        2,
+        1,
         [FileEntry("rank00000.safetensors", 7, ["ab"], 0)],
         "cd",
         {"cursors": {"0": 1}},
@@ -90,6 +90,8 @@ def test_a_bit_that_flips_on_the_way_is_seen() -> None:
 
 
 def test_a_manifest_cannot_point_elsewhere() -> None:
+    with pytest.raises(ValueError, match="1 files, not 2"):
+        Manifest.from_bytes(Manifest(3, 0, 2, [FileEntry("a", 7, ["ab"], 0)], "", {}).to_bytes())
     evil = Manifest(3, 0, 1, [FileEntry("../../etc/passwd", 7, ["ab"], 0)], "", {})
     with pytest.raises(ValueError, match="not a file name"):
         Manifest.from_bytes(evil.to_bytes())

@@ -205,8 +205,8 @@ def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Pa
             )
 
     remote, local = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
-    found = commit.read_found(remote, CommitRef(0, 1))
+    found = commit.read_found(Flipping(tmp_path / "a"), CommitRef(0, 1))
     name = f"{found.commit.prefix}/rank00000.safetensors"
     local.put_file(remote.path(name), name)
-    commit.copy_commit(Flipping(tmp_path / "a"), local, found)
+    commit.copy_commit(found, local)
     assert not once and set(committed(tmp_path / "b")) == {1} and damaged_in(tmp_path / "b") == []

@@ -93,7 +93,7 @@ def life(folder: Path) -> dict[str, Any]:
     assert resumed is not None and resumed.rank_tensors is not None
     seen["resumed"] = (resumed.step, resumed.state, [each.ref.step for each in resumed.skipped])
     seen["rng"] = resumed.rank_tensors["rng"].tolist()
-    seen["shared"] = {name: t.tolist() for name, t in resumed.reader.shared_tensors().items()}
+    seen["shared"] = {name: t.tolist() for name, t in resumed.reader.tensors().items()}
     return seen
 
 
@@ -219,7 +219,7 @@ def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
         for f in mine
         for slot, t in f.tensors.items()
     )
-    same &= bits(resumed.reader.shared_tensors()["bank"]) == bits(torch.arange(float(bank)))
+    same &= bits(resumed.reader.tensors()["bank"]) == bits(torch.arange(float(bank)))
     own = resumed.rank_tensors and resumed.rank_tensors["rng"].tolist()
     return {
         "step": resumed.step,

@@ -46,7 +46,7 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(
     monkeypatch.setattr(torch, "zeros", cuda.zeros)
     plan = dataclasses.replace(plan_file(0, [], {"rng": torch.arange(7)}), on_gpu=True)
     memory = SharedMemory()
-    memory.reserve(plan)
+    memory.reserve(plan.num_bytes, pin=True).result()
     assert cuda.last_error == 0 and (cuda.registered, cuda.kernels) == (
         (1, 0) if status == 0 else (0, 1)
     )
@@ -60,16 +60,16 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(
 def test_it_is_there_before_the_first_save_and_only_grows() -> None:
     memory = SharedMemory()
     plan = plan_file(0, [], {"rng": torch.arange(70_000)})
-    memory.reserve(plan, wait=False)
-    memory.reserve(plan)
+    memory.reserve(plan.num_bytes)
+    memory.reserve(plan.num_bytes).result()
     held, blocks = memory.capacity, os.fstat(memory.fd).st_blocks
     assert held >= plan.num_bytes and 512 * blocks >= held, "its pages are allocated"
     memory.fill(plan)
     assert os.fstat(memory.fd).st_blocks == blocks
-    memory.reserve(plan_file(0, [], {}))
+    memory.reserve(plan_file(0, [], {}).num_bytes).result()
     assert memory.capacity == held
     larger = plan_file(0, [], {"rng": torch.arange(700_000)})
-    memory.reserve(larger)
+    memory.reserve(larger.num_bytes).result()
     memory.fill(larger)
     ((at, tensor),) = larger.places
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()

@@ -117,7 +117,7 @@ def load(root: Path, url: str, stage: int, shared: bool = False) -> dict[str, An
         )
         for each in wants
     )
-    right &= resumed.reader.shared_tensors()["bank"].tolist() == list(range(8))
+    right &= resumed.reader.tensors()["bank"].tolist() == list(range(8))
     rng = resumed.rank_tensors
     same_world = resumed.world_size == dist.world_size()
     right &= (rng is not None) == same_world and (
