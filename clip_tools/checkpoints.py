@@ -1,6 +1,4 @@
-"""`clip-train checkpoints`: what there is of a run, here and in the remote store, and what will
-become of it.
-"""
+"""`clip-train checkpoints`: the committed checkpoints of a run, here and in the remote store."""
 
 import argparse
 import json
@@ -10,7 +8,6 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.inspect import list_checkpoints
 from launcher.engines import describe
 from launcher.weights import find_run
@@ -18,10 +15,9 @@ from launcher.weights import find_run
 
 def run(args: argparse.Namespace) -> int:
     """0, or 1 where a committed checkpoint is not whole."""
-    config, places, _ = find_run(args.place, args.overrides)
-    settings = config.checkpoint if config is not None else CheckpointConfig()
-    lines = list_checkpoints(places, settings.policy(), verify=args.verify)
-    status = 1 if any(line.problem and line.committed for line in lines) else 0
+    _, places, _ = find_run(args.place, args.overrides)
+    lines = list_checkpoints(places, verify=args.verify)
+    status = 1 if any(line.problem for line in lines) else 0
     if args.json:
         print(
             json.dumps(
@@ -37,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("no checkpoints")
         return status
     table = Table(box=None, pad_edge=False)
-    for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state", "retention"):
+    for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state"):
         table.add_column(
             column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
         )
@@ -53,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
             held,
             line.where,
             line.problem or ("complete, every byte verified" if args.verify else "complete"),
-            line.future,
         )
     console.print(table)
     console.print(

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from clip_train.checkpoint.commit import list_commits
-from clip_train.checkpoint.lease import NO_LEASE, Lease
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
-from clip_train.checkpoint.retention import Policy
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.settings import Settings
 from clip_train.storage.base import Storage
@@ -78,23 +76,6 @@ class CheckpointConfig(Settings):
 
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Data of saves that were never committed are removed when they are older than this."""
-
-    def policy(
-        self,
-        held: Lease = NO_LEASE,
-        protect: Collection[CommitRef] = (),
-        damaged: Collection[CommitRef] = (),
-    ) -> Policy:
-        """What retention keeps. protect, damaged: as there."""
-        return Policy(
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
-            keep_best=self.keep_best,
-            orphan_grace_seconds=60 * self.orphan_grace_minutes,
-            lease=held,
-            protect=set(protect),
-            damaged=set(damaged),
-        )
 
     @model_validator(mode="before")
     @classmethod

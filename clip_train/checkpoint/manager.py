@@ -28,7 +28,7 @@ from clip_train.checkpoint.restore import (
     read_scores,
     select,
 )
-from clip_train.checkpoint.retention import check_space, free_bytes
+from clip_train.checkpoint.retention import Policy, check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message, Settings
 from clip_train.errors import CheckpointError
@@ -143,14 +143,23 @@ class CheckpointManager:
         main = self.remote or self.storage
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(lease.acquire, main, others))
-        protect = {self._resumed.ref} if self._resumed is not None else set()
+        config = self.config
+        policy = Policy(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            orphan_grace_seconds=60 * config.orphan_grace_minutes,
+            lease=held,
+            protect={self._resumed.ref} if self._resumed is not None else set(),
+            damaged=self._damaged,
+        )
         self._memory = SharedMemory()
         self._settings = Settings(
             str(self.folder),
-            self.config.remote,
+            config.remote,
             self._shared,
-            60 * self.config.save_timeout_minutes,
-            self.config.policy(held, protect, self._damaged),
+            60 * config.save_timeout_minutes,
+            policy,
         )
         dist.agreed(self._start_writer)
 

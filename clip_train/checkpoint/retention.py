@@ -32,32 +32,24 @@ class Policy:
     damaged: set[CommitRef] = field(default_factory=set)
 
 
-def verdicts(
+def kept(
     commits: list[CommitRef], policy: Policy, scores: dict[CommitRef, float]
-) -> dict[CommitRef, str]:
-    """Why each checkpoint stays; the next save removes the others. commits: newest first.
+) -> set[CommitRef]:
+    """The checkpoints that stay; the next save removes the others. commits: newest first.
 
     scores: the evaluations of `keep_best` so far.
     """
-    why: dict[CommitRef, str] = {}
     good = [ref for ref in commits if ref not in policy.damaged]
-    for ref in good[: policy.keep_last]:
-        why[ref] = f"one of the {policy.keep_last} newest"
-    for ref in good if policy.keep_every is not None else []:
-        if ref.step % (policy.keep_every or 1) == 0:
-            why.setdefault(ref, f"a multiple of {policy.keep_every} steps")
+    stay = set(good[: policy.keep_last]) | policy.protect
+    if policy.keep_every is not None:
+        stay |= {ref for ref in good if ref.step % policy.keep_every == 0}
     scored = [ref for ref in good if ref in scores]
     if scored:
         sign = -1 if (policy.keep_best or "").startswith("-") else 1
-        best = max(scored, key=lambda ref: (sign * scores[ref], ref.step))
-        why.setdefault(best, f"the best {policy.keep_best} ({scores[best]:.6g})")
-    enough = len(good) >= policy.keep_last
-    for ref in commits:
-        if ref in policy.protect:
-            why.setdefault(ref, "the one resumed from")
-        elif ref in policy.damaged and not (enough and ref < good[policy.keep_last - 1]):
-            why.setdefault(ref, f"damaged; goes when {policy.keep_last} good ones are newer")
-    return why
+        stay.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
+    # a damaged one, which may still be mended by hand, goes when `keep_last` good ones are newer
+    oldest = good[policy.keep_last - 1] if len(good) >= policy.keep_last else CommitRef(-1, -1)
+    return stay | {ref for ref in policy.damaged if ref > oldest}
 
 
 def apply_retention(
@@ -68,7 +60,7 @@ def apply_retention(
 ) -> None:
     """Remove old checkpoints and orphans; rank 0's checkpoint writer, after a commit.
 
-    scores: as in `verdicts`. in_flight: attempts that may still be committed in another store, from
+    scores: as in `kept`. in_flight: attempts that may still be committed in another store, from
     their files here. OSError; FencedError.
 
     The marker goes first and the data second, so a kill in between leaves an orphan for the next
@@ -79,9 +71,9 @@ def apply_retention(
     if not any(ref not in policy.damaged for ref in commits):
         return
     leases.check(storage, policy.lease)
-    kept = verdicts(commits, policy, scores)
+    stay = kept(commits, policy, scores)
     epoch = policy.lease.epoch
-    removed = [ref for ref in commits if ref not in kept and ref.epoch <= epoch]
+    removed = [ref for ref in commits if ref not in stay and ref.epoch <= epoch]
     for old in removed:
         leases.check(storage, policy.lease)
         storage.delete(old.name)
@@ -99,7 +91,7 @@ def apply_retention(
         return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
 
     now = storage.clock()
-    named = {ref: prefix_of(storage, ref) for ref in commits if ref in kept}
+    named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
     for attempt, files in attempts(storage).items():
         ref = parse_prefix(attempt)
         if ref is None or spared(attempt) or is_named(named, ref, attempt):

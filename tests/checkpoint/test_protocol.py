@@ -14,7 +14,7 @@ import pytest
 
 from clip_train.checkpoint import commit, lease
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, verdicts
+from clip_train.checkpoint.retention import Policy, apply_retention, kept
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import committed
@@ -108,8 +108,8 @@ def test_the_best_is_one_that_is_there() -> None:
     for name, best in (("top1", 3), ("-loss", 1)):
         scores = {CommitRef(0, 4): 9.0, **dict(zip(refs[1:], (3.0, 2.0, 1.0), strict=True))}
         scores[CommitRef(0, 6)] = 0.0
-        why = verdicts(refs, Policy(keep_last=1, keep_best=name), scores)
-        assert [ref.step for ref in why] == [5, best]
+        stay = kept(refs, Policy(keep_last=1, keep_best=name), scores)
+        assert {ref.step for ref in stay} == {5, best}
 
 
 def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(
