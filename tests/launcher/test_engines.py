@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from clip_train.data.config import resolve_workers
@@ -9,6 +11,7 @@ from launcher.cli.main import main
 from launcher.config.recipe import check_config
 from launcher.engines import Facts, find_engine
 from launcher.engines.config import EngineConfig
+from tests.documents import ROOT
 
 FSDP = "engine.kind=fsdp"
 
@@ -26,6 +29,16 @@ FSDP = "engine.kind=fsdp"
             [FSDP, "engine.shard_ranks=4"],
             6,
             "must divide the number of ranks (6): one of 1, 2, 3, 6, or null",
+        ),
+        (
+            ["engine.reduce_dtype=bf16", "engine.precision=fp16"],
+            2,
+            "needs engine.precision bf16 (it is fp16): set engine.precision=bf16",
+        ),
+        (
+            [FSDP, "engine.reduce_dtype=bf16", "engine.precision=bf16", "engine.zero_stage=1"],
+            2,
+            "set engine.reduce_dtype=fp32, or engine.zero_stage=2",
         ),
         ([FSDP, "engine.shard_ranks=0"], 2, "must be greater than or equal to 1"),
         (
@@ -103,3 +116,21 @@ def test_what_four_ranks_of_deepspeed_hold(stage, precision, parameters, gradien
     assert (needed.parameters, needed.gradients, needed.optimizer) == (
         1000 * parameters, 1000 * gradients, 1000 * optimizer,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "reduce_dtype", "each"),
+    [
+        (1, "bf16", "fp32", 4),  # the bucket itself is sent
+        (1, "bf16", "bf16", 4 + 2),
+        (2, "bf16", "fp32", 2 + 4),  # the bucket and its copy in fp32
+        (2, "bf16", "bf16", 2),
+        (3, "fp32", "fp32", 4),
+    ],
+)
+def test_the_buffers_that_deepspeed_sends(stage, precision, reduce_dtype, each):
+    config = EngineConfig(zero_stage=stage, precision=precision, reduce_dtype=reduce_dtype)
+    needed = find_engine("deepspeed").memory(config, 1000, 1000, 8, 4)
+    elements = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
+    bucket = int(float(elements["zero_optimization"].get("reduce_bucket_size", 5e8)))
+    assert needed.buffers == each * bucket

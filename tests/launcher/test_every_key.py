@@ -36,7 +36,7 @@ NEVER = (
 )
 # What Python says, and users do not.
 JARGON = re.compile(
-    r"constrained|literal\[|pydantic|NoneType|\bNone\b|[Ii]nput should|Field required|type=|<class|Traceback"
+    r"constrained|literal\[|pydantic|NoneType|\bNone\b|[Ii]nput should|Field required|\btype=|<class|Traceback"
     r"|\bfunction-|\bstr\b|\bint\b|\bbool\b"
 )
 

@@ -84,11 +84,14 @@ class DeepSpeedKind(EngineKind):
         unsummed = word if stage == 1 and accumulation > word else 0
         master = 0 if stage == 0 else 4
         optimizer = (master + moment_bytes) * trained / (W if stage >= 1 else 1)
+        bucketed = accumulation if stage == 1 else word
+        sent = 4 if config.reduce_dtype == "fp32" else 2
         return Memory(
             parameters=word * P / (W if stage == 3 else 1),
             gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
             optimizer=0 if config.offload == "optimizer" else optimizer,
-            buffers=(accumulation if stage == 1 else word) * reduce_bucket_elements(config),
+            # the bucket, and its copy in the type that is sent
+            buffers=(bucketed + (sent if sent != bucketed else 0)) * reduce_bucket_elements(config),
         )
 
     def sums_fp32(self, config: EngineConfig) -> bool:

@@ -149,6 +149,8 @@ def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any,
         ),  # it waits for the device in every forward and step
         "bf16.enabled": (config.precision == "bf16", "engine.precision"),
         "fp16.enabled": (config.precision == "fp16", "engine.precision"),
+        # DeepSpeed's default is the precision of the model.
+        "communication_data_type": (config.reduce_dtype, "engine.reduce_dtype"),
         "zero_allow_untested_optimizer": (
             True,
             "the trainer",

@@ -19,6 +19,12 @@ class FSDPKind(EngineKind):
                 "engine.precision (fp16) has no loss scaling with engine.kind=fsdp: use "
                 "engine.precision=bf16, or engine.kind=deepspeed"
             )
+        if config.reduce_dtype == "bf16" and (stage < 2 or config.reduce_gradients == "once"):
+            yield (
+                "engine.reduce_dtype (bf16) would also add up the micro-batches in bf16 where "
+                "engine.kind=fsdp reduces once per step: set engine.reduce_dtype=fp32, or "
+                "engine.zero_stage=2 with engine.reduce_gradients=each_backward"
+            )
         if config.ds_config is not None:
             yield (
                 f"engine.ds_config ({config.ds_config}) is not for engine.kind=fsdp: take it out, "

@@ -55,11 +55,11 @@ def build_engine(
         "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),
         "reshard_after_forward": config.zero_stage
         == 3,  # said for the root too, which would else stay whole
-        # fp32 sums of bf16 gradients, between micro-batches and between ranks. No cast of inputs or
+        # fp32 sums of bf16 gradients by default, over micro-batches and ranks. No cast of inputs or
         # outputs: the model casts its pixels itself, and its features are fp32 on purpose.
         "mp_policy": MixedPrecisionPolicy(
             torch.bfloat16 if config.precision == "bf16" else None,
-            torch.float32,
+            torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda")
