@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from common import ROOT, finish, parser
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.data import reader as reader_module
 from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY

@@ -1,22 +1,31 @@
 """`clip-train doctor [RECIPE]`: what will go wrong, before it does.
 
-Each line is ok, a warning or an error with the remedy.
+Each line is ok, a warning or an error with the remedy. As a program, under torchrun, this module is
+one rank of the process group that `check_group` measures.
 """
 
 import argparse
+import datetime
 import json
 import os
+import re
+import resource
 import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as torch_dist
 from rich.console import Console
 from rich.text import Text
 
-from clip_tools.machine import MACHINE, slurm_answers
+from clip_train import dist
 from clip_train.data.config import check_source
 from clip_train.data.shards import Reading, open_shard, synthetic_size
 from clip_train.errors import UserError
@@ -26,6 +35,7 @@ from launcher.checks import (
     Finding,
     check_disk,
     check_places,
+    check_range,
     check_store,
     error,
     ok,
@@ -36,10 +46,33 @@ from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import labels_of, resolve
 from launcher.engines import find_engine, on_this_machine
 from launcher.engines.config import EngineConfig
-from launcher.runtime.environment import detect
+from launcher.runtime.environment import backend, detect, take_device
+from launcher.runtime.rendezvous import ROOT, code_version
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import load_site
+from launcher.slurm.scheduler import answer
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
+    (
+        "JobRequeue", "0", "jobs are not requeued by default",
+        "keep #SBATCH --requeue, or submit --template chain",
+    ),
+    (
+        "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
+        "submit --template chain: the next job of the array goes on",
+    ),
+    (
+        "KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save",
+        "touch STOP before you cancel",
+    ),
+    (
+        "ProctrackType", ".*linuxproc", "it signals every process and loses some",
+        "ask for proctrack/cgroup",
+    ),
+)  # fmt: skip
+REDUCED_BYTES = 16 << 20
+GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -89,6 +122,117 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
         except Exception as e:
             remedy = "mend it, or report it if it is no fault of this machine"
             yield error(name, f"{type(e).__name__}: {e}", remedy)
+
+
+# -- this machine and its cluster
+
+
+def check_versions() -> Iterator[Finding]:
+    for name in ("Python", "torch"):
+        yield from check_range("versions", name)
+    yield ok("versions", f"clip-train's code {code_version()}")
+
+
+def check_devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield warning(
+            "devices",
+            "no GPU is visible, training would run on CPU",
+            "check nvidia-smi and the torch build",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        message = f"{torch.cuda.get_device_name(index)} {index}, {memory}"
+        remedy = "another process holds its memory: nvidia-smi shows which"
+        yield warning_if(free < 0.9 * total, "devices", message, remedy)
+
+
+def check_ranks() -> Iterator[Finding]:
+    yield ok("ranks", detect(os.environ).describe())
+
+
+def check_group() -> Iterator[Finding]:
+    """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
+    ranks = torch.cuda.device_count() or 2
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
+    remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *line],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=GROUP_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        yield error(
+            "process group",
+            f"{ranks} ranks do not find each other within {GROUP_SECONDS} s",
+            remedy,
+        )
+        return
+    except subprocess.CalledProcessError as e:
+        lines = [text for text in e.stderr.splitlines() if "Error" in text]
+        yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
+        return
+    found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
+    speed = f"{ranks} ranks, all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s"
+    slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
+    yield warning_if(slow, "process group", speed, "slow for GPUs: check nvidia-smi topo -m")
+
+
+def check_limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = "ulimit -n 65536: loader workers and sockets need them"
+    yield warning_if(files < 4096, "limits", f"{files} open files (ulimit -n)", remedy)
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        remedy = (
+            "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
+        )
+        yield warning_if(
+            free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy
+        )
+
+
+def slurm_answers() -> bool:
+    """Whether this machine is part of a cluster that runs."""
+    return shutil.which("scontrol") is not None and bool(answer("scontrol", "show", "config"))
+
+
+def check_slurm() -> Iterator[Finding]:
+    """Settings of the cluster that hurt a job which is to requeue itself."""
+    if shutil.which("scontrol") is None:
+        return
+    shown = answer("scontrol", "show", "config")
+    if not shown:
+        message = "scontrol does not answer, which matters only to jobs of a cluster"
+        remedy = "is this a login node, and is SLURM_CONF right?"
+        yield warning_if("SLURM_CONF" in os.environ, "slurm", message, remedy)
+        return
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
+    yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
+    for name, bad, effect, remedy in SLURM_SETTINGS:
+        if re.fullmatch(bad, config.get(name, "")):
+            yield warning("slurm", f"{name}={config[name]}: {effect}", remedy)
+
+
+MACHINE: tuple[tuple[str, Check], ...] = (
+    ("versions", check_versions),
+    ("devices", check_devices),
+    ("ranks", check_ranks),
+    ("process group", check_group),
+    ("limits", check_limits),
+    ("slurm", check_slurm),
+)
+
+
+# -- a recipe
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
@@ -144,7 +288,8 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 
 def check_classes(config: RunConfig) -> Iterator[Finding]:
     """Have the first samples that are evaluated on labels that are classes?"""
-    for seen in labels_of(config):
+    seen = labels_of(config)
+    if seen is not None:
         have = f"{seen.labelled} of the first {seen.samples} samples have a class"
         message = f"{seen.key} ({seen.place}): {have}"
         remedy = "see docs/evaluation.md; or set evaluate.zero_shot_classes=null"
@@ -167,3 +312,24 @@ RECIPE = {
     "S3": check_store,
     "disk": check_run_dir,
 }
+
+
+def meet() -> None:
+    """One rank of a process group: rank 0 prints how fast 16 MiB are reduced."""
+    device, _ = take_device(detect(os.environ))
+    torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
+    x = torch.zeros(REDUCED_BYTES // 4, device=device)
+    dist.all_reduce_sum(x)
+    x.sum().item()  # waits for the device
+    began = time.perf_counter()
+    dist.all_reduce_sum(x)
+    x.sum().item()
+    if dist.is_main():
+        bandwidth = REDUCED_BYTES / (time.perf_counter() - began)
+        print(json.dumps({"device": device.type, "bandwidth": bandwidth}), flush=True)
+    dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    meet()

@@ -44,12 +44,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
-LOOKED_AT = (
-    "data.val",
-    "evaluate.zero_shot_classes",
-    "evaluate.zero_shot_data",
-    "evaluate.linear_probe",
-)
+LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
 
 
 def evaluate_run(args: argparse.Namespace) -> int:

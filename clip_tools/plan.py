@@ -7,20 +7,18 @@ A plan touches no GPU and no shard.
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from clip_tools.gpus import CONTEXT_BYTES, estimate, find_gpu
 from clip_train.checkpoint import restore
 from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
-from clip_train.memory.plan import GIB, RECOMPUTED
+from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED, candidates
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
@@ -39,6 +37,40 @@ from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
 from launcher.runtime.launch import local_ranks
+
+CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
+MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
+LARGEST_TABLE = 16  # rows
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What its datasheet says."""
+
+    memory: float  # bytes
+    flops: float  # a second, dense bf16, or fp16
+    bf16: bool = True
+
+
+GPUS = {
+    "B200": GPU(180e9, 2250e12),
+    "H200": GPU(141e9, 989.5e12),
+    "H100": GPU(80e9, 989.5e12),
+    "A100-80": GPU(80e9, 312e12),
+    "A100-40": GPU(40e9, 312e12),
+    "L40S": GPU(48e9, 362e12),
+    "A10": GPU(24e9, 125e12),
+    "4090": GPU(24e9, 165e12),
+    "V100": GPU(32e9, 125e12, bf16=False),
+}
+
+
+def find_gpu(name: str) -> GPU:
+    if name.upper() not in GPUS:
+        raise UserError(
+            f"--gpu ({name}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB"
+        )
+    return GPUS[name.upper()]
 
 
 def make_plan(
@@ -97,6 +129,60 @@ def make_plan(
         "eta_seconds": samples / rate if rate else None,
         "gpu": {"name": gpu, **estimate(resolved, found, usable)} if found and usable else None,
     }
+
+
+def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
+    """What `--gpu` adds to a plan: rates, days, and the ways to cut the batch on the recipe's
+    engine.
+
+    limit: bytes of a rank. Speed is that of bf16, whatever the recipe says.
+    """
+    plan, architecture, config = resolved.plan, resolved.architecture, resolved.config
+    forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
+    useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
+    rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
+    samples = config.batch.sizes.before(config.steps)
+    return {
+        "usable_bytes": limit,
+        "samples_per_second": rates,
+        "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
+        "layouts": layouts(resolved, limit, gpu.flops * MFUS[1] / forward),
+    }
+
+
+def layouts(resolved: Resolved, limit: float, forwards_per_second: float) -> list[dict[str, Any]]:
+    """Those that fit first, the fastest first; `auto`: what it would choose. None if nothing
+    fits."""
+    free = replace(
+        resolved,
+        given=resolved.given.updated("batch", micro_size="auto", kept_graphs="auto"),
+        config=resolved.config.updated("engine", activation_checkpointing="auto"),
+    )
+    try:
+        chosen = decide(free, limit).layout
+    except UserError:
+        return []
+    assert chosen is not None
+    plan, profiles = resolved.plan, {on: predicted_profile(resolved, on) for on in (False, True)}
+    rows = []
+    for layout in candidates(plan.global_size, plan.world_size, chosen.room, profiles):
+        k = layout.plan.accum_steps
+        if k & (k - 1) == 0 or layout == chosen:  # a power of 2
+            rows.append({
+                "micro_size": layout.plan.micro_size,
+                "accum_steps": k,
+                "kept_graphs": layout.plan.kept_graphs,
+                "activation_checkpointing": layout.activation_checkpointing,
+                "bytes": layout.bytes,
+                "fits": layout.bytes <= limit,
+                "seconds": layout.cost / forwards_per_second,
+                "auto": layout == chosen,
+            })  # fmt: skip
+
+    def order(row: dict[str, Any]) -> tuple[bool, float]:
+        return not row["fits"], row["seconds" if row["fits"] else "bytes"]
+
+    return sorted(rows, key=order)[:LARGEST_TABLE]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -175,38 +261,25 @@ def show(plan: dict[str, Any]) -> None:
     gpu = plan["gpu"]
     if gpu is None:
         return
-    title = f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable"
-    heads = ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", "")
-    rows = [
-        [
-            f"{row['micro_size']:,}", str(row["accum_steps"]), str(row["kept_graphs"]),
-            "yes" if row["activation_checkpointing"] else "no", f"{row['bytes'] / GIB:.1f}",
-            "yes" if row["fits"] else "no", f"{row['seconds']:.3g}",
-            "<- auto" if row["auto"] else "",
-        ]
-        for row in gpu["layouts"]
-    ]  # fmt: skip
-    console.print(right_aligned(title, heads, rows))
-    parts = ("parameters", "gradients", "optimizer", "buffers", "fixed")
-    heads = ("engine", *parts[:-1], "fixed GiB", "largest b", "checkpointed")
-    rows = []
-    for row in gpu["engines"]:
-        sizes = [f"{row[part] / GIB:.2f}" for part in parts]
-        largest = [row["largest_micro_size"], row["with_activation_checkpointing"]]
-        rows.append([f"{row['kind']}: {row['engine']}", *sizes, *(f"{n:,}" for n in largest)])
-    console.print(right_aligned("engines", heads, rows))
-    rates = gpu["samples_per_second"]
-    rows = [[mfu, f"{rates[mfu]:,.0f}", f"{gpu['days'][mfu]:.2f}"] for mfu in rates]
-    console.print(right_aligned("speed in bf16", ("MFU", "samples/s", "days"), rows))
-
-
-def right_aligned(title: str, heads: Sequence[str], rows: list[list[str]]) -> Table:
-    table = Table(title=title, box=None)
-    for head in heads:
+    table = Table(
+        title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None
+    )
+    for head in ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", ""):
         table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    for row in gpu["layouts"]:
+        table.add_row(
+            f"{row['micro_size']:,}",
+            str(row["accum_steps"]),
+            str(row["kept_graphs"]),
+            "yes" if row["activation_checkpointing"] else "no",
+            f"{row['bytes'] / GIB:.1f}",
+            "yes" if row["fits"] else "no",
+            f"{row['seconds']:.3g}",
+            "<- auto" if row["auto"] else "",
+        )
+    console.print(table)
+    for mfu, rate in gpu["samples_per_second"].items():
+        console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {gpu['days'][mfu]:.2f} days")
 
 
 def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:

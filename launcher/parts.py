@@ -223,16 +223,14 @@ def evaluation(
         )
 
     def run_once() -> dict[str, float]:
-        loaders = [
-            loader(key) for key in ("data.val", "evaluate.zero_shot_data", "evaluate.linear_probe")
-        ]
-        val, labelled, probe = loaders
+        loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data")]
+        val, labelled = loaders
 
         def found() -> list[Invalid]:
             return [sample for loader in loaders if loader for sample in loader.invalid]
 
         try:
-            out = evaluate(engine, val, config.evaluate, tokenizer, labelled, probe)
+            out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
         except UserError as e:
             raise UserError(f"{e}\n{table_of(found())}" if found() else str(e)) from e
         invalid = [each for rank in dist.gather_objects(found()) for each in rank]

@@ -247,7 +247,6 @@ def build_trainer(
     )
     progress = ProgressLine(
         steps,
-        start_step=start,
         enabled=dist.is_main() and config.log.progress and not is_quiet(),
         every_steps=config.log.every_steps,
     )

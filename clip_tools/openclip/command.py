@@ -1,4 +1,4 @@
-"""`clip-train import-args`: an OpenCLIP command line, or its `params.txt`, as a recipe.
+"""`clip-train import-args`: an OpenCLIP command line as a recipe.
 
 `flags` has every flag of OpenCLIP with its key, or the reason why a recipe has none. The functions
 here translate the flags that need more than another name. Comments above the recipe explain what
@@ -6,17 +6,18 @@ means something else; those that begin with `CHECK:` are warnings too.
 """
 
 import argparse
+import ast
 import math
 import re
-import sys
+import shlex
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from clip_tools.openclip.flags import DEFAULTS, REASONS, SWITCH_KEYS
-from clip_tools.openclip.line import VARIABLE, literal, read
+from clip_tools.openclip.flags import DEFAULTS, FLAGS, LISTS, REASONS, SWITCH_KEYS, SWITCHES
 from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
@@ -42,10 +43,10 @@ BESIDE = "-clip-train"  # our folder is beside OpenCLIP's, which holds checkpoin
 AUGMENTATIONS = ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob")
 # Models whose text tower OpenCLIP starts from pretrained weights of Hugging Face's hub.
 HF_TOWER = re.compile(r"(coca_)?(xlm-)?roberta-.*|mt5-.*|nllb-.*")
-# OpenCLIP's other models that are not presets here.
-FAMILIES = re.compile(
-    r"(EVA0|MobileCLIP|PE-Core-|ViT-.*SigLIP|ViTamin-|coca_|convnext_|swin_|vit_|RN\d|naflex).*"
-)
+PER_NODE = re.compile(r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)")
+NODES = re.compile(r"--(?:nnodes?|nodes)[= ](\d+)")
+IN_ALL = re.compile(r"(?:--ntasks[= ]|\s-np? )(\d+)")
+VARIABLE = re.compile(r"\$\w+|\$\{[^}]*\}")
 
 Keys = dict[str, Any]  # of a recipe, flat
 Flags = Mapping[str, Any]
@@ -53,7 +54,7 @@ Notes = list[tuple[str, str]]  # flag, what to know of it
 
 
 def run(args: argparse.Namespace) -> int:
-    flags, ranks = read(args.command, sys.stdin.read() if args.command == "-" else None)
+    flags, ranks = read_command(args.command)
     world_size = args.world_size or ranks
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
@@ -74,13 +75,80 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def read_command(text: str) -> tuple[dict[str, Any], int | None]:
+    """Flags with their values, and the number of ranks if the launcher's options show it.
+    UserError."""
+    text = re.sub(r"\\[ \t]*(\r?\n|$)", " ", text)
+    lexer = shlex.shlex(re.sub(r"\s\d(?=[<>])", " ", text), posix=True, punctuation_chars=";<>|&")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError as e:
+        raise UserError(f"this is not a command line: {e}; quote it as one argument") from None
+    start = 0
+    for i, word in enumerate(words):
+        if re.search(r"(^|[./])main(\.py)?$", word):
+            start = i + 1
+            break
+    ends = [i for i, word in enumerate(words) if word[0] == "#" or not word.strip(";<>|&")]
+    end = next((i for i in ends if i >= start), len(words))
+    launcher = " ".join(words[:start])
+    ranks, nodes = PER_NODE.search(launcher), NODES.search(launcher)
+    if ranks is None:
+        ranks, nodes = IN_ALL.search(launcher), None
+    world_size = None
+    if ranks is not None:
+        world_size = int(ranks[1]) * (int(nodes[1]) if nodes else 1)
+    return _flags(words[start:end]), world_size
+
+
+def _flags(words: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
+    for flag in FLAGS:
+        if flag in SWITCHES:
+            parser.add_argument(f"--{flag}", dest=flag, action="store_true")
+        else:
+            parser.add_argument(f"--{flag}", dest=flag, nargs="*" if flag in LISTS else None)
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            words[i] = name.replace("_", "-") + equals + value
+    try:
+        found, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{e.argument_name} has no value; is the command cut?") from None
+    mistakes = []
+    for flag in [word for word in unknown if word.startswith("--")]:
+        near = get_close_matches(flag.removeprefix("--"), FLAGS, n=1)
+        remedy = f"did you mean --{near[0]}?" if near else "leave it out"
+        mistakes.append(f"{flag} is not a flag of OpenCLIP; {remedy}")
+    if unknown and not mistakes:
+        mistakes.append(
+            f"{unknown[0]!r} is not a flag of OpenCLIP; give the command itself, not a file; a "
+            "value with spaces needs quotes"
+        )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return vars(found)
+
+
+def literal(text: str) -> Any:
+    """As OpenCLIP takes a value of `--aug-cfg`: what Python does not read is text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
     notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
     for flag, value in flags.items():
         variable = VARIABLE.search(str(value))
         if variable:
-            unset = f"{CHECK}{variable[0]} is not set in this text: put its value in"
+            unset = f"{CHECK}{variable[0]} is a variable of a script: put its value in"
             notes.append((f"--{flag}", unset))
     given = {**DEFAULTS, **flags}
     per_rank, cut = (
@@ -142,16 +210,6 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
         quick = "force-quick-gelu" in given
         keys["model.name"] = model_name(f"{name}-quickgelu" if quick else name)
     known = keys["model.name"].removeprefix("open_clip:")
-    is_known = own == known or HF_TOWER.fullmatch(known) or FAMILIES.fullmatch(known)
-    if not is_known and known not in preset_names():
-        notes.append(
-            (
-                "--model",
-                f"{CHECK}OpenCLIP 3.3.0 has no {known}: if it is a JSON of your own, set "
-                "model.name to its path, or to open_clip:PATH if a tower is timm's or Hugging "
-                "Face's",
-            )
-        )
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)

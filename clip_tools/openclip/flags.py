@@ -247,24 +247,6 @@ DEFAULTS = {
     "grad-clip-norm": None,
 }
 """OpenCLIP's defaults, if ours differ or a recipe needs them."""
-UNSAID = {
-    "accum-freq": "1",
-    "coca-caption-loss-weight": "2.0",
-    "coca-contrastive-loss-weight": "1.0",
-    "csv-caption-key": "title",
-    "csv-img-key": "filepath",
-    "device": "cuda",
-    "dist-backend": "nccl",
-    "dist-url": "env://",
-    "log-every-n-steps": "100",
-    "opt": "adamw",
-    "precision": "amp",
-    "remote-sync-frequency": "300",
-    "remote-sync-protocol": "s3",
-}
-"""Its defaults, which its params.txt lists whether or not somebody gave them, and of which there is
-nothing to say.
-"""
 REASONS = OLDER | NEWER | NOTES  # flag: why a recipe has nothing of it
 FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 

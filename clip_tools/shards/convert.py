@@ -14,22 +14,22 @@ A label that is a number becomes the sample's `.cls`, as in webdataset; a label 
 field of its `.json`.
 """
 
+import csv
 import io
 import itertools
 import json
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
-from clip_tools.shards.tables import READERS, Broken
 from clip_train.data.decode import IMAGE_EXTENSIONS, captions, decode_image
 from clip_train.data.index import STATS_SUFFIX
 from clip_train.data.invalid import InvalidSample
@@ -43,6 +43,17 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SETTINGS = "shards.json"  # what the shards of a folder were made of
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
+ROWS_AT_ONCE = 1000
+OPEN_QUOTE = 'a quote (") is not closed: close it, or write "" for a quote within a quoted text'
+TOO_LONG = "a text of more than 131,072 characters"
+TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
+
+
+class Broken(NamedTuple):
+    """A row that cannot be read."""
+
+    place: str  # where it begins
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -107,28 +118,15 @@ def read_rows(
     named = None
     if label_key is not None:
         column([label_key], "--label-key")
-        named = None if _are_numbers(reader(table), label_key) else label_key
+        labels = {_label_of(record, label_key) for record in reader(table)} - {""}
+        if not all(label.isdecimal() for label in labels):
+            named = label_key
     for record in reader(table):
         if isinstance(record, Broken):
             yield Row(record.place, {}, label_key=named, problem=record.reason)
         else:
             captions = {key: record.get(key) for key in wanted}
             yield Row(record.get(image), captions, _label_of(record, label_key), named)
-
-
-def _are_numbers(records: Iterable[dict[str, Any] | Broken], key: str) -> bool:
-    """Whether all labels are numbers. A number that is not a text, as in Parquet, decides for all
-    of them.
-    """
-    texts = False
-    for record in records:
-        label = _label_of(record, key)
-        if label and isinstance(record, dict) and not isinstance(record[key], str):
-            return label.isdecimal()
-        if label and not label.isdecimal():
-            return False
-        texts = texts or label != ""
-    return texts
 
 
 def _label_of(record: Mapping[str, Any] | Broken, key: str | None) -> str:
@@ -157,6 +155,81 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
             f"SOURCE ({folder}) has no image with a caption: one is x.jpg with x.txt beside it, or "
             "a row of a metadata.csv in it with the columns file_name and caption"
         )
+
+
+# -- tables: their rows one by one
+
+
+def _csv(source: Path) -> Iterator[dict[str, Any] | Broken]:
+    """The lines of a row that cannot be read, or whose open quote takes other rows, are all
+    `Broken`."""
+    with source.open(newline="", encoding="utf-8-sig") as file:
+        first = file.readline()
+        delimiter = "\t" if "\t" in first else ","
+        header = next(csv.reader([first], delimiter=delimiter), [])
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        while True:
+            start, problem = reader.line_num, ""
+            cells: list[str] = []
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as e:
+                problem = TOO_LONG if "limit" in str(e) else OPEN_QUOTE
+            texts = [line for cell in cells for line in cell.splitlines()[1:]]
+            if any(_is_row(text, delimiter, len(header)) for text in texts):
+                problem = OPEN_QUOTE
+            elif len(cells) > len(header):
+                problem = TOO_MANY
+            if problem:
+                for number in range(start, reader.line_num):
+                    yield Broken(f"line {number + 2}", problem)
+            elif cells:
+                yield dict(itertools.zip_longest(header, cells))
+
+
+def _is_row(line: str, delimiter: str, columns: int) -> bool:
+    """Whether a line within a quoted text is more likely the table's next row: it names an
+    image.
+    """
+    cells = line.strip().split(delimiter)
+    extensions = [cell.strip(' "').rpartition(".")[2].lower() for cell in cells]
+    return len(cells) >= columns and any(each in IMAGE_EXTENSIONS for each in extensions)
+
+
+def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
+    with source.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line or "null")
+            except ValueError as e:
+                raise UserError(
+                    f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line"
+                ) from e
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"SOURCE ({source}), line {number} is not an object; one {{...}} in each line"
+                )
+            yield record
+
+
+def _parquet(source: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as e:
+        raise UserError(f"SOURCE ({source}): .parquet needs `pip install pyarrow`") from e
+    for batch in parquet.ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Broken]]] = {
+    ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines,
+    ".parquet": _parquet,
+}  # fmt: skip
+
+
+# -- shards
 
 
 def make_shards(
@@ -241,8 +314,6 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         fields |= by_column
     if row.label and row.label_key is not None:
         fields[row.label_key] = row.label
-    elif row.label and not row.label.isdecimal():
-        raise ValueError("label is not a whole number from 0 on, as the others are")
     elif row.label:
         members["cls"] = int(row.label)
     return {**members, "json": json.dumps(fields, default=str).encode()} if fields else members

@@ -1,27 +1,37 @@
-"""`clip-train index`: makes the shard index, or compares shards with the one that is there."""
+"""`clip-train index`: reads whole shards in several processes and writes their index, or compares
+them with the one that is there."""
 
 import argparse
+import contextlib
+import hashlib
+import multiprocessing
 import os
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clip_tools.shards.shard_index import (
-    OUT_OF_ORDER,
-    differences,
-    index_shards,
-    try_folders,
-    write_indexes,
-)
+from clip_train.data import decode, index
 from clip_train.data.config import existing
-from clip_train.data.index import look_up
+from clip_train.data.index import ShardEntry, look_up
+from clip_train.data.shards import open_shard, split_name
+from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
+from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import write_bytes
 
 SHOWN = 20  # shards named in a message
+BLOCK_BYTES = 4 << 20
+OUT_OF_ORDER = "members out of order"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,3 +125,165 @@ def refuse(reasons: Mapping[str, str | None], what: str) -> None:
     head = f"{len(lines)} of {len(reasons)} shards {what}"
     more = [f"  and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     raise DataError("\n".join([head, *lines[:SHOWN], *more]))
+
+
+# -- reading shards
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """The result of reading one shard."""
+
+    entry: ShardEntry
+    invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
+    names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
+
+
+class HashedFile(BlockFile):
+    """Passes a file on and hashes all of it, in order, on the way."""
+
+    def __init__(self, url: str, file: BinaryIO, block_bytes: int) -> None:
+        super().__init__(url, file.seek(0, 2), block_bytes)
+        self._file = file
+        self._sums: list[str] = []
+        self._sha256 = hashlib.sha256()
+
+    def finish(self) -> tuple[Checksums, str]:
+        """Hashes what has not been read; (the blocks' sums, the whole file's sha256)."""
+        if self.size:
+            self._load(-(-self.size // self.block_bytes) - 1)
+        return Checksums(self.size, self.block_bytes, "".join(self._sums)), self._sha256.hexdigest()
+
+    def _load(self, block: int) -> bytes:
+        data = b""
+        for number in range(min(block, len(self._sums)), block + 1):  # skipped blocks too
+            begin, end = self.bounds(number)
+            self._file.seek(begin)
+            data = self._file.read(end - begin)
+            if len(data) != end - begin:
+                raise OSError(
+                    f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being "
+                    "written?"
+                )
+            if number == len(self._sums):
+                self._sums.append(block_sum(data))
+                self._sha256.update(data)
+        return data
+
+
+def index_shard(
+    url: str, caption_key: decode.CaptionKey = None, block_bytes: int = BLOCK_BYTES
+) -> Indexed:
+    """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
+
+    caption_key: as `data.caption_key`; only decides which samples are invalid.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    samples, offsets, damage = 0, array("Q"), None
+    invalid: Counter[str] = Counter()
+    seen: set[str] = set()
+    names: list[str] = []
+    try:
+        with open_shard(url) as file:
+            hashed = HashedFile(url, file, block_bytes)
+            try:
+                for sample in iter_samples(hashed):  # type: ignore[arg-type]
+                    reason = decode.why_invalid(sample, caption_key)
+                    if reason is not None:
+                        invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
+                    seen.add(sample.key)
+                    if not samples:
+                        keys = decode.metadata(sample.members)
+                        names = [*sample.members, *(f"json.{key}" for key in keys)]
+                    samples += 1
+                    if samples % index.OFFSET_EVERY == 0:
+                        offsets.append(sample.end)
+            except TarError as e:
+                damage = str(e)
+            checksums, sha256 = hashed.finish()
+    except OSError as e:
+        raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
+    entry = ShardEntry(samples, sha256, checksums, damage, offsets)
+    return Indexed(entry, invalid, tuple(names))
+
+
+def index_shards(
+    urls: list[str],
+    *,
+    caption_key: decode.CaptionKey = None,
+    block_bytes: int = BLOCK_BYTES,
+    workers: int = 2,
+    progress: Callable[[str], None] = lambda url: None,
+) -> dict[str, Indexed]:
+    """The contents of all shards, read by `workers` processes (1: by this one). DataError if one
+    cannot be read.
+
+    progress: called with each shard as it is done.
+    """
+    read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes)
+    todo = list(dict.fromkeys(urls))
+    workers = min(workers, len(todo))
+    indexed: dict[str, Indexed] = {}
+    with contextlib.ExitStack() as stack:
+        results: Iterable[Indexed] = map(read, todo)
+        if workers > 1:
+            context = multiprocessing.get_context(
+                "forkserver"
+            )  # file systems do not survive a fork
+            context.set_forkserver_preload([__name__])
+            pool = ProcessPoolExecutor(workers, mp_context=context)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            results = pool.map(read, todo)
+        try:
+            for url, result in zip(todo, results, strict=True):
+                indexed[url] = result
+                progress(url)
+        except BrokenProcessPool as e:
+            raise DataError(
+                "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
+            ) from e
+    return indexed
+
+
+def try_folders(urls: Iterable[str]) -> None:
+    """Before hours of reading: writes each folder's index as it is, or empty if there is none, to
+    see that it can.
+
+    Raises:
+        UserError: an index that is there is damaged.
+        OSError: a folder cannot be written.
+    """
+    for folder in dict.fromkeys(split_name(url)[0] for url in urls):
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, StorageConfig())))
+
+
+def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
+    """Adds to the index of every folder. Returns the indexes' paths.
+
+    Raises:
+        UserError: an index that is there is damaged.
+        OSError: a folder cannot be written.
+    """
+    written = []
+    for folder, names in index.by_folder(list(indexed)).items():
+        entries = {name: indexed[url].entry for name, url in names.items()}
+        known = index.load(folder, StorageConfig())
+        write_bytes(folder + index.INDEX_NAME, index.to_bytes(known | entries))
+        written.append(folder + index.INDEX_NAME)
+    return written
+
+
+def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
+    """How a shard differs from its index; None if it does not."""
+    if then is None:
+        return "is not in the index"
+    if then.checksums.size != now.checksums.size:
+        return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
+    if then.sha256 == now.sha256:
+        return None
+    size = then.checksums.block_bytes
+    blocks = range(-(-then.checksums.size // size))
+    other = [k for k in blocks if then.checksums.of(k) != now.checksums.of(k)]
+    return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,26 +33,27 @@ class EvaluateConfig(Settings):
     zero_shot_data: str | None = None
     """Labelled images: a folder with a folder for each class, such as ImageNet's validation set, or
     shards with `.cls`. none: data.val."""
-    linear_probe: str | None = None
-    """Labelled training images, written like zero_shot_data: a logistic regression on their
-    features is tested on the labelled images above. none: no linear probe."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_keys(cls, section: Any) -> Any:
+        """Recipes in checkpoints and run directories of earlier versions have `linear_probe`."""
+        if not isinstance(section, dict) or "linear_probe" not in section:
+            return section
+        others = dict(section)
+        probe = others.pop("linear_probe")
+        if probe is not None:
+            raise ValueError(
+                f"evaluate.linear_probe ({shown(probe)}): there is no such key; leave it out, "
+                "export the model with clip-train export, and run CLIP_benchmark's linear_probe"
+            )
+        return others
 
     @model_validator(mode="after")
     def _measures_something(self) -> EvaluateConfig:
-        if (
-            self.zero_shot_data is not None
-            and self.zero_shot_classes is None
-            and self.linear_probe is None
-        ):
+        if self.zero_shot_data is not None and self.zero_shot_classes is None:
             raise ValueError(
-                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot or a "
-                "linear probe; set evaluate.zero_shot_classes or evaluate.linear_probe as well"
+                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot; set "
+                "evaluate.zero_shot_classes as well"
             )
         return self
-
-    def labelled(self) -> dict[str, str | None]:
-        """What is tested on and what the probe is trained on, by key."""
-        return {
-            "evaluate.zero_shot_data": self.zero_shot_data,
-            "evaluate.linear_probe": self.linear_probe,
-        }

@@ -11,9 +11,8 @@ from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import encode
-from clip_train.evaluate.linear_probe import linear_probe
 from clip_train.evaluate.retrieval import caption_metrics
-from clip_train.evaluate.zero_shot import ZeroShotClasses, label_by_number, zero_shot_metrics
+from clip_train.evaluate.zero_shot import ZeroShotClasses, zero_shot_metrics
 
 
 @torch.no_grad()
@@ -23,7 +22,6 @@ def evaluate(
     config: EvaluateConfig,
     tokenize: Tokenize,
     labelled: Iterable[ValBatch] | None = None,
-    probe: Iterable[ValBatch] | None = None,
 ) -> dict[str, float]:
     """The same numbers on every rank. All ranks must call it.
 
@@ -32,13 +30,11 @@ def evaluate(
         batches: this rank's part of the validation set; None: there is none.
         config: what to measure.
         tokenize: b prompts -> int64 [b, context_length].
-        labelled: this rank's part of what zero-shot and linear probe are tested on; None:
-            `batches`.
-        probe: this rank's part of what the linear probe is trained on; None: no linear probe.
+        labelled: this rank's part of the images for zero-shot; None: `batches`.
 
     Returns:
-        `num_samples` of the validation set and what `caption_metrics` gives; what
-        `zero_shot_metrics` and `linear_probe` give; each if it is asked for.
+        `num_samples` of the validation set; the results of `caption_metrics` and of
+        `zero_shot_metrics`, if they are asked for.
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.
@@ -48,10 +44,9 @@ def evaluate(
         classes = dist.agreed(
             partial(ZeroShotClasses.load, config.zero_shot_classes, config.templates)
         )
-        for each in (labelled, probe):
-            if isinstance(each, ValLoader) and isinstance(each.files, ImageFolder):
-                each.files.check_classes(len(classes.classnames))
-    label = classes.labeller() if classes else label_by_number if probe is not None else None
+        if isinstance(labelled, ValLoader) and isinstance(labelled.files, ImageFolder):
+            labelled.files.check_classes(len(classes.classnames))
+    label = classes.labeller() if classes is not None else None
     engine.train(False)
     try:
         out: dict[str, float] = {}
@@ -67,9 +62,6 @@ def evaluate(
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:
             out |= zero_shot_metrics(engine, tokenize, classes, tested, config.batch_size)
-        if probe is not None and tested is not None:
-            trained = encode(engine, probe, label, config.batch_size, with_text=False)
-            out |= linear_probe(trained, tested)
         return out
     finally:
         engine.train(True)

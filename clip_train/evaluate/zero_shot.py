@@ -111,7 +111,9 @@ class ZeroShotClasses(BaseModel):
         by_caption |= {c: self._index(target, "captions") for c, target in self.captions.items()}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
-            cls = _number(metadata)
+            cls = _element(metadata.get("cls"))
+            with contextlib.suppress(TypeError, ValueError):
+                cls = int(cls)  # `.cls` members are written as text
             if cls is not None:
                 return self._index(cls, "a sample's cls")
             named = _element(metadata.get(self.label_key))
@@ -132,25 +134,9 @@ class ZeroShotClasses(BaseModel):
         raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
 
 
-def _number(metadata: dict[str, Any]) -> Any:
-    """The sample's `cls`: `.cls` members are written as text."""
-    cls = _element(metadata.get("cls"))
-    with contextlib.suppress(TypeError, ValueError):
-        return int(cls)
-    return cls
-
-
 def _element(value: Any) -> Any:
     """The element of a list of one: columns of captions are kept as lists."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def label_by_number(caption: str, metadata: dict[str, Any]) -> int:
-    """A `Labeller` without classes. Raises ValueError."""
-    cls = _number(metadata)
-    if cls is not None and not (isinstance(cls, int) and cls >= 0):
-        raise ValueError(f"a sample's cls is {cls!r}, which is not the number of a class")
-    return -1 if cls is None else cls
 
 
 def _imagenet() -> dict[str, Any]:
@@ -168,44 +154,38 @@ class Labelled(NamedTuple):
 
 def check_labels(
     config: EvaluateConfig, val: str | None, caption_key: CaptionKey, storage: StorageConfig
-) -> list[Labelled]:
-    """Before training: the labels of the first samples of every labelled data set. UserError if one
-    is not a class."""
-    places = {key: place for key, place in config.labelled().items() if place is not None}
-    if config.zero_shot_data is None and val is not None:
-        places["data.val"] = val
-    name = config.zero_shot_classes
-    if name is None and config.linear_probe is None:
-        return []
-    classes = None if name is None else ZeroShotClasses.load(name, config.templates)
-    label = label_by_number if classes is None else classes.labeller()
-    checked = []
-    for key, place in places.items():
-        folder = None if key == "data.val" else ImageFolder.find(place, key)
-        if folder is not None:
-            if classes is not None:
-                folder.check_classes(len(classes.classnames))
-            checked.append(Labelled(key, place, len(folder.files), len(folder.files)))
-            continue
-        shard = expand(place, key)[0][0]
-        labels: list[int] = []
-        # a shard that cannot be read is not a mistake in labels
-        with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
-            for sample in itertools.islice(iter_samples(file), LOOK_AT):
-                try:
-                    caption = decode.caption(sample.members, caption_key)
-                except InvalidSample:
-                    caption = ""
-                try:
-                    labels.append(label(caption, metadata_of(sample.members)))
-                except ValueError as e:
-                    raise UserError(
-                        f"{key}: sample {sample.key} of {shard} does not fit "
-                        f"evaluate.zero_shot_classes ({name}): {e}; correct the label, give the "
-                        "classes of this data, or set evaluate.zero_shot_classes=null"
-                    ) from e
-        checked.append(Labelled(key, place, len(labels), sum(number >= 0 for number in labels)))
-    return checked
+) -> Labelled | None:
+    """Before training: the labels of the first samples that zero-shot is tested on. UserError if
+    one is not a class."""
+    key, place = "evaluate.zero_shot_data", config.zero_shot_data
+    if place is None:
+        key, place = "data.val", val
+    if config.zero_shot_classes is None or place is None:
+        return None
+    classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
+    folder = None if key == "data.val" else ImageFolder.find(place, key)
+    if folder is not None:
+        folder.check_classes(len(classes.classnames))
+        return Labelled(key, place, len(folder.files), len(folder.files))
+    label = classes.labeller()
+    shard = expand(place, key)[0][0]
+    labels: list[int] = []
+    # a shard that cannot be read is not a mistake in labels
+    with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
+        for sample in itertools.islice(iter_samples(file), LOOK_AT):
+            try:
+                caption = decode.caption(sample.members, caption_key)
+            except InvalidSample:
+                caption = ""
+            try:
+                labels.append(label(caption, metadata_of(sample.members)))
+            except ValueError as e:
+                raise UserError(
+                    f"{key}: sample {sample.key} of {shard} does not fit "
+                    f"evaluate.zero_shot_classes ({config.zero_shot_classes}): {e}; correct the "
+                    "label, give the classes of this data, or set evaluate.zero_shot_classes=null"
+                ) from e
+    return Labelled(key, place, len(labels), sum(number >= 0 for number in labels))
 
 
 def zero_shot_metrics(

@@ -11,10 +11,10 @@ class LogConfig(Settings):
     """What is shown and recorded. `metrics.jsonl` and `report.html` are always written."""
 
     progress: bool = True
-    """A progress bar; a line every 10 seconds where the output is no terminal."""
+    """A line of progress every 10 seconds."""
 
     every_steps: int = Field(1, ge=1)
-    """The progress line is renewed after so many steps; every step is recorded all the same."""
+    """The line of progress comes after so many steps at the earliest; every step is recorded all the same."""
 
     tensorboard: bool = True
     """Write TensorBoard's files to `events/` in the run's folder."""

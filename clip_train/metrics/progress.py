@@ -1,12 +1,11 @@
-"""The line that a user watches: a bar, or a line of the log every so many seconds."""
+"""The line that a user watches: a line of the log every so many seconds."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from clip_train.callbacks import Callback
 
@@ -15,7 +14,6 @@ logger = logging.getLogger(__name__)
 HEADLINE = (  # of an evaluation: name, label, format of the value
     ("zero_shot_top1", "zero-shot top-1", "2%"),
     ("zero_shot_top5", "top-5", "2%"),
-    ("linear_probe_top1", "linear probe top-1", "2%"),
     ("image_to_text_R@1", "image-to-text R@1", "2%"),
     ("text_to_image_R@1", "text-to-image R@1", "2%"),
     ("val_loss", "val_loss", "4g"),
@@ -24,7 +22,7 @@ _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
 class ProgressLine(Callback):
-    """A progress bar in a terminal; elsewhere (a job's log) a plain line every so many seconds.
+    """A plain line every so many seconds, and at the last step.
 
     enabled: pass False on all ranks but 0; then every call does nothing.
     """
@@ -33,38 +31,20 @@ class ProgressLine(Callback):
         self,
         total_steps: int,
         *,
-        start_step: int = 0,
         enabled: bool = True,
         every_steps: int = 1,
-        stream: TextIO | None = None,
-        plain_every_seconds: float = 10.0,
+        every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
         self._every = every_steps
-        self._plain_every = plain_every_seconds
+        self._every_seconds = every_seconds
         self._clock = clock
-        self._printed: float | None = None  # when the last plain line was, in seconds
+        self._printed: float | None = None  # when the last line was, in seconds
         self._first = True  # the first step includes the start of workers and kernels
         self._seconds: float | None = None  # per step, smoothed, without the first one
         self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
         self._enabled = enabled
-        self._bar: Any = None
-        stream = stream or sys.stderr
-        if not enabled or not stream.isatty():
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._bar = Progress(
-            TextColumn("{task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}", markup=False),
-            console=Console(file=stream),
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
-        self._bar.start()
 
     def after_step(
         self,
@@ -85,11 +65,8 @@ class ProgressLine(Callback):
         last = step >= self._total
         if step % self._every and not last:
             return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=self._describe(record))
-            return
         now = self._clock()
-        if self._printed is None or now - self._printed >= self._plain_every or last:
+        if self._printed is None or now - self._printed >= self._every_seconds or last:
             self._printed = now
             logger.info("step %d/%d  %s", step, self._total, self._describe(record))
 
@@ -110,24 +87,13 @@ class ProgressLine(Callback):
         return "  ".join(parts)
 
     def message(self, text: str) -> None:
-        """A line of its own; above the bar, which takes over stderr."""
+        """A line of its own."""
         if self._enabled:
             logger.info("%s", text)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
         numbers = {name: value for name, value in record.items() if name != "step"}
         self.message(f"step {record['step']}: {headline(numbers)}")
-
-    def phase(self, name: str) -> None:
-        if name in ("end", "finish"):
-            self.close()
-
-    def close(self) -> None:
-        """Stop the bar: later lines appear below it."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        self._enabled = False
 
 
 def headline(evaluated: dict[str, float]) -> str:

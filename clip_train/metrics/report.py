@@ -8,7 +8,7 @@ elsewhere.
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from clip_train.metrics.progress import format_seconds
-from clip_train.metrics.run import DATA_WAIT, MEMORY, Curve, Run
+from clip_train.metrics.run import CHARTS, DATA_WAIT, Curve, Run
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
@@ -26,16 +26,6 @@ ROWS = 500  # of a table of invalid samples
 SHOWN_EVALUATIONS = 8
 DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
-CHARTS = {
-    "loss": "loss",
-    "logit_scale": "logit scale",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "samples_per_second": "samples per second",
-    DATA_WAIT: "data wait, % of the step",
-    MEMORY: "peak memory, GiB",
-}
-NOT_SHOWN = {"step_seconds", "data_wait_seconds", "num_samples", "zero_shot_samples"}
 
 
 class ReportSink:
@@ -90,8 +80,8 @@ def render(runs: Sequence[Run]) -> str:
     return _template().render(
         title=" and ".join(run.name for run in runs),
         runs=[_shown(run) | {"recipe": flat} for run, flat in zip(runs, recipes, strict=True)],
-        charts=[*_charts([run.curves for run in runs], runs)],
-        eval_charts=[*_charts([run.eval_curves for run in runs], runs, dots=True)],
+        charts=charts(runs, [run.curves for run in runs], CHARTS),
+        eval_charts=charts(runs, [run.eval_curves for run in runs], scores_of(runs), dots=True),
         final=_final(runs),
         differing=differing,
         now=time.time(),
@@ -117,21 +107,26 @@ def _template() -> Any:
 
 def _shown(run: Run) -> dict[str, Any]:
     """What the page has of a run in words and tables."""
-    curves = run.curves
-    recent = {name: number(curve.recent) for name, curve in curves.items()}
-    seconds = sum(curves["step_seconds"].values) if "step_seconds" in curves else 0.0
-    waited = sum(curves["data_wait_seconds"].values) if "data_wait_seconds" in curves else 0.0
-    samples = run.last.get("samples", 0)
-    first = number(curves["loss"].values[0]) if "loss" in curves else "-"
-    wait = f"{curves[DATA_WAIT].recent:.1f}%" if DATA_WAIT in curves else "-"
-    rate = f"{number(samples / (seconds or 1))} in the mean"
+    recent = {name: number(curve.recent) for name, curve in run.curves.items()}
+    samples, memory = run.last.get("samples", 0), run.last.get("peak_memory_bytes", 0)
+    first = number(run.curves["loss"].values[0]) if "loss" in run.curves else "-"
+    seconds = run.seconds or 1.0
+    scale = number(run.last.get("logit_scale"))
     tiles = [
         ("loss", recent.get("loss", "-"), f"first {first}"),
-        ("samples per second", recent.get("samples_per_second", "-"), rate),
-        ("data wait", wait, f"{100 * waited / (seconds or 1):.1f}% of the whole run"),
-        ("samples seen", number(samples), f"{format_seconds(seconds)} in steps"),
-        ("peak memory", f"{recent.get(MEMORY, '-')} GiB", "of rank 0"),
-        ("logit scale", recent.get("logit_scale", "-"), f"learning rate {recent.get('lr', '-')}"),
+        (
+            "samples per second",
+            recent.get("samples_per_second", "-"),
+            f"{number(samples / seconds)} in the mean",
+        ),
+        (
+            "data wait",
+            f"{recent.get(DATA_WAIT, '-')}%",
+            f"{100 * run.waited / seconds:.1f}% of the whole run",
+        ),
+        ("samples seen", number(samples), f"{format_seconds(run.seconds)} in steps"),
+        ("peak memory", f"{number(memory / 2**30)} GiB", "of rank 0"),
+        ("logit scale", scale, f"learning rate {recent.get('lr', '-')}"),
     ]
     latest = run.evaluations[: -SHOWN_EVALUATIONS - 1 : -1]
     names: dict[str, None] = {}  # in the order of their first appearance
@@ -155,13 +150,18 @@ def _shown(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def scores_of(runs: Sequence[Run]) -> dict[str, str]:
+    """The scores of all evaluations with their titles."""
+    return {name: name for run in runs for name in run.eval_curves}
+
+
 def _final(runs: Sequence[Run]) -> list[list[str]]:
     """The latest mean of each curve, and the last number of each evaluation."""
     rows = [["step", *(f"{run.step:,}" for run in runs)]]
     for name, title in CHARTS.items():
         curves = [run.curves.get(name) for run in runs]
         rows.append([title, *(number(curve and curve.recent) for curve in curves)])
-    for name in dict.fromkeys(name for run in runs for name in run.eval_curves):
+    for name in scores_of(runs):
         curves = [run.eval_curves.get(name) for run in runs]
         rows.append([name, *(number(curve and curve.values[-1]) for curve in curves)])
     return rows
@@ -170,37 +170,35 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
 # -- charts
 
 
-def _charts(
-    curves: Sequence[Mapping[str, Curve]], runs: Sequence[Run], *, dots: bool = False
-) -> Iterator[dict[str, Any]]:
-    """One for each name, the known ones first, with the curves of all runs over one axis of
-    steps.
+def charts(
+    runs: Sequence[Run],
+    curves: Sequence[Mapping[str, Curve]],
+    titles: Mapping[str, str],
+    *,
+    dots: bool = False,
+) -> list[dict[str, Any]]:
+    """A chart for each title that has values: the curves of all runs over one axis of steps.
+
+    titles: by the curve's name. dots: mark each value.
     """
     last = max((run.step for run in runs), default=0) or 1
-    starts, saves = [], []  # where an attempt began, and where a checkpoint was committed
+    starts = []  # steps where an attempt began
     if len(runs) == 1:
-        starts = [each["step"] for each in runs[0].starts[1:] if each["step"] <= last]
-        saves = runs[0].saves[:: 1 + len(runs[0].saves) // SIZE]
-    names = dict.fromkeys(CHARTS)
-    for of_run in curves:
-        names |= dict.fromkeys(of_run)
-    for name in names:
-        found = [(number, each[name]) for number, each in enumerate(curves) if name in each]
-        if found and name not in NOT_SHOWN:
-            yield {
-                **_chart(CHARTS.get(name, name), found, last, dots),
-                "starts": [f"{SIZE * step / last:.1f}" for step in starts],
-                "saves": [f"{SIZE * min(step / last, 1):.1f}" for step in saves],
-            }
+        starts = [start["step"] for start in runs[0].starts[1:] if start["step"] <= last]
+    shown = []
+    for name, title in titles.items():
+        found = {run: of_run[name] for run, of_run in enumerate(curves) if name in of_run}
+        if found:
+            lines = [f"{SIZE * step / last:.1f}" for step in starts]
+            shown.append({**_chart(found, last, dots), "title": title, "starts": lines})
+    return shown
 
 
-def _chart(
-    title: str, curves: Sequence[tuple[int, Curve]], last: int, dots: bool
-) -> dict[str, Any]:
-    """Title, axes, and of each curve its mean as a line with the band between its extremes."""
-    thinned = [(run, curve, curve.thinned()) for run, curve in curves]
-    low = min(points[:, 2].min() for _, _, points in thinned)
-    high = max(points[:, 3].max() for _, _, points in thinned)
+def _chart(curves: Mapping[int, Curve], last: int, dots: bool) -> dict[str, Any]:
+    """The axes, and of each run's curve the mean as a line with the band between its extremes."""
+    thinned = {run: curve.thinned() for run, curve in curves.items()}
+    low = min(points[:, 2].min() for points in thinned.values())
+    high = max(points[:, 3].max() for points in thinned.values())
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     bottom, top = low - pad, high + pad
 
@@ -209,13 +207,14 @@ def _chart(
         return [f"{x:.1f},{y:.1f}" for x, y in zip(SIZE * steps / last, heights, strict=True)]
 
     series = []
-    for run, curve, points in thinned:
+    for run, points in thinned.items():
         steps, mean, least, most = points.T
         line = path(steps, mean)
         band = [*path(steps, most), *reversed(path(steps, least))]
+        values = curves[run].values
         series.append({
-            "colour": run % 8, "run": run, "line": " ".join(line), "last": number(curve.values[-1]),
-            "band": " ".join(band) if len(curve.values) > len(points) else "",
+            "colour": run % 8, "line": " ".join(line), "last": number(values[-1]),
+            "band": " ".join(band) if len(values) > len(points) else "",
             "dots": "".join(f"M{point}h0" for point in line) if dots or len(line) == 1 else "",
         })  # fmt: skip
     y_ticks = [
@@ -223,7 +222,7 @@ def _chart(
     ]
     x_ticks = [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)]
     return {
-        "title": title, "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,
+        "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,
         "bottom": bottom, "top": top, "last": last,
     }  # fmt: skip
 

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +26,9 @@ from clip_train.metrics.progress import format_seconds
 BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
 RECENT = 50  # steps that the ETA is made from
 SILENT_SECONDS = 300.0  # without a step, and twenty times as long as one lasts: something is wrong
-DATA_WAIT, MEMORY = "data_wait", "peak_memory"  # of the step, %; GiB: made from what the record has
-NO_CURVE = {
-    "step", "samples", "peak_memory_bytes", "micro_size", "accum_steps", "kept_graphs",
-    "checkpoint_step", "checkpoint_seconds", "checkpoint_failures", "time",
-}  # fmt: skip
+CHARTS = {"loss": "loss", "lr": "learning rate", "samples_per_second": "samples per second"}
+DATA_WAIT = "data wait, % of the step"
+NO_CURVE = {"step", "num_samples", "zero_shot_samples"}  # of an evaluation
 
 Level = Literal["ok", "warning", "error"]
 
@@ -45,10 +43,6 @@ class Curve:
     def recent(self) -> float:
         """The mean of its last tenth."""
         return statistics.fmean(self.values[-max(1, len(self.values) // 10) :])
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
 
     def thinned(self) -> np.ndarray:
         """[n, 4], n <= `BUCKETS`: the mean step, and the values' mean, least and greatest."""
@@ -74,21 +68,26 @@ class Run:
         self.curves: dict[str, Curve] = {}
         self.eval_curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # record
-        self.saves: list[int] = []  # steps of the checkpoints
         self.failed_saves = 0
+        self.seconds, self.waited = 0.0, 0.0  # in steps; of these for data
         seconds = []  # of steps; the first of an attempt is compiling and warming up
         firsts = {1, *(start["step"] + 1 for start in self.starts)}
         for record in self._records("metrics.jsonl"):
             self.last = record
-            add_numbers(self.curves, record)
+            numbers = {name: record.get(name) for name in CHARTS}
+            if record.get("step_seconds"):
+                waited = record.get("data_wait_seconds", 0.0)
+                self.seconds += record["step_seconds"]
+                self.waited += waited
+                numbers[DATA_WAIT] = 100 * waited / record["step_seconds"]
+            add_numbers(self.curves, record["step"], numbers)
             if record.get("step_seconds") and record["step"] not in firsts:
                 seconds.append(record["step_seconds"])
-            if record.get("checkpoint_step"):
-                self.saves.append(record["checkpoint_step"])
             self.failed_saves = record.get("checkpoint_failures", self.failed_saves)
         self.evaluations = list(self._records("eval.jsonl"))
         for record in self.evaluations:
-            add_numbers(self.eval_curves, record)
+            scores = {name: value for name, value in record.items() if name not in NO_CURVE}
+            add_numbers(self.eval_curves, record["step"], scores)
         self.step: int = self.last.get("step", 0)
         known = self.starts[-1].get("steps") if self.starts else None
         self.steps: int | None = known or (self.recipe.get("run") or {}).get("steps")
@@ -137,8 +136,7 @@ class Run:
         if self.failed_saves:
             failed = f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints"
             found.append(("warning", failed))
-        names = ("loss", "samples_per_second", DATA_WAIT)
-        loss, rate, wait = (self.curves.get(name) for name in names)
+        loss, wait = self.curves.get("loss"), self.curves.get(DATA_WAIT)
         if loss is not None and len(loss.values) > 20 and loss.recent > loss.values[0]:
             first = f"{loss.values[0]:.4g}"
             above = f"the loss ({loss.recent:.4g}) is above where it was at first ({first})"
@@ -146,28 +144,19 @@ class Run:
         if wait is not None and wait.recent > 10:
             waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
             found.append(("warning", waits))
-        if rate is not None and len(rate.values) > 20 and rate.recent < 0.7 * rate.median:
-            rates = f"{rate.recent:,.0f} samples/s of late, {rate.median:,.0f} in the median"
-            slow = f"{rates}: has a node slowed down?"
-            found.append(("warning", slow))
         count = sum(self.invalid.get("bad_samples", {}).values())
         if count:
             share = count / max(self.last.get("samples", 0), count)
             said = f"{count:,} invalid samples, {share:.2%} of all seen"
             found.append(("warning" if share > 0.01 else "ok", said))
-        fine = "nothing to remark: no failed save, data in time, throughput steady"
+        fine = "nothing to remark: no failed save, data in time"
         return found or [("ok", fine)]
 
 
-def add_numbers(curves: dict[str, Curve], record: dict[str, Any]) -> None:
-    """Each number of the record to its curve. Not-a-number was written as null: it is left out."""
-    numbers = {name: value for name, value in record.items() if name not in NO_CURVE}
-    if record.get("step_seconds") and "data_wait_seconds" in record:
-        numbers[DATA_WAIT] = 100 * record["data_wait_seconds"] / record["step_seconds"]
-    if "peak_memory_bytes" in record:
-        numbers[MEMORY] = record["peak_memory_bytes"] / 2**30
+def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any]) -> None:
+    """Each number to its curve. Not-a-number was written as null: it is left out."""
     for name, value in numbers.items():
         if isinstance(value, (int, float)) and math.isfinite(value):
             curve = curves.setdefault(name, Curve())
-            curve.steps.append(record["step"])
+            curve.steps.append(step)
             curve.values.append(value)

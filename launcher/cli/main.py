@@ -117,7 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
         from clip_tools.openclip.flags import suggest
 
-        quote = "; quote the command as one argument, or pipe it in: clip-train import-args -"
+        quote = "; quote the command as one argument"
         hint = quote if args.verb == "import-args" else suggest(left, arguments)
         parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     if left:

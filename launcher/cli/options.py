@@ -26,7 +26,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "prefix": {"metavar": "PREFIX", "help": "a section, or how a key begins"},
     "command": {
         "metavar": "COMMAND",
-        "help": "one argument in quotes; a script; a params.txt, or its folder; or - for a pipe",
+        "help": "one argument in quotes",
     },
     "source": {
         "metavar": "SOURCE",
@@ -125,7 +125,7 @@ VERBS = {
             (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory is the limit; layouts, engines, speed on it",
+                "H200, H100, A100-80, ...: its memory is the limit; layouts and speed on it",
             ),
             JSON,
         ),
@@ -180,7 +180,7 @@ VERBS = {
     ),
     "evaluate": Verb(
         "clip_tools.inspect:evaluate_run",
-        "zero-shot, retrieval, validation loss and linear probe of a run or of any weights",
+        "zero-shot, retrieval and validation loss of a run or of any weights",
         """\
     Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. With a URL or a
     bare folder of checkpoints, the recipe comes from the checkpoint. PLACE may also be weights
@@ -325,10 +325,11 @@ VERBS = {
         "an OpenCLIP command line as a recipe",
         """\
     Print the recipe that trains what an OpenCLIP command line trains, with what means something
-    else here in comments above. It also takes OpenCLIP's params.txt.""",
+    else here in comments above. The command comes from the command line alone: put in the
+    values of a script's variables.""",
         """\
-    clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar"
-    clip-train import-args logs/my-run/params.txt           print it; > my.yaml keeps it""",
+    clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar" > my.yaml
+    clip-train import-args "python -m main --train-data a.tar" --world-size 16""",
         positions=("command",),
         options=(
             (

@@ -148,8 +148,11 @@ class RunConfig(Settings):
 
     @property
     def evaluated_on(self) -> dict[str, str]:
-        """What is evaluated on, by key; a linear probe is trained on the last."""
-        places = {"data.val": self.data.val, **self.evaluate.labelled()}
+        """What is evaluated on, by key."""
+        places = {
+            "data.val": self.data.val,
+            "evaluate.zero_shot_data": self.evaluate.zero_shot_data,
+        }
         return {key: place for key, place in places.items() if place is not None}
 
     @property

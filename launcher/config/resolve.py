@@ -136,10 +136,9 @@ def check_place(key: str, place: str) -> None:
         existing(place, key)
 
 
-def labels_of(config: RunConfig) -> list[Labelled]:
-    """What the first samples to be evaluated on show of their labels. UserError where one is not a
-    class.
-    """
+def labels_of(config: RunConfig) -> Labelled | None:
+    """The labels of the first samples for zero-shot, if it is measured. UserError if one is not a
+    class."""
     return check_labels(config.evaluate, config.data.val, config.data.caption_key, config.storage)
 
 

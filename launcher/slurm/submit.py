@@ -193,7 +193,6 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
         ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
         ("model", "init_text_from"), ("model", "teacher"),
         ("evaluate", "zero_shot_classes"), ("evaluate", "zero_shot_data"),
-        ("evaluate", "linear_probe"),
         ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
         value = recipe.get(section, {}).get(key)

@@ -63,9 +63,9 @@ def test_curves_answer_the_pointer(browser, tmp_path):
     shown = browser.evaluate(
         "[...document.querySelectorAll('figcaption output')].map(each => each.textContent)"
     )
-    assert shown[0].startswith("step 60: 0.083") and shown[1] == "step 60: 14", (
+    assert shown[0].startswith("step 60: 0.083") and shown[1] == "step 60: 0.001", (
         shown
-    )  # loss (5 / 60), logit scale
+    )  # loss (5 / 60), learning rate
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     assert (
         browser.evaluate("document.querySelector('figcaption output').textContent")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.batch import BatchSizes
 from clip_train.data.config import DataConfig, order_keys
 from clip_train.data.count import count_missing

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.data.count import count_missing
 from clip_train.data.index import index_of
 from clip_train.errors import DataError

@@ -16,12 +16,12 @@ import fsspec
 import pytest
 import yaml
 
-from clip_tools.shards.index import run_index
-from clip_tools.shards.shard_index import (
+from clip_tools.shards.index import (
     BLOCK_BYTES,
     differences,
     index_shard,
     index_shards,
+    run_index,
     write_indexes,
 )
 from clip_train.data.config import DataConfig, check_source

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data.config import DataConfig, resolve_block, resolve_streams
 from clip_train.data.index import OFFSET_EVERY

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.data.config import DataConfig
 from clip_train.data.index import ShardIndex
 from clip_train.data.loader import TrainLoader

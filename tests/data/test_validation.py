@@ -173,9 +173,9 @@ def test_folders_that_are_numbers_are_labels(tmp_path):
 def test_what_is_no_folder_of_classes(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        UserError, match=r"evaluate\.linear_probe \(.*has no images in a folder for each class"
+        UserError, match=r"evaluate\.zero_shot_data \(.*has no images in a folder for each class"
     ):
-        ImageFolder.find(str(tmp_path), "evaluate.linear_probe")
+        ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
     assert ImageFolder.find(str(tmp_path / "*.tar"), "x") is None
 
 

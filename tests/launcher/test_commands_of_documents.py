@@ -69,14 +69,6 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
                 table.writerow([f"photos/{i}.jpg", f"picture {i}", f"kind {i}", "Oslo"])
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
-    (folder / "logs" / "my-run").mkdir(parents=True)
-    (folder / "logs" / "my-run" / "params.txt").write_text(
-        "model: ViT-B-32\nbatch_size: 512\ntrain_data: x.tar\ntrain_num_samples: 3000000\n"
-    )
-    (folder / "train.sbatch").write_text(
-        "#SBATCH --nodes=2\nsrun python -m open_clip_train.main --model ViT-B-32 --train-data x.tar "
-        "--train-num-samples 3000000\n"
-    )
     (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp
     status, out = run(folder / "my.yaml")
     assert status == 0, out

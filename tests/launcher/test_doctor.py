@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clip_tools.doctor import check_shards, check_store
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from tests.launcher.conftest import clean_environment, finish
@@ -43,10 +43,7 @@ def fake_slurm(folder: Path) -> Path:
     folder.mkdir()
     config = "JobRequeue = 0\nKillWait = 5 sec\nProctrackType = proctrack/linuxproc\nSLURM_VERSION = 22.05.8\n"
     config += "PreemptMode = CANCEL\n"
-    partition = "PartitionName=low GraceTime=8 PreemptMode=REQUEUE"
-    (folder / "scontrol").write_text(
-        f'#!/bin/sh\n[ "$2" = config ] && printf "{config}" || echo "{partition}"\n'
-    )
+    (folder / "scontrol").write_text(f'#!/bin/sh\nprintf "{config}"\n')
     (folder / "scontrol").chmod(0o755)
     return folder
 
@@ -67,7 +64,7 @@ def test_a_healthy_set_up(recipe, tmp_path):
         "disk",
     }
     assert report["worst"] != "error" and checks <= set(told)
-    assert "GB/s" in told["process group"] and "latency" in told["process group"]
+    assert "GB/s" in told["process group"]
     assert all(
         (finding["level"] == "ok") == (not finding["remedy"]) for finding in report["findings"]
     )
@@ -129,7 +126,6 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         WORLD_SIZE="8",
         GLOO_SOCKET_IFNAME="nosuch0",
         PATH=f"{slurm}:/usr/bin:/bin",
-        SBATCH_EXPORT="NONE",
     )
     assert status == 1
     for check, level, said in (
@@ -143,8 +139,6 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "KillWait=5"),
         ("slurm", "warning", "proctrack/cgroup"),
         ("slurm", "warning", "PreemptMode=CANCEL"),
-        ("slurm", "warning", "partition low preempts 8 s"),
-        ("slurm", "warning", "SBATCH_EXPORT"),
         ("shards", "error", "data.val (/nowhere/val.tar)"),
         ("index", "warning", "clip-train index"),
         ("S3", "error", "not a URL that fsspec can open"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from pathlib import Path
@@ -16,13 +15,24 @@ from launcher.cli.main import main
 from launcher.config.recipe import check_config
 
 HERE = Path(__file__).parent / "openclip"
-LINES = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").read_text(), re.M))
+SCRIPTS = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").read_text(), re.M))
+LINES = {
+    name: re.sub(r"^(#SBATCH|EXP_NAME=).*\n", "", text, flags=re.M)
+    for name, text in SCRIPTS.items()
+}
+RANKS = {
+    "README.md, SLURM": "128",
+    "docs/script_examples/stability_example.sh": "240",
+}  # of #SBATCH
 THEIRS = [line.split() for line in (HERE / "flags.txt").read_text().splitlines()[1:]]
 KINDS = {name: kind for name, kind, _ in THEIRS}
 RELEASED = {name for name, _, since in THEIRS if since == "3.3.0"}
 BUILT_BY_OPENCLIP = ("open_clip:", "RN")
 VIT = "--model ViT-B-32 --train-data x.tar --train-num-samples 3000000"
-STABILITY = LINES["docs/script_examples/stability_example.sh"]
+STABILITY = LINES["docs/script_examples/stability_example.sh"].replace(
+    "${EXP_NAME}", "test-B-32-laion5b-lr1e-3-bs90k"
+)
+LINES["docs/script_examples/stability_example.sh"] = STABILITY
 SLURM = LINES["README.md, SLURM"]
 ONE_NODE = LINES["README.md, Single-Node"]
 
@@ -32,6 +42,14 @@ def imported(capsys, *line: str) -> tuple[dict, str]:
     text = capsys.readouterr().out
     check_config(yaml.safe_load(text), line[0])
     return yaml.safe_load(text), text
+
+
+def imported_document(capsys, name: str) -> tuple[dict, str]:
+    return (
+        imported(capsys, LINES[name], "--world-size", RANKS[name])
+        if name in RANKS
+        else imported(capsys, LINES[name])
+    )
 
 
 PLANNED = [  # each takes seconds
@@ -47,7 +65,7 @@ PLANNED = [  # each takes seconds
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_documents_command_becomes_a_recipe_that_plan_takes(name, capsys, tmp_path):
-    values, text = imported(capsys, LINES[name])
+    values, text = imported_document(capsys, name)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     if not values["model"]["name"].startswith(BUILT_BY_OPENCLIP):  # of which tests/peers has one
@@ -110,7 +128,9 @@ MEANT = {
         "model.image_size": 112, "batch.global_size": 8 * 8192, "model.init_from": None,
     },
     "docs/script_examples/clipa/vit_l16/i17_t16_finetune.sh": CLIPA | JITTER,
-    "docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh": CLIPA | JITTER | {"model.image_size": 64},
+    "docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh": CLIPA | JITTER | {
+        "model.name": "open_clip:ViT-L-16-CL16-GAP", "model.image_size": 64,
+    },
     "docs/script_examples/clipa/vit_l16/i37_t8_finetune.sh": CLIPA | JITTER | {"batch.global_size": 8 * 896},
     "docs/script_examples/clipa/vit_l16/i37_t8_pretrain.sh": CLIPA | JITTER | {"model.image_size": 96},
     "docs/script_examples/clipav2/vit_h14/i257_t32_finetunex4.sh": {
@@ -145,7 +165,7 @@ MEANT = {
 
 @pytest.mark.parametrize("name", sorted(LINES))
 def test_a_documents_command_means_what_openclip_trains(name, capsys):
-    recipe, text = imported(capsys, LINES[name])
+    recipe, text = imported_document(capsys, name)
     found = {
         f"{section}.{key}": value for section in recipe for key, value in recipe[section].items()
     }
@@ -206,12 +226,9 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
         capsys, f"torchrun --nproc_per_node 8 -m main {VIT} --batch-size 128 --accum-freq 4"
     )
     assert recipe["batch"] == {"global_size": 8 * 128 * 4, "micro_size": 128}
-    assert imported(capsys, STABILITY)[0]["batch"]["global_size"] == 240 * 375
-    assert imported(capsys, SLURM)[0]["batch"]["global_size"] == 32 * 4 * 256
-    alone = SLURM.partition("srun")[2]
-    recipe, text = imported(capsys, alone)
+    recipe, text = imported(capsys, SLURM)
     assert recipe["batch"]["global_size"] == 256 and "say --world-size N" in text
-    assert imported(capsys, alone, "--world-size", "16")[0]["batch"]["global_size"] == 4096
+    assert imported(capsys, SLURM, "--world-size", "16")[0]["batch"]["global_size"] == 4096
     for start in (
         "mpirun -np 16 python",
         "srun -n 16 python",
@@ -224,7 +241,7 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
 
 
 def test_what_differs_is_said(capsys):
-    recipe, text = imported(capsys, STABILITY)
+    recipe, text = imported(capsys, STABILITY, "--world-size", "240")
     assert recipe["data"]["train"].startswith(
         "s3://s-datasets/laion5b/{laion2B-data/{000000..231349}.tar,laion2B-multi"
     )
@@ -303,20 +320,12 @@ def test_a_command_that_evaluates_says_what_does_here(capsys):
     assert f"so does: clip-train evaluate THIS.yaml --weights {weights}\n" in text
 
 
-def test_what_a_script_sets_is_put_in(capsys, tmp_path):
-    script = tmp_path / "train.sbatch"
-    lines = (
-        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=4", "BS=96", "export DATA='/d/{0..9}.tar'", "HOST=$(hostname)",
-        "NAME=x-$BS", "srun python -m open_clip_train.main --batch-size $BS --train-data ${DATA} --name ${NAME} \\  ",
-        "  --logs ${LOGS:-logs} --train-num-samples 100000 --lr 1e-4  # low", "echo done",
-    )  # fmt: skip
-    script.write_text("\n".join(lines))
-    recipe, _ = imported(capsys, str(script))
-    assert recipe["batch"] == {"global_size": 8 * 96, "micro_size": 96}
-    assert recipe["data"]["train"] == "/d/{0..9}.tar" and recipe["run"]["name"] == "x-96"
-    assert recipe["run"]["dir"] == "logs-clip-train/x-96" and recipe["optim"]["lr"] == 1e-4
-    _, text = imported(capsys, f"main.py {VIT} --val-data $VAL --lr 1e-4 2>&1 | tee log")
-    assert "# --val-data: CHECK: $VAL is not set in this text: put its value in\n" in text
+def test_a_variable_of_a_script_is_named(capsys):
+    _, text = imported(capsys, f"main.py {VIT} --val-data ${{VAL:-v.tar}} --lr 1e-4 2>&1 | tee log")
+    assert (
+        "# --val-data: CHECK: ${VAL:-v.tar} is a variable of a script: put its value in\n" in text
+    )
+    assert imported(capsys, "main.py --precision amp")[1].count("# --precision amp: ") == 1
 
 
 def test_captions_shards_and_sharding_of_the_main_branch(capsys):
@@ -333,12 +342,6 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
     )
     assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["wandb"] is True
     assert "# --use-naflex: images of one size alone: model.image_size\n" in text
-
-
-def test_a_name_that_openclip_has_given_up(capsys):
-    recipe, text = imported(capsys, LINES["docs/script_examples/clipa/vit_l16/i17_t16_pretrain.sh"])
-    assert recipe["model"] == {"name": "open_clip:ViT-L-16-CL16-GAP", "image_size": 64}
-    assert "# --model: CHECK: OpenCLIP 3.3.0 has no ViT-L-16-CL16-GAP" in text
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -392,21 +395,6 @@ def test_synthetic_data_need_no_shards(capsys):
     )
 
 
-def test_a_params_txt_and_a_pipe(capsys, tmp_path, monkeypatch):
-    lines = {"accum_freq": 2, "batch_size": 64, "beta1": 0.9, "beta2": 0.98, "eps": 1e-06, "epochs": 3, "lr": 0.0005,
-             "model": "ViT-B-16", "train_data": "/a/{0..9}.tar", "train_num_samples": 10000, "warmup": 10,
-             "world_size": 4, "siglip": False, "aug_cfg": {"scale": (0.4, 1.0)}, "distributed": True,
-             "val_data": None}  # fmt: skip
-    file = tmp_path / "params.txt"
-    file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-    recipe, _ = imported(capsys, str(tmp_path))  # OpenCLIP's folder of the run
-    assert recipe["batch"]["global_size"] == 512 and recipe["run"]["epochs"] == 3
-    assert "kind" not in recipe.get("loss", {}) and "val" not in recipe["data"]
-    assert recipe["data"]["aug_scale"] == [0.4, 1.0]
-    monkeypatch.setattr("sys.stdin", io.StringIO(ONE_NODE))
-    assert imported(capsys, "-")[0]["batch"]["global_size"] == 4 * 320
-
-
 def test_a_pretrained_text_tower_starts_pretrained(capsys):
     line = (
         "main.py --model roberta-ViT-B-32 --train-data x.tar --train-num-samples 100000 --lock-text"
@@ -426,7 +414,7 @@ def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = "main.py --model {} --train-data x.tar --train-num-samples 100000"
     recipe, text = imported(capsys, line.format("my-vit"))
-    assert "# --model: CHECK: OpenCLIP 3.3.0 has no my-vit: if it is a JSON of your own" in text
+    assert recipe["model"]["name"] == "open_clip:my-vit"
     Path("my-vit.json").write_text("{}")
     for name in ("my-vit", "my-vit.json", f"{tmp_path}/my-vit.json"):
         recipe, text = imported(capsys, line.format(name))
@@ -444,26 +432,6 @@ def test_an_optimizer_brings_the_engine_that_it_needs(capsys, tmp_path):
     assert "kind" not in imported(capsys, f"main.py {VIT} --opt adamw")[0]["engine"]
     assert main(["import-args", f"main.py {VIT} --opt timm/adafactor"]) == 2
     assert "such as timm.optim.Adafactor" in capsys.readouterr().err
-
-
-def test_a_params_txt_gets_no_comments_on_what_nobody_gave(capsys, tmp_path):
-    """As its main.py writes it, every argument with what it was in the end."""
-    defaults = {
-        "accum_freq": 1, "csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title",
-        "device": "cuda:0", "dist_backend": "nccl", "dist_url": "env://", "log_every_n_steps": 100, "opt": "adamw",
-        "coca_caption_loss_weight": 2.0, "coca_contrastive_loss_weight": 1.0, "remote_sync_frequency": 300,
-        "remote_sync_protocol": "s3", "precision": "amp", "lock_text_unlocked_layers": 0, "lr_scheduler": "cosine",
-        "log_local": False, "use_bn_sync": False, "resume": None, "dataset_type": "webdataset", "debug": False,
-        "model": "ViT-B-32", "train_data": "x.tar", "train_num_samples": 100000, "world_size": 1, "warmup": 10,
-        "logs": "./logs/", "name": "one", "wandb_notes": "", "report_to": "", "save_frequency": 1, "val_frequency": 1,
-    }  # fmt: skip
-    file = tmp_path / "params.txt"
-    file.write_text("".join(f"{name}: {value}\n" for name, value in defaults.items()))
-    recipe, text = imported(capsys, str(file))
-    assert not [line for line in text.splitlines() if line.startswith("# --")], text
-    assert recipe["run"] == {"epochs": 32, "seed": 0, "name": "one", "dir": "./logs-clip-train/one"}
-    assert recipe["checkpoint"]["every_minutes"] == 60
-    assert imported(capsys, "main.py --precision amp")[1].count("# --precision amp: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -484,7 +452,7 @@ def test_a_params_txt_gets_no_comments_on_what_nobody_gave(capsys, tmp_path):
         ("main.py --train-data 'a.tar", "quote it as one argument"),
         ("main.py --batch-size", "--batch-size has no value"),
         ("main.py a.tar", "'a.tar' is not a flag of OpenCLIP"),
-        ("none.sh", "cannot read none.sh"),
+        ("none.sh", "give the command itself, not a file"),
         ("main.py --batch-size $BS", "--batch-size ($BS) must be an integer; put the number in"),
         ("main.py --warmup ten", "schedule.warmup_steps (ten) must be an integer"),
         (

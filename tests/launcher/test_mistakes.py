@@ -172,9 +172,9 @@ MISTAKES = {
         ["schedule.warmup_steps (50)", "40", "lower it"],
     ),
     "no labelled images": (
-        ["evaluate.linear_probe={tmp}"],
+        ["evaluate.zero_shot_data={tmp}", "evaluate.zero_shot_classes=imagenet"],
         [
-            "evaluate.linear_probe (",
+            "evaluate.zero_shot_data (",
             "no images in a folder for each class",
             "/*.tar",
         ],
@@ -187,8 +187,12 @@ MISTAKES = {
         ["evaluate.zero_shot_data=/nowhere/val"],
         [
             "evaluate.zero_shot_data ('/nowhere/val')",
-            "set evaluate.zero_shot_classes or evaluate.linear_probe",
+            "set evaluate.zero_shot_classes as well",
         ],
+    ),
+    "a linear probe": (
+        ["evaluate.linear_probe=/data/train"],
+        ["evaluate.linear_probe ('/data/train'): there is no such key", "clip-train export"],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],
@@ -241,7 +245,11 @@ def test_every_rank_needs_a_sample(overrides, said, recipe, capsys):
     [
         (["data.train='pipe:cat x.tar'"], {}, "give a path or a URL"),
         (["data.val=val.csv"], {}, "data.val (val.csv) is a table"),
-        (["evaluate.linear_probe=x.csv"], {}, "evaluate.linear_probe (x.csv) is a table"),
+        (
+            ["evaluate.zero_shot_data=x.csv", "evaluate.zero_shot_classes=imagenet"],
+            {},
+            "evaluate.zero_shot_data (x.csv) is a table",
+        ),
         ([], {"WORLD_SIZE": "abc"}, "WORLD_SIZE (abc) must be a whole number"),
         (["--world-size=0"], {}, "--world-size (0) must be at least 1"),
     ],

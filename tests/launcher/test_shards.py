@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train import dist
 from clip_train.data.config import DataConfig
 from clip_train.data.shards import expand

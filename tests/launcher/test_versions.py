@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.machine import check_versions
+from clip_tools.doctor import check_versions
 from launcher import versions
 from tests.documents import ROOT
 

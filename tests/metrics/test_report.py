@@ -39,8 +39,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
         "960",
     ):
         assert text in page.sections[""], text
-    for text in ("loss", "logit scale", "gradient norm", "learning rate", "samples per second", "data wait, %",
-                 "peak memory, GiB", "resumed"):  # fmt: skip
+    for text in ("loss", "learning rate", "samples per second", "resumed"):
         assert text in page.sections["Training"], text
     assert "zero_shot_top1 0.5 0.25" in page.sections["Latest evaluations"]
     attempts = page.sections["Attempts"]
@@ -99,7 +98,7 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     )  # fmt: skip
     page = page_of(run)
     for text in ("the last loss is not a number", "failed saves in a row: 2", "is above where it was at first",
-                 "4 samples/s of late, 16 in the median", "13 invalid samples, 1.34% of all seen"):  # fmt: skip
+                 "13 invalid samples, 1.34% of all seen"):  # fmt: skip
         assert text in page.sections[""], text
     assert "no caption shard-7.tar 12" in page.sections["Invalid samples"]
     long_ago = time.time() - 3600

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from clip_tools.shards.shard_index import index_shards, write_indexes
+from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.storage.config import StorageConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shards.shard_index import index_shards
+from clip_tools.shards.index import index_shards
 from clip_train.data.index import INDEX_NAME, look_up
 from clip_train.errors import UserError
 from tests.launcher.conftest import clean_environment, finish
