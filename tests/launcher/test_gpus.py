@@ -60,7 +60,7 @@ def test_the_row_that_auto_would_choose_is_what_it_chooses(capsys):
 def test_higher_stages_hold_less(capsys):
     for kind in ("deepspeed", "fsdp"):
         held = []
-        for stage in range(4):
+        for stage in (1, 2, 3):
             keys = (f"engine.kind={kind}", f"engine.zero_stage={stage}", "engine.precision=bf16")
             memory = planned(capsys, "--gpu", "H100", *keys)["memory_bytes"]
             parts = ("parameters", "gradients", "optimizer", "buffers")
