@@ -45,6 +45,8 @@ from launcher.runtime.log import log, warn
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
+# The recipe of weights without a run: keys that are required, and of no use here.
+NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
@@ -85,12 +87,12 @@ def to_evaluate(
 ) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
     """Collective: the settings, the model, its weights, and where these are from.
 
-    For a run: its newest checkpoint, that one's moving average, or `weights`. For weights, or a
-    model's name with `weights`: `overrides` say what to measure. UserError, CheckpointError.
+    For a run: its newest checkpoint, that one's moving average, or `weights`. For weights alone,
+    `overrides` say what to measure. UserError, CheckpointError.
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
-    raw = dist.on_main(partial(recipe_of_model, place, weights))
-    if raw is None and weights is None:
+    bare = weights is None and dist.on_main(partial(are_weights, place))
+    if weights is None and not bare:
         config, found = run_at(args)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
         return (
@@ -103,15 +105,15 @@ def to_evaluate(
         raise UserError(
             f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out"
         )
-    if raw is None:
-        config = load_config(recipe_in(place) or place, overrides)
+    if bare:
+        config = check_config(apply_overrides(NO_RUN, overrides), place)
     else:
-        config = check_config(apply_overrides(raw, overrides), place)
+        config = load_config(recipe_in(place) or place, overrides)
     weights = weights or place
     given = {"init_from": weights, "init_image_from": None, "init_text_from": None}
     say = log if dist.is_main() else silent
     with weights_here(config.model.model_copy(update=given), config.storage) as model:
-        if raw is not None and "name" not in config.model.model_fields_set:
+        if bare and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
         return (
@@ -122,30 +124,23 @@ def to_evaluate(
         )
 
 
-def recipe_of_model(place: str, weights: str | None) -> dict[str, Any] | None:
-    """A recipe with what `place` says of the model, if it is a model's name or weights; None where
-    it is a run's.
-    """
-    if weights is not None:
-        known = place.startswith("open_clip:") or place in preset_names()
-        model: dict[str, Any] | None = {"name": place} if known else None
-    else:
-        model = {} if hub.is_on_hub(place) or holds_weights(place) else None
-    unused = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
-    return None if model is None else {**unused, "model": model}
+def are_weights(place: str) -> bool:
+    """Whether `place` holds weights alone, and not a run."""
+    return hub.is_on_hub(place) or holds_weights(place)
 
 
 def described(weights: str, place: str) -> str:
     """The `model.name` of weights that lie here, by the description beside them, else their tag.
     UserError without.
     """
-    folder = path if (path := local_path(weights)).is_dir() else path.parent
+    path = local_path(weights)
+    folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG_NAME).is_file():
         if place.startswith("open_clip:"):
             return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
         raise UserError(
             f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as "
-            f"in clip-train evaluate ViT-B-32 --weights {place}"
+            f"in clip-train evaluate {place} model.name=ViT-B-32"
         )
     try:
         load_architecture(str(folder))
@@ -204,26 +199,26 @@ def check_names(found: Resumed, model: str, *, said: bool) -> None:
     hub's, or a folder here, that neither OpenCLIP's model of this name has, nor one of which the
     command line has said that it is it."""
 
-    def names(architecture: dict[str, Any]) -> set[str]:
-        text, trunk = (
-            architecture["text_cfg"],
-            architecture["vision_cfg"].get("timm_model_name") or "",
-        )
-        return {
-            text.get("hf_tokenizer_name"),
-            text.get("hf_model_name"),
-            trunk if ":" in trunk else None,
-        } - {None}
-
-    if foreign := names(found.state["architecture"]):
-        openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))
-        if said or openclips or model in preset_names():
-            foreign -= names(load_architecture(model).model_dump())
+    foreign = _names(found.state["architecture"])
+    openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))
+    if foreign and (said or openclips or model in preset_names()):
+        foreign -= _names(load_architecture(model).model_dump())
     if foreign:
         raise UserError(
             f"the model in {found.path} names {', '.join(sorted(foreign))}, which is opened only "
             "if you say so: add model.name=<OpenCLIP's model, or a JSON, that names it as well>"
         )
+
+
+def _names(architecture: dict[str, Any]) -> set[str]:
+    """The tokenizer and models of the hub's, or folders, that an architecture names."""
+    text, trunk = architecture["text_cfg"], architecture["vision_cfg"].get("timm_model_name") or ""
+    names = {
+        text.get("hf_tokenizer_name"),
+        text.get("hf_model_name"),
+        trunk if ":" in trunk else None,
+    }
+    return names - {None}
 
 
 def export_run(args: argparse.Namespace) -> int:

@@ -1,11 +1,6 @@
-"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each where a program
-reads, or as a page.
-"""
+"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page."""
 
 import argparse
-import shutil
-import sys
-import textwrap
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -35,14 +30,8 @@ class Key(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     keys = all_keys(args.prefix or "")
     if not args.markdown:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         for key in keys:
-            text = f"{key.allowed}. {key.meaning}"
-            if width:
-                lines = textwrap.indent(textwrap.fill(text, width - 4), "    ")
-                print(f"{key.name}: {key.default}\n{lines}")
-            else:
-                print(f"{key.name}\t{key.default}\t{text}")
+            print(f"{key.name}\t{key.default}\t{key.allowed}. {key.meaning}")
         return 0
     print(PAGE, end="")  # docs/recipe.md
     section = ""

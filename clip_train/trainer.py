@@ -204,16 +204,16 @@ class Trainer:
         self, result: StepResult, lr: float, plan: BatchPlan, timer: StepTimer
     ) -> dict[str, Any]:
         """One optimizer step, as `metrics.jsonl` has it."""
-        times = timer.finish()
+        seconds, waited = timer.finish()
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
             "samples": self.samples,  # seen since the run began
             "loss": result.loss,  # of the global batch
             "grad_norm": result.grad_norm,  # global, before the clip
             "lr": lr,
-            "samples_per_second": plan.global_size / times.step,  # over all ranks
-            "step_seconds": times.step,  # waiting for data included
-            "data_wait_seconds": times.data_wait,
+            "samples_per_second": plan.global_size / seconds,  # over all ranks
+            "step_seconds": seconds,  # waiting for data included
+            "data_wait_seconds": waited,
             "micro_size": plan.micro_size,
             "accum_steps": plan.accum_steps,
             "kept_graphs": plan.kept_graphs,

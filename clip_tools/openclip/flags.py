@@ -256,26 +256,11 @@ def meaning(flag: str) -> str:
     return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or REASONS.get(flag, "")
 
 
-def suggest(unknown: Sequence[str], line: Sequence[str]) -> str:
-    """Behind the complaint about options that no verb has: what those of OpenCLIP are called here.
-    line: all words.
-    """
+def suggest(unknown: Sequence[str]) -> str:
+    """Behind the complaint about options that no verb has: the keys for those of OpenCLIP."""
     said = []
     for word in unknown:
-        option, equals, value = word.partition("=")
-        flag = option.removeprefix("--").replace("_", "-")
-        if option.startswith("--") and flag in FLAGS:
-            behind = "" if equals else " ".join(line[line.index(word) + 1 :][:1])
-            value = (
-                "true"
-                if flag in SWITCHES
-                else value or ("..." if behind.startswith("--") else behind or "...")
-            )
-            said.append(
-                f"{option}: {SAME[flag]}={value}" if flag in SAME else f"{option}: {meaning(flag)}"
-            )
-    return (
-        "\nof OpenCLIP's flags, a recipe has\n  " + "\n  ".join(said).replace("`", "")
-        if said
-        else ""
-    )
+        flag = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if word.startswith("--") and flag in FLAGS:
+            said.append(f"\n  --{flag}: {meaning(flag)}".replace("`", ""))
+    return "\nof OpenCLIP's flags, a recipe has" + "".join(said) if said else ""

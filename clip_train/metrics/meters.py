@@ -6,19 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.callbacks import Callback
-
-
-class StepTimes(NamedTuple):
-    """The times of one step, in seconds; `data_wait` is part of `step`."""
-
-    step: float
-    data_wait: float
 
 
 class StepTimer:
@@ -46,9 +39,10 @@ class StepTimer:
         finally:
             self._waited += self._clock() - started
 
-    def finish(self) -> StepTimes:
-        """The step that ends here; the next one begins."""
-        times = StepTimes(self._clock() - self._started, self._waited)
+    def finish(self) -> tuple[float, float]:
+        """The step that ends here; the next one begins. (Seconds; how many of these it waited for
+        data)."""
+        times = self._clock() - self._started, self._waited
         self.restart()
         return times
 

@@ -1,4 +1,4 @@
-"""A run as its folder shows it, for the report and for `clip-train watch`.
+"""A run as its folder shows it, for the report.
 
 metrics.jsonl, eval.jsonl      the curves
 attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended

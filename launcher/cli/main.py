@@ -118,7 +118,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         from clip_tools.openclip.flags import suggest
 
         quote = "; quote the command as one argument"
-        hint = quote if args.verb == "import-args" else suggest(left, arguments)
+        hint = quote if args.verb == "import-args" else suggest(left)
         parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     if left:
         args.overrides = [*args.overrides, *left]

@@ -39,7 +39,6 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "help": "as data.train: paths, URLs, braces, globs",
     },
-    "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
     "runs": {
         "metavar": "RUN",
         "nargs": "+",
@@ -97,8 +96,7 @@ VERBS = {
     "keys": Verb(
         "clip_tools.keys:run",
         "every key that a recipe can hold",
-        "Print each key with its default, what may stand there, and what it means; one line each "
-        "in a pipe.",
+        "Print each key with its default, what may stand there, and what it means; one line each.",
         """\
     clip-train keys                                         all of them
     clip-train keys optim                                   those that begin with it
@@ -184,8 +182,7 @@ VERBS = {
         """\
     Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. With a URL or a
     bare folder of checkpoints, the recipe comes from the checkpoint. PLACE may also be weights
-    (an exported folder, hf-hub:org/name, open_clip:NAME/TAG) or, with --weights, a model's
-    name.""",
+    (an exported folder, hf-hub:org/name, open_clip:NAME/TAG; a file with model.name=NAME).""",
         """\
     clip-train evaluate my.yaml                             the newest checkpoint of that run
     clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
@@ -292,7 +289,7 @@ VERBS = {
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
     ),
     "report": Verb(
-        "clip_tools.report:write",
+        "clip_tools.report:run",
         "a run as a page, or several compared in one",
         """\
     Write report.html of a run anew, which training keeps up to date by itself: health, curves,
@@ -309,16 +306,6 @@ VERBS = {
                 "where to (default: report.html in the run's folder; comparison.html of several)",
             ),
         ),
-    ),
-    "watch": Verb(
-        "clip_tools.report:watch",
-        "a run in the terminal, live",
-        "Show progress, the latest metrics, health and attempts until the run is done, or Ctrl-C.",
-        """\
-    clip-train watch runs/clip
-    clip-train watch runs/clip --once                       print it and end""",
-        positions=("run",),
-        options=(("once", None, "print it and end"),),
     ),
     "import-args": Verb(
         "clip_tools.openclip.command:run",

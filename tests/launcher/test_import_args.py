@@ -504,8 +504,8 @@ def test_a_flag_of_openclip_where_a_key_belongs(capsys):
     with pytest.raises(SystemExit):
         main(line)
     said = capsys.readouterr().err
-    for text in ("--lr: optim.lr=1e-3\n", "--warmup: schedule.warmup_steps=100\n", "batch.global_size",
-                 "--grad-checkpointing: engine.activation_checkpointing=true\n", "resumes by itself"):  # fmt: skip
+    for text in ("--lr: optim.lr\n", "--warmup: schedule.warmup_steps\n", "batch.global_size",
+                 "--grad-checkpointing: engine.activation_checkpointing\n", "resumes by itself"):  # fmt: skip
         assert text in said, text
     with pytest.raises(SystemExit):
         main(["train", "my.yaml", "--learningrate", "1e-3"])
