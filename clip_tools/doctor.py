@@ -31,17 +31,16 @@ from clip_train.data.shards import Reading, open_shard, synthetic_size
 from clip_train.errors import UserError
 from clip_train.storage.urls import is_remote
 from launcher.checks import (
+    PLACES,
     Check,
     Finding,
-    check_disk,
     check_places,
     check_range,
-    check_store,
     error,
     ok,
     warning,
     warning_if,
-)  # fmt: skip
+)
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import labels_of, resolve
 from launcher.engines import find_engine, on_this_machine
@@ -113,7 +112,8 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
     engine = config.engine if config else EngineConfig()
     checks += find_engine(engine.kind).checks
     if config is not None:
-        checks += [(name, partial(of_recipe, config)) for name, of_recipe in RECIPE.items()]
+        of_recipe = {**RECIPE, **PLACES}
+        checks += [(name, partial(check, config)) for name, check in of_recipe.items()]
     for name, of_it in checks:
         try:
             yield from of_it()
@@ -297,7 +297,6 @@ def check_classes(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
-    yield from check_disk(config)
     if shutil.which("sbatch") is not None and slurm_answers():
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE
@@ -309,8 +308,7 @@ RECIPE = {
     "recipe": check_recipe,
     "shards": check_shards,
     "labels": check_classes,
-    "S3": check_store,
-    "disk": check_run_dir,
+    "run": check_run_dir,
 }
 
 

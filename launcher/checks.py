@@ -1,6 +1,6 @@
 """Checks of a recipe's places, each written once.
 
-`doctor` shows what they find; `submit` and `train --dry-run` require that they pass.
+`doctor` shows what they find; `submit` and `train --dry-run` require that those of `PLACES` pass.
 """
 
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from clip_train.checkpoint.config import preflight, try_all
+from clip_train.checkpoint.config import try_all
 from clip_train.errors import UserError
 from clip_train.models.clip import count_parameters
 from clip_train.storage.urls import is_remote, local_path, open_storage
@@ -114,14 +114,21 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
             )
 
 
+PLACES: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
+    "disk": check_disk,
+    "S3": check_store,
+}
+"""What `doctor` shows of a recipe's places, and `submit` and `train --dry-run` require."""
+
+
 def require_places(config: RunConfig, *, store: bool = True) -> None:
     """Raise what would only fail later: a disk that is full or refuses, a store that is not fit.
 
-    UserError; CheckpointError if the store is busy.
+    store: ask the store, too. UserError for the first error; warnings are logged.
     """
-    for finding in check_disk(config):
-        if finding.level == "error":
-            raise UserError(f"{finding.message}: {finding.remedy}")
-    if config.checkpoint.remote is not None and store:
-        for problem in preflight(open_storage(config.checkpoint.remote)):
-            warn(problem)
+    for name, check in PLACES.items():
+        for finding in check(config) if store or name != "S3" else ():
+            if finding.level == "error":
+                raise UserError(f"{finding.message}; {finding.remedy}")
+            if finding.level == "warning":
+                warn(f"{finding.message}. {finding.remedy}")

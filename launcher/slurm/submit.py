@@ -52,8 +52,7 @@ def parse_time(text: str) -> int:
 
 
 def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
-    """Everything that would only fail after hours in the queue. UserError; CheckpointError where a
-    store is busy.
+    """Everything that would only fail after hours in the queue. UserError.
 
     offline: without a look at shards and at checkpoint.remote.
     """

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.doctor import check_shards, check_store
+from clip_tools.doctor import check_shards, look
 from clip_tools.shards.index import index_shards, write_indexes
+from clip_train.errors import UserError
+from launcher.checks import PLACES, check_store, error, require_places
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from tests.launcher.conftest import clean_environment, finish
@@ -81,6 +83,19 @@ def test_a_folder_as_the_remote_store(recipe, tmp_path):
         check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"]))
     )
     assert findings[-1].level == "error" and findings[-1].remedy
+
+
+def test_a_check_of_a_place_has_one_entry(recipe, monkeypatch):
+    """`doctor` shows what it finds; it stops `submit` and `train --dry-run`, in the same words."""
+
+    def quota(config):
+        yield error("quota", f"{config.run.name} may write 3 files", "ask for more")
+
+    monkeypatch.setitem(PLACES, "quota", quota)
+    shown = [f for f in look(str(recipe), []) if f.check == "quota"]
+    assert [(f.level, f.message) for f in shown] == [("error", "small may write 3 files")]
+    with pytest.raises(UserError, match=r"^small may write 3 files; ask for more$"):
+        require_places(load_config(str(recipe)))
 
 
 def test_an_index_and_its_captions(data, recipe, tmp_path):

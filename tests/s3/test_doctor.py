@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.doctor import check_shards, check_store
-from launcher.checks import Finding
+from clip_tools.doctor import check_shards
+from launcher.checks import Finding, check_store
 from launcher.cli.main import main
 from launcher.config.recipe import RunConfig, check_config
 from tests.launcher.conftest import MODEL, RECIPE
