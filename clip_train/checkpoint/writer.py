@@ -1,8 +1,8 @@
 """The checkpoint writer: one process beside each rank, which writes its snapshots. No torch.
 
 Its rank starts it and holds the other end of a socketpair; both processes have the memory with the
-snapshot. Three threads: messages; the local disk (file, rank manifest, commit, retention); the
-remote store (the same). It ends with its rank.
+snapshot. Three threads: messages; jobs for the local disk (file, rank manifest, commit, retention);
+jobs for the remote store (the same). It ends with its rank.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ import fcntl
 import hashlib
 import mmap
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -108,40 +108,33 @@ class Writer:
         self.remote: Storage | None = open_storage(settings.remote) if settings.remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
-        self._newest: SaveRequest | None = None
         # two retentions at once would find each other's folders gone
         self._tidying = threading.Lock()
-        self._jobs: queue.SimpleQueue[SaveRequest | None] = queue.SimpleQueue()
         self._active: set[str] = set()  # attempts that may still be committed
-        self._changed = threading.Condition()  # guards what follows
-        self._uploads: list[SaveRequest] = []  # the one being uploaded, and the newest that waits
-        self._errors: list[tuple[SaveRequest, Exception]] = []  # to put into the remote store
-        self._finishing = False
-        for work in (self._work_locally, self._work_remotely):
-            threading.Thread(target=work, daemon=True, name=work.__name__).start()
+        self._newest: SaveRequest | None = None
+        self._local_jobs = ThreadPoolExecutor(1)  # one after the other
+        self._remote_jobs = ThreadPoolExecutor(1)
+        self._changed = threading.Condition()  # notified of a new `_upload_request`
+        self._upload_request: SaveRequest | None = None  # the newest whose upload may begin
+        self._upload_job: Future[None] | None = None  # its upload
 
     def receive(self, request: SaveRequest | None) -> None:
         """From the rank; None: finish. Never waits for a disk or a store."""
-        if request is not None:
-            request.since = time.monotonic()
-            self._newest = request
-            self._active.add(request.prefix)
-        self._jobs.put(request)
+        if request is None:  # exit when every job before has ended
+            self._local_jobs.submit(self._remote_jobs.submit, os._exit, 0)
+            return
+        request.since = time.monotonic()
+        self._newest = request
+        self._active.add(request.prefix)
+        self._local_jobs.submit(self._run, self._save_locally, request)
+
+    def _run(self, job: Callable[[SaveRequest], None], request: SaveRequest) -> None:
+        try:
+            job(request)
+        except Exception as e:
+            self._fail(request, e)
 
     # -- the local disk
-
-    def _work_locally(self) -> None:
-        while True:
-            request = self._jobs.get()
-            if request is None:
-                with self._changed:
-                    self._finishing = True
-                    self._changed.notify_all()
-                continue
-            try:
-                self._save_locally(request)
-            except Exception as e:
-                self._fail(request, e)
 
     def _save_locally(self, request: SaveRequest) -> None:
         try:
@@ -149,7 +142,7 @@ class Writer:
             if self.settings.shared:
                 commit.put_rank_manifest(self.local, request)
         finally:
-            self._report(Event.WRITTEN, request=request)
+            self._report(Event.WRITTEN, "", request)
         where = ""
         if self.settings.shared and request.rank == 0:
             try:
@@ -160,19 +153,18 @@ class Writer:
                     raise
                 text = f"step {request.step} is not committed locally: {explain(e)}"
                 self._report(Event.NOTE, text)
-        if self.remote is None:
-            self._active.discard(request.prefix)
         self._tidy(self.local, request)
         if self.remote is None:
-            self._report(Event.COMMITTED, where, request)
+            self._end(Event.COMMITTED, where, request)
             return
         with self._changed:
-            superseded = self._uploads.pop() if len(self._uploads) > 1 else None
-            self._uploads.append(request)
+            older, self._upload_request = self._upload_request, request
+            skipped = self._upload_job is not None and self._upload_job.cancel()  # if not begun
+            self._upload_job = self._remote_jobs.submit(self._run, self._upload, request)
             self._changed.notify_all()
-        if superseded is not None:
+        if older is not None and skipped:
             why = f"superseded by step {request.step} before its upload began"
-            self._fail(superseded, SupersededError(why))
+            self._fail(older, SupersededError(why))
 
     def _commit(self, store: Storage, request: SaveRequest) -> str:
         """Returns where. FencedError, RefusedError; OSError, CheckpointError for what may pass."""
@@ -194,42 +186,14 @@ class Writer:
 
     # -- the remote store
 
-    def _work_remotely(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._uploads or self._errors or self._finishing)
-                request = self._uploads[0] if self._uploads else None
-            if request is not None:
-                try:
-                    where = self._upload(request)
-                except Exception as e:
-                    self._fail(request, e)
-                else:
-                    self._report(Event.COMMITTED, where, request)
-                    self._release(request)
-                with self._changed:
-                    self._uploads.remove(request)
-            if self._errors and self.remote is not None:
-                try:
-                    commit.put_rank_manifest(self.remote, *self._errors[0])
-                    self._errors.pop(0)
-                except OSError:
-                    time.sleep(1.0)  # then again
-            if request is not None and self.remote is not None:
-                self._tidy(self.remote, request)
-                self._tidy(self.local, request)  # what has been uploaded may now go
-            with self._changed:
-                if self._finishing and not self._uploads:
-                    os._exit(0)
-
-    def _upload(self, request: SaveRequest) -> str:
-        """Upload file and rank manifest and, on rank 0, commit; returns where.
+    def _upload(self, request: SaveRequest) -> None:
+        """Upload file and rank manifest and, on rank 0, commit.
 
         It is tried until it succeeds or a newer save waits. FencedError, RefusedError.
         """
         assert self.remote is not None and request.entry is not None
         name = f"{request.prefix}/{request.entry.name}"
-        uploaded, tries = False, 0
+        uploaded, tries, where = False, 0, ""
         while True:
             tries += 1
             try:
@@ -237,7 +201,9 @@ class Writer:
                     self.remote.put_file(request.path, name)
                     commit.put_rank_manifest(self.remote, request)
                     uploaded = True
-                return self._commit(self.remote, request) if request.rank == 0 else ""
+                if request.rank == 0:
+                    where = self._commit(self.remote, request)
+                break
             except (FencedError, RefusedError):
                 raise
             except (OSError, CheckpointError) as e:
@@ -245,24 +211,26 @@ class Writer:
             pause = min(2.0**tries, _LONGEST_PAUSE)
             if time.monotonic() + pause > request.since + self.settings.timeout_seconds:
                 raise RefusedError(f"{why}; given up after {tries} tries")
-            if len(self._uploads) == 1:
+            if self._upload_request is request:
                 text = f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s"
                 self._report(Event.NOTE, text)
             with self._changed:
-                self._changed.wait_for(lambda: len(self._uploads) > 1, pause)
-                if len(self._uploads) > 1:
-                    raise RefusedError(f"{why}; superseded by step {self._uploads[1].step}")
+                if self._changed.wait_for(lambda: self._upload_request is not request, pause):
+                    newer = self._upload_request
+                    assert newer is not None
+                    raise RefusedError(f"{why}; superseded by step {newer.step}")
+        self._end(Event.COMMITTED, where, request)
+        self._tidy(self.remote, request)
+        self._tidy(self.local, request)  # what has been uploaded may now go
 
     # -- what became of it
 
     def _fail(self, request: SaveRequest, e: Exception) -> None:
-        event = Event.FAILED
-        if isinstance(e, FencedError):
-            event = Event.FENCED
-        elif isinstance(e, SupersededError):
-            event = Event.SUPERSEDED
-        self._report(event, explain(e), request)
-        self._release(request)
+        events: dict[type[Exception], Event] = {
+            FencedError: Event.FENCED,
+            SupersededError: Event.SUPERSEDED,
+        }
+        self._end(events.get(type(e), Event.FAILED), explain(e), request)
         if request.rank == 0:
             return
         # rank 0's checkpoint writer waits for a manifest of this rank
@@ -270,18 +238,24 @@ class Writer:
             with contextlib.suppress(OSError):
                 commit.put_rank_manifest(self.local, request, e)
         if self.remote is not None:
-            with self._changed:
-                self._errors.append((request, e))
-                self._changed.notify_all()
+            self._remote_jobs.submit(self._put_error, self.remote, request, e)
 
-    def _release(self, request: SaveRequest) -> None:
-        """It is not going to be committed any more, in any store."""
+    def _put_error(self, remote: Storage, request: SaveRequest, error: Exception) -> None:
+        try:
+            commit.put_rank_manifest(remote, request, error)
+        except OSError:
+            time.sleep(1.0)
+            self._remote_jobs.submit(self._put_error, remote, request, error)  # again
+
+    def _end(self, event: Event, text: str, request: SaveRequest) -> None:
+        """Report how a save has ended: it is not going to be committed any more, in any store."""
+        self._report(event, text, request)
         self._active.discard(request.prefix)
         if not self.settings.shared and request.entry is not None:
             with contextlib.suppress(OSError):
                 request.path.unlink()
 
-    def _report(self, event: Event, text: str = "", request: SaveRequest | None = None) -> None:
+    def _report(self, event: Event, text: str, request: SaveRequest | None = None) -> None:
         message = Message(event, text)
         if request is not None:
             seconds = time.monotonic() - request.since
