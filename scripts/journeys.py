@@ -10,7 +10,8 @@ returns. Distinct functions are counted:
 sample       a sample's members, its piece of a batch, the batch, the micro-batch, its features and
              their gradients; without the layers of the model and the arithmetic of the loss
 checkpoint   fragments, the snapshot of a rank, its manifest and the commit, from the engine to a
-             remote store; and from there back into the engine of another run
+             remote store; and from there back into the engine of another run; without the launcher,
+             which only compares the step and the recipe of a resumed checkpoint with its own
 value        `optim.weight_decay`, or the recipe's section that contains it
 error        an exception raised in a step, or its report, until the process ends
 
@@ -45,12 +46,15 @@ CARRIERS = {{
     "Found": "checkpoint", "Resumed": "checkpoint", "Layout": "checkpoint",
     "FragmentReader": "checkpoint", "CheckpointFiles": "checkpoint",
 }}
-NOT_COUNTED = ("clip_train/models/", "clip_train/contrastive/")  # of a sample's
+NOT_COUNTED = {{
+    "sample": ("clip_train/models/", "clip_train/contrastive/"),
+    "checkpoint": ("launcher/",),
+}}
 seen = set()
 
 def note(journey, code):
     place = os.path.relpath(code.co_filename, ROOT)
-    if place.startswith(NOT_COUNTED) and journey == "sample":
+    if place.startswith(NOT_COUNTED.get(journey, ())):
         return
     entry = f"{{journey}}\\t{{place}}\\t{{getattr(code, 'co_qualname', code.co_name)}}\\n"
     if entry not in seen:

@@ -60,7 +60,7 @@ class CheckpointFiles:
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.entries = found.manifest.files
-        self.fetched, self.seconds = 0, 0.0  # bytes and time, by this rank
+        self.fetched = 0  # bytes, by this rank
         self._counting = threading.Lock()
         self._found, self._folder, self._remote = found, folder, remote
         self._shared, self._log = shared, log
@@ -147,8 +147,6 @@ class CheckpointFiles:
                     f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank "
                     f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
-        if self.fetched > before:
-            self.seconds += time.monotonic() - began
 
     def _ensure(self, block: Block) -> None:
         """One block is whole on this disk, or fetched. DamagedError, CheckpointError."""

@@ -161,14 +161,7 @@ class CheckpointManager:
             60 * config.save_timeout_minutes,
             policy,
         )
-        dist.agreed(self._start_writer)
-
-    def _start_writer(self) -> None:
-        assert self._settings is not None and self._memory is not None
-        try:
-            self._writer = WriterProcess(self._settings, self._memory.fd)
-        except OSError as e:
-            raise CheckpointError(f"no checkpoint writer can be started: {explain(e)}") from e
+        self._writer = dist.agreed(WriterProcess, self._settings, self._memory.fd)
 
     def prepare(
         self,
@@ -310,7 +303,7 @@ class CheckpointManager:
         if dist.is_main() and self._fatal is not None:
             raise CheckpointError(self._fatal)
         if self._writer is None:
-            self._start_writer()
+            self._writer = WriterProcess(self._settings, self._memory.fd)
         if dist.is_main():
             values = {ref.name: value for ref, value in self._scores.items()}
             kept = {"metric": self.config.keep_best, "values": values}
@@ -385,39 +378,38 @@ class CheckpointManager:
             self._fail(newest, how)
 
     def _hear(self, message: Message) -> None:
-        step, text = message.step, message.text
-        request = self._pending.get(step)
+        step, text, seconds = message.step, message.text, message.seconds
         match message.event:
             case Event.NOTE:
                 self._log(text)
-            case Event.WRITTEN if self._writing and self._writing.prefix == message.prefix:
+                return
+            case Event.WRITTEN:
                 self._writing = None
+                return
             case Event.LOCAL:
                 self._note_good(step, text)
-            case Event.FAILED if request and request.prefix == message.prefix:
+                return
+        # the others say how an attempt has ended: the one that is pending, or one before it
+        if step not in self._pending or self._pending[step].prefix != message.prefix:
+            return
+        del self._pending[step]
+        match message.event:
+            case Event.FAILED:
                 self._fail(step, text)
-            case Event.FENCED if request and request.prefix == message.prefix:
-                del self._pending[step]
+            case Event.FENCED:
                 self._fatal = text
-            case Event.SUPERSEDED if request and request.prefix == message.prefix:
-                del self._pending[step]
+            case Event.SUPERSEDED:
                 self._count("superseded")
                 self._warn(f"checkpoint of step {step} is not uploaded: {text}")
-            case Event.COMMITTED if request and request.prefix == message.prefix:
-                del self._pending[step]
-                if dist.is_main():  # elsewhere this rank's part is where it belongs
-                    self._note_committed(step, text, message.seconds, request.size)
-
-    def _note_committed(self, step: int, path: str, seconds: float, num_bytes: int) -> None:
-        self._failures, self._saved = 0, step
-        self._note_good(step, path)
-        self._numbers |= {
-            "checkpoint_step": step,
-            "checkpoint_seconds": seconds,
-            "checkpoint_failures": 0,
-        }
-        line = "checkpoint of step %d committed after %.1f s (%d bytes on rank 0)"
-        logger.info(line, step, seconds, num_bytes)
+            case Event.COMMITTED if dist.is_main():  # elsewhere: this rank's part is there
+                self._failures, self._saved = 0, step
+                self._note_good(step, text)
+                self._numbers |= {
+                    "checkpoint_step": step,
+                    "checkpoint_seconds": seconds,
+                    "checkpoint_failures": 0,
+                }
+                logger.info("checkpoint of step %d committed after %.1f s", step, seconds)
 
     def _note_good(self, step: int, path: str) -> None:
         if self.last_good is None or step >= self.last_good.step:
@@ -425,7 +417,6 @@ class CheckpointManager:
 
     def _fail(self, step: int, why: str) -> None:
         """A save has failed. On rank 0, too many in a row are fatal."""
-        self._pending.pop(step, None)
         if not dist.is_main() or self._fatal is not None:
             return
         self._failures += 1

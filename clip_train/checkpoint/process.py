@@ -9,9 +9,10 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 
 from clip_train import dist
-from clip_train.checkpoint.commit import SaveRequest
+from clip_train.checkpoint.commit import SaveRequest, explain
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.writer import Message, Settings
+from clip_train.errors import CheckpointError
 
 _EXIT_SECONDS = 10.0  # for a process whose socket is closed to be gone
 
@@ -72,21 +73,24 @@ class WriterProcess:
     """
 
     def __init__(self, settings: Settings, memory_fd: int) -> None:
-        """OSError if no process can be started."""
-        self._connection, theirs = Pipe()
-        # the same import path as here, wherever it comes from
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            "from clip_train.checkpoint.writer import main; "
-            f"main({theirs.fileno()}, {memory_fd}, {os.getpid()})"
-        )
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=(theirs.fileno(), memory_fd),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+        """CheckpointError if no process can be started."""
+        try:
+            self._connection, theirs = Pipe()
+            # the same import path as here, wherever it comes from
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; "
+                "from clip_train.checkpoint.writer import main; "
+                f"main({theirs.fileno()}, {memory_fd}, {os.getpid()})"
             )
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    pass_fds=(theirs.fileno(), memory_fd),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        except OSError as e:
+            raise CheckpointError(f"no checkpoint writer can be started: {explain(e)}") from e
         self.ended: str | None = None  # how, once that is known
         self.send(settings)
 

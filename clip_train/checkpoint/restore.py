@@ -78,15 +78,12 @@ class Resumed:
     own: bool = True  # it is this run's, not from another place
     skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole
     fetched: int = 0  # bytes that came from the remote store, over all ranks
-    fetch_seconds: float = 0.0
-    fetch_ranks: int = 0  # that fetched something
 
     def describe(self) -> str:
         """Which step, from where, and instead of what."""
         got = "nothing fetched"
         if self.fetched:
-            got = f"{self.fetched / 1e6:,.1f} MB fetched in {self.fetch_seconds:.1f} s"
-            got += f" by {self.fetch_ranks} ranks" if self.fetch_ranks > 1 else ""
+            got = f"{self.fetched / 1e6:,.1f} MB fetched"
         lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
         lines += [f"  passed over    {each}" for each in self.skipped or ("nothing",)]
         return "\n".join(lines)
@@ -290,7 +287,6 @@ def _open(
         return reader, reader.tensors(dist.rank()) if same_ranks else None
 
     reader, tensors = dist.agreed(read)
-    fetched, ranks = dist.sum_scalars(files.fetched, files.fetched > 0)
     return Resumed(
         step=found.manifest.step,
         state=found.manifest.state,
@@ -301,9 +297,7 @@ def _open(
         ref=found.commit.ref,
         in_remote=remote is not None,
         skipped=skipped,
-        fetched=int(fetched),
-        fetch_seconds=dist.max_scalars(files.seconds)[0],
-        fetch_ranks=int(ranks),
+        fetched=int(dist.sum_scalars(files.fetched)[0]),
     )
 
 

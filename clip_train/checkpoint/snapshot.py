@@ -252,7 +252,16 @@ class FragmentReader:
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             # of each file: those that are no fragments, with their shapes
             self._tensors: list[dict[str, tuple[list[int], Extent]]] = []
-            self._rows = _fragment_rows(data, begin, _natural(head["rows"]), len(self._slots))
+            # LAYOUT's columns (`manifest.build_layout`) as one structured array, [num_rows]
+            num_rows, fields = _natural(head["rows"]), ["param", "start", "numel", "file"]
+            shape = (len(fields) + len(self._slots), num_rows)
+            columns = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
+            # byte offset in the file of each slot and dtype
+            offsets = ("offsets", np.int64, (len(self._slots),))
+            self._rows = np.empty(num_rows, [*((field, np.int64) for field in fields), offsets])
+            for field, column in zip(fields, columns, strict=False):
+                self._rows[field] = column
+            self._rows["offsets"] = columns[len(fields) :].T
             self._check_places(head["tensors"])
         except (
             ValueError,
@@ -387,16 +396,3 @@ class FragmentReader:
                 flat = self._files.read(file, piece.at, piece.stop).view(piece.dtype)
                 tensors[key.removeprefix(prefix)] = flat.reshape(shape).clone()
         return tensors
-
-
-def _fragment_rows(data: bytes, begin: int, num_rows: int, num_kinds: int) -> np.ndarray:
-    """The columns of LAYOUT (`manifest.build_layout`) as one structured array, [num_rows]."""
-    fields = ["param", "start", "numel", "file"]
-    shape = (len(fields) + num_kinds, num_rows)
-    columns = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
-    kinds = ("offsets", np.int64, (num_kinds,))  # byte offset in the file of each slot and dtype
-    rows = np.empty(num_rows, np.dtype([*((field, np.int64) for field in fields), kinds]))
-    for field, column in zip(fields, columns, strict=False):
-        rows[field] = column
-    rows["offsets"] = columns[len(fields) :].T
-    return rows
