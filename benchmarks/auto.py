@@ -131,7 +131,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model.json").write_text(json.dumps(MODEL))
-        from clip_tools.shapes import shapes
+        from clip_tools.demo import shapes
 
         data = shapes(folder / "shapes", 600, per_shard=150).train
         runs = [

@@ -29,7 +29,7 @@ from typing import Any
 
 from common import ROOT, finish, parser
 
-from clip_tools.shapes import shapes
+from clip_tools.demo import shapes
 from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
 from tests.processes import family, kill_tree
 from tests.s3.bucket import Bucket

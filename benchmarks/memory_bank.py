@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_tools.shapes import SyntheticData, shapes
+from clip_tools.demo import SyntheticData, shapes
 from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.info_nce import InfoNCE, info_nce
 from clip_train.contrastive.memory_bank import MemoryBank

@@ -19,7 +19,7 @@ from typing import Any
 
 from common import finish, parser
 
-from clip_tools.shapes import shapes
+from clip_tools.demo import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"imports": "at most 1.2 times the CPU seconds of `import torch, deepspeed`"}

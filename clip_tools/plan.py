@@ -187,12 +187,7 @@ def layouts(resolved: Resolved, limit: float, forwards_per_second: float) -> lis
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
-    said = os.environ.get("WORLD_SIZE", "1")
-    if args.world_size is None and not said.isdigit():
-        raise UserError(
-            f"WORLD_SIZE ({said}) must be a whole number; unset it, or give --world-size"
-        )
-    world_size = args.world_size if args.world_size is not None else int(said)
+    world_size = 1 if args.world_size is None else args.world_size
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
     if args.gpu is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
-from clip_tools.shapes import shapes
+from clip_tools.demo import shapes
 from clip_train.data.tar import iter_samples, write_shards
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clip_tools.shapes import shapes
+from clip_tools.demo import shapes
 
 
 def clip_train(*line: str) -> None:

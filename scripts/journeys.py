@@ -135,7 +135,7 @@ MODEL = {
 
 def measure(folder: Path) -> dict[str, list[tuple[str, str]]]:
     """Journey -> (file, function) of each that it meets."""
-    from clip_tools.shapes import shapes
+    from clip_tools.demo import shapes
 
     (folder / "model.json").write_text(json.dumps(MODEL))
     train = shapes(folder / "shapes", 64, per_shard=32).train

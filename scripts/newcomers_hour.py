@@ -40,7 +40,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from clip_tools.shapes import shapes  # noqa: E402
+from clip_tools.demo import shapes  # noqa: E402
 from clip_train.data.tar import iter_samples  # noqa: E402
 from tests.documents import code_lines  # noqa: E402
 

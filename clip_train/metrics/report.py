@@ -82,7 +82,6 @@ def render(runs: Sequence[Run]) -> str:
         runs=[_shown(run) | {"recipe": flat} for run, flat in zip(runs, recipes, strict=True)],
         charts=charts(runs, [run.curves for run in runs], CHARTS),
         eval_charts=charts(runs, [run.eval_curves for run in runs], scores_of(runs), dots=True),
-        final=_final(runs),
         differing=differing,
         now=time.time(),
         written=time.strftime(DATE),
@@ -153,18 +152,6 @@ def _shown(run: Run) -> dict[str, Any]:
 def scores_of(runs: Sequence[Run]) -> dict[str, str]:
     """The scores of all evaluations with their titles."""
     return {name: name for run in runs for name in run.eval_curves}
-
-
-def _final(runs: Sequence[Run]) -> list[list[str]]:
-    """The latest mean of each curve, and the last number of each evaluation."""
-    rows = [["step", *(f"{run.step:,}" for run in runs)]]
-    for name, title in CHARTS.items():
-        curves = [run.curves.get(name) for run in runs]
-        rows.append([title, *(number(curve and curve.recent) for curve in curves)])
-    for name in scores_of(runs):
-        curves = [run.eval_curves.get(name) for run in runs]
-        rows.append([name, *(number(curve and curve.values[-1]) for curve in curves)])
-    return rows
 
 
 # -- charts

@@ -136,11 +136,7 @@ class Run:
         if self.failed_saves:
             failed = f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints"
             found.append(("warning", failed))
-        loss, wait = self.curves.get("loss"), self.curves.get(DATA_WAIT)
-        if loss is not None and len(loss.values) > 20 and loss.recent > loss.values[0]:
-            first = f"{loss.values[0]:.4g}"
-            above = f"the loss ({loss.recent:.4g}) is above where it was at first ({first})"
-            found.append(("warning", above))
+        wait = self.curves.get(DATA_WAIT)
         if wait is not None and wait.recent > 10:
             waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
             found.append(("warning", waits))

@@ -114,7 +114,7 @@ VERBS = {
     clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
     clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed""",
         options=(
-            ("world-size", "N", "ranks (default: WORLD_SIZE, else 1)"),
+            ("world-size", "N", "ranks (default: 1)"),
             (
                 "samples-per-second",
                 "RATE",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from webdataset import tariterators
 
-from clip_tools.shapes import shapes
+from clip_tools.demo import shapes
 from clip_train.data.config import DataConfig, check_source
 from clip_train.data.tar import write_shards
 from clip_train.data.validation import ValLoader

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_tools.shapes import SyntheticData, shapes
+from clip_tools.demo import SyntheticData, shapes
 from tests import jitter, processor
 from tests.processes import Process, kill_tree
 from tests.warm import Command, World

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clip_tools.shapes import SyntheticData
+from clip_tools.demo import SyntheticData
 from launcher.cli.options import VERBS
 from tests.documents import ROOT, commands, examples_in, own_arguments, split
 from tests.launcher.conftest import RECIPE, clean_environment, finish, run
