@@ -1,4 +1,4 @@
-"""`clip-train report`: how a run goes, or several compared, as a page."""
+"""`clip-train report`: how a run goes, as a page."""
 
 import argparse
 from pathlib import Path
@@ -10,16 +10,13 @@ from launcher.runtime.log import log
 
 
 def run(args: argparse.Namespace) -> int:
-    """The page, anew, of one run or of several. UserError where there is none."""
-    folders = []
-    for place in args.runs:
-        path = Path(place).expanduser()
-        folder = load_config(place).run_dir if path.is_file() else path
-        if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):
-            raise UserError(
-                f"{folder} holds no run (no recipe.yaml, no metrics.jsonl): give a run's folder, "
-                "or its recipe"
-            )
-        folders.append(folder)
-    log(f"written: {write_report(folders, args.output)}")
+    """The page, anew. UserError where there is no run."""
+    path = Path(args.run).expanduser()
+    folder = load_config(args.run).run_dir if path.is_file() else path
+    if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):
+        raise UserError(
+            f"{folder} holds no run (no recipe.yaml, no metrics.jsonl): give a run's folder, or "
+            "its recipe"
+        )
+    log(f"written: {write_report(folder)}")
     return 0

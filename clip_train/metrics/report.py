@@ -1,22 +1,35 @@
-"""`report.html`: one file that shows how a run goes, or how several compare, to open anywhere;
-`report.html.j2` is it.
+"""`report.html`: one file that shows how a run goes, to open anywhere; `report.html.j2` is it.
+
+It is made from the run's folder alone:
+
+metrics.jsonl, eval.jsonl      the curves
+attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended
+recipe.yaml                    every key
+invalid.json                   samples that could not be used
 
 Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from
 elsewhere.
 """
 
+from __future__ import annotations
+
+import contextlib
+import itertools
 import json
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import yaml
 
+from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
-from clip_train.metrics.run import CHARTS, DATA_WAIT, Curve, Run
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
@@ -26,6 +39,14 @@ ROWS = 500  # of a table of invalid samples
 SHOWN_EVALUATIONS = 8
 DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
+BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
+RECENT = 50  # steps that the ETA is made from
+SILENT_SECONDS = 300.0  # without a step, and twenty times as long as one lasts: something is wrong
+CHARTS = {"loss": "loss", "lr": "learning rate", "samples_per_second": "samples per second"}
+DATA_WAIT = "data wait, % of the step"
+NO_CURVE = {"step", "num_samples", "zero_shot_samples"}  # of an evaluation
+
+Level = Literal["ok", "warning", "error"]
 
 
 class ReportSink:
@@ -43,7 +64,7 @@ class ReportSink:
             LocalStorage(self._folder).put_bytes("invalid.json", json.dumps(record).encode())
         started = self._clock()
         if kind == "train" and started >= self._due:
-            write_report([self._folder])
+            write_report(self._folder)
             took = self._clock() - started
             self._due = started + max(REFRESH_SECONDS, took / MOST_SHARE)
 
@@ -51,41 +72,24 @@ class ReportSink:
         """The last page needs the verdict: `write_report`, once there is one."""
 
 
-def write_report(runs: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write the page of a run, or of several beside each other, from their folders; returns its
-    path. OSError.
-
-    output: where to; by default `report.html` in the run's folder, or `comparison.html` here for
-    several.
-    """
-    default = Path("comparison.html") if len(runs) > 1 else Path(runs[0]) / "report.html"
-    path = Path(output or default).absolute()
-    page = render([Run(folder) for folder in runs])
-    LocalStorage(path.parent).put_bytes(path.name, page.encode())
-    return Path(output or default)
+def write_report(run_dir: Path | str) -> Path:
+    """Write the page of a run from its folder; returns its path. OSError."""
+    path = Path(run_dir) / "report.html"
+    page = render(Run(run_dir))
+    LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
+    return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(run: Run) -> str:
     """The page, in HTML."""
-    recipes: list[dict[str, Any]] = [{} for _ in runs]
-    for run, recipe in zip(runs, recipes, strict=True):
-        for name, section in run.recipe.items():
-            keys = section if isinstance(section, dict) else {}
-            recipe |= {f"{name}.{key}": value for key, value in keys.items()}
-    differing = []
-    for key in dict.fromkeys(key for recipe in recipes for key in recipe):
-        values = [as_yaml(recipe[key]) if key in recipe else "-" for recipe in recipes]
-        if len(set(values)) > 1:
-            differing.append([key, *values])
+    scores = {name: name for name in run.eval_curves}
     return _template().render(
-        title=" and ".join(run.name for run in runs),
-        runs=[_shown(run) | {"recipe": flat} for run, flat in zip(runs, recipes, strict=True)],
-        charts=charts(runs, [run.curves for run in runs], CHARTS),
-        eval_charts=charts(runs, [run.eval_curves for run in runs], scores_of(runs), dots=True),
-        differing=differing,
+        run=_shown(run),
+        charts=charts(run, run.curves, CHARTS),
+        eval_charts=charts(run, run.eval_curves, scores, dots=True),
         now=time.time(),
         written=time.strftime(DATE),
-        live=[run.state for run in runs] == ["training"],
+        live=run.state == "training",
     )
 
 
@@ -99,6 +103,134 @@ def _template() -> Any:
     environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
     template = Path(__file__).with_name("report.html.j2")
     return environment.from_string(template.read_text(encoding="utf-8"))
+
+
+# -- a run's folder
+
+
+class Curve:
+    """One number over the steps."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    @property
+    def recent(self) -> float:
+        """The mean of its last tenth."""
+        return statistics.fmean(self.values[-max(1, len(self.values) // 10) :])
+
+    def thinned(self) -> np.ndarray:
+        """[n, 4], n <= `BUCKETS`: the mean step, and the values' mean, least and greatest."""
+        points = np.array([self.steps, self.values], dtype=np.float64).T
+        parts = np.array_split(points, min(len(points), BUCKETS))
+        return np.array([(*each.mean(0), each[:, 1].min(), each[:, 1].max()) for each in parts])
+
+
+class Run:
+    """A folder, read once: look again with another `Run`. Without files the run has not begun."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """OSError where it cannot be read."""
+        self.folder = Path(folder)
+        self.name = self.folder.resolve().name
+        self.recipe = self._load("recipe.yaml")
+        self.invalid = self._load("invalid.json")
+        self.verdict = self._read_verdict()  # the word, and the reason; None while it trains
+        attempts = self._records("attempts.jsonl")
+        self.starts = [record for record in attempts if record.get("event") == "start"]
+        for start, following in itertools.zip_longest(self.starts, self.starts[1:]):
+            start["ended"] = following.get("previous") if following else self.verdict
+        self.curves: dict[str, Curve] = {}
+        self.eval_curves: dict[str, Curve] = {}
+        self.last: dict[str, Any] = {}  # record
+        self.failed_saves = 0
+        self.seconds, self.waited = 0.0, 0.0  # in steps; of these for data
+        seconds = []  # of steps; the first of an attempt is compiling and warming up
+        firsts = {1, *(start["step"] + 1 for start in self.starts)}
+        for record in self._records("metrics.jsonl"):
+            self.last = record
+            numbers = {name: record.get(name) for name in CHARTS}
+            if record.get("step_seconds"):
+                waited = record.get("data_wait_seconds", 0.0)
+                self.seconds += record["step_seconds"]
+                self.waited += waited
+                numbers[DATA_WAIT] = 100 * waited / record["step_seconds"]
+            add_numbers(self.curves, record["step"], numbers)
+            if record.get("step_seconds") and record["step"] not in firsts:
+                seconds.append(record["step_seconds"])
+            self.failed_saves = record.get("checkpoint_failures", self.failed_saves)
+        self.evaluations = list(self._records("eval.jsonl"))
+        for record in self.evaluations:
+            scores = {name: value for name, value in record.items() if name not in NO_CURVE}
+            add_numbers(self.eval_curves, record["step"], scores)
+        self.step: int = self.last.get("step", 0)
+        known = self.starts[-1].get("steps") if self.starts else None
+        self.steps: int | None = known or (self.recipe.get("run") or {}).get("steps")
+        self.eta_seconds: float | None = None  # where nothing is left or known
+        if self.verdict is None and seconds and self.steps is not None:
+            left = max(self.steps - self.step, 0)
+            self.eta_seconds = left * statistics.median(seconds[-RECENT:])
+        self.silent_seconds = 0.0  # since the last record
+        with contextlib.suppress(OSError):
+            self.silent_seconds = time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
+        longest = max(SILENT_SECONDS, 20 * max(seconds[-RECENT:], default=0.0))
+        self.state = "silent" if self.silent_seconds > longest else "training"
+        if self.verdict is not None:
+            self.state = self.verdict[0]
+
+    def _records(self, name: str) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            for record in iter_jsonl(self.folder / name):
+                if isinstance(record.get("step"), int):
+                    yield record
+
+    def _read_verdict(self) -> tuple[str, str] | None:
+        with contextlib.suppress(OSError, ValueError):
+            word, _, line = (self.folder / "VERDICT").read_text(encoding="utf-8").partition("\n")
+            return word, str(json.loads(line or "{}").get("reason", ""))
+        return None
+
+    def _load(self, name: str) -> dict[str, Any]:
+        """A mapping in JSON or YAML; empty where it cannot be read."""
+        parse = json.loads if name.endswith(".json") else yaml.safe_load
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            found = parse((self.folder / name).read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def notes(self) -> list[tuple[Level, str]]:
+        """Is it healthy? What speaks against it, each with what to look at."""
+        found: list[tuple[Level, str]] = []
+        if self.verdict is not None and self.verdict[0] in ("FAILED", "FATAL"):
+            found.append(("error", f"{self.verdict[0]}: {self.verdict[1]}"))
+        elif self.state == "silent":
+            ago = format_seconds(self.silent_seconds)
+            found.append(("error", f"no step for {ago}: is it still running?"))
+        if self.last and self.last.get("loss") is None:
+            found.append(("error", "the last loss is not a number"))
+        if self.failed_saves:
+            failed = f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints"
+            found.append(("warning", failed))
+        wait = self.curves.get(DATA_WAIT)
+        if wait is not None and wait.recent > 10:
+            waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
+            found.append(("warning", waits))
+        count = sum(self.invalid.get("bad_samples", {}).values())
+        if count:
+            share = count / max(self.last.get("samples", 0), count)
+            said = f"{count:,} invalid samples, {share:.2%} of all seen"
+            found.append(("warning" if share > 0.01 else "ok", said))
+        fine = "nothing to remark: no failed save, data in time"
+        return found or [("ok", fine)]
+
+
+def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any]) -> None:
+    """Each number to its curve. Not-a-number was written as null: it is left out."""
+    for name, value in numbers.items():
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            curve = curves.setdefault(name, Curve())
+            curve.steps.append(step)
+            curve.values.append(value)
 
 
 # -- what the page says
@@ -146,72 +278,61 @@ def _shown(run: Run) -> dict[str, Any]:
         "invalid": [(*key.split("\t", 1), count) for key, count in counts[:ROWS]],
         "more_invalid": len(counts) - ROWS,
         "folder": str(run.folder),
+        "recipe": {
+            f"{name}.{key}": value
+            for name, section in run.recipe.items() if isinstance(section, dict)
+            for key, value in section.items()
+        },
     }  # fmt: skip
-
-
-def scores_of(runs: Sequence[Run]) -> dict[str, str]:
-    """The scores of all evaluations with their titles."""
-    return {name: name for run in runs for name in run.eval_curves}
 
 
 # -- charts
 
 
 def charts(
-    runs: Sequence[Run],
-    curves: Sequence[Mapping[str, Curve]],
-    titles: Mapping[str, str],
-    *,
-    dots: bool = False,
+    run: Run, curves: Mapping[str, Curve], titles: Mapping[str, str], *, dots: bool = False
 ) -> list[dict[str, Any]]:
-    """A chart for each title that has values: the curves of all runs over one axis of steps.
+    """A chart for each title that has values, over one axis of steps: the mean as a line, with the
+    band between the extremes.
 
     titles: by the curve's name. dots: mark each value.
     """
-    last = max((run.step for run in runs), default=0) or 1
-    starts = []  # steps where an attempt began
-    if len(runs) == 1:
-        starts = [start["step"] for start in runs[0].starts[1:] if start["step"] <= last]
-    shown = []
-    for name, title in titles.items():
-        found = {run: of_run[name] for run, of_run in enumerate(curves) if name in of_run}
-        if found:
-            lines = [f"{SIZE * step / last:.1f}" for step in starts]
-            shown.append({**_chart(found, last, dots), "title": title, "starts": lines})
-    return shown
+    last = run.step or 1
+    starts = [start["step"] for start in run.starts[1:] if start["step"] <= last]
+    return [
+        {
+            **_chart(curves[name], last, dots),
+            "title": title,
+            "starts": [f"{SIZE * step / last:.1f}" for step in starts],
+        }
+        for name, title in titles.items()
+        if name in curves
+    ]
 
 
-def _chart(curves: Mapping[int, Curve], last: int, dots: bool) -> dict[str, Any]:
-    """The axes, and of each run's curve the mean as a line with the band between its extremes."""
-    thinned = {run: curve.thinned() for run, curve in curves.items()}
-    low = min(points[:, 2].min() for points in thinned.values())
-    high = max(points[:, 3].max() for points in thinned.values())
-    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    bottom, top = low - pad, high + pad
+def _chart(curve: Curve, last: int, dots: bool) -> dict[str, Any]:
+    steps, mean, least, most = curve.thinned().T
+    pad = 0.05 * (most.max() - least.min()) or 0.05 * abs(most.max()) or 1.0
+    bottom, top = least.min() - pad, most.max() + pad
 
-    def path(steps: np.ndarray, values: np.ndarray) -> list[str]:
+    def path(values: np.ndarray) -> list[str]:
         heights = SIZE * (top - values) / (top - bottom)
         return [f"{x:.1f},{y:.1f}" for x, y in zip(SIZE * steps / last, heights, strict=True)]
 
-    series = []
-    for run, points in thinned.items():
-        steps, mean, least, most = points.T
-        line = path(steps, mean)
-        band = [*path(steps, most), *reversed(path(steps, least))]
-        values = curves[run].values
-        series.append({
-            "colour": run % 8, "line": " ".join(line), "last": number(values[-1]),
-            "band": " ".join(band) if len(values) > len(points) else "",
-            "dots": "".join(f"M{point}h0" for point in line) if dots or len(line) == 1 else "",
-        })  # fmt: skip
-    y_ticks = [
-        (f"{100 * (top - y) / (top - bottom):.2f}", number(y)) for y in ticks(bottom, top, 4)
-    ]
-    x_ticks = [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)]
+    line = path(mean)
+    band = [*path(most), *reversed(path(least))] if len(curve.values) > len(line) else []
+    heights = [(100 * (top - y) / (top - bottom), y) for y in ticks(bottom, top, 4)]
     return {
-        "series": series, "y_ticks": y_ticks, "x_ticks": x_ticks,
-        "bottom": bottom, "top": top, "last": last,
-    }  # fmt: skip
+        "line": " ".join(line),
+        "band": " ".join(band),
+        "dots": "".join(f"M{point}h0" for point in line) if dots or len(line) == 1 else "",
+        "value": number(curve.values[-1]),
+        "x_ticks": [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)],
+        "y_ticks": [(f"{height:.2f}", number(y)) for height, y in heights],
+        "bottom": bottom,
+        "top": top,
+        "last": last,
+    }
 
 
 def ticks(low: float, high: float, num: int) -> list[float]:

@@ -39,11 +39,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "help": "as data.train: paths, URLs, braces, globs",
     },
-    "runs": {
-        "metavar": "RUN",
-        "nargs": "+",
-        "help": "a run's folder, or its recipe; several are compared",
-    },
+    "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
     "overrides": {
         "metavar": "key.path=value",
         "nargs": "*",
@@ -290,22 +286,11 @@ VERBS = {
     ),
     "report": Verb(
         "clip_tools.report:run",
-        "a run as a page, or several compared in one",
-        """\
-    Write report.html of a run anew, which training keeps up to date by itself: health, curves,
-    evaluations, attempts, what differs from the defaults. Several runs give comparison.html, with
-    all curves in one.""",
-        """\
-    clip-train report runs/clip
-    clip-train report runs/a runs/b --output a-b.html       curves, keys that differ""",
-        positions=("runs",),
-        options=(
-            (
-                "output",
-                "FILE",
-                "where to (default: report.html in the run's folder; comparison.html of several)",
-            ),
-        ),
+        "a run as a page",
+        "Write report.html of a run anew, which training keeps up to date by itself: health, "
+        "curves, evaluations, attempts, what differs from the defaults.",
+        "    clip-train report runs/clip",
+        positions=("run",),
     ),
     "import-args": Verb(
         "clip_tools.openclip.command:run",

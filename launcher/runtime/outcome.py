@@ -238,7 +238,7 @@ class Outcome:
         from clip_train.metrics.report import write_report as plot
 
         remedy = f"mend the cause, then: clip-train report {self.run_dir}"
-        plotted = partial(plot, [self.run_dir])
+        plotted = partial(plot, self.run_dir)
         return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
 
 

@@ -47,16 +47,14 @@ def test_it_shows_without_errors_and_requests(browser, tmp_path, width, dark):
     )
     found = {"bad_samples": {"caption is empty\ts3://bucket/00001.tar": 3}}
     (run / "invalid.json").write_text(json.dumps(found))
-    page = write_report([run])
+    page = write_report(run)
     pixels = check(browser, page, width, dark=dark)
     assert (pixels[:4].mean() < 64) == dark and (pixels[:4].mean() > 192) != dark
-    other = write_run(tmp_path / "b", lr=3e-3)
-    check(browser, write_report([page.parent, other], tmp_path / "both.html"), width, dark=dark)
 
 
 def test_curves_answer_the_pointer(browser, tmp_path):
     """In the middle of the first chart all charts show their values at that step."""
-    browser.show(write_report([write_run(tmp_path / "run")]), 1280, dark=False)
+    browser.show(write_report(write_run(tmp_path / "run")), 1280, dark=False)
     box = "const box = document.querySelector('.plot').getBoundingClientRect(); "
     x, y = browser.evaluate(f"{{ {box} [box.left + box.width / 2, box.top + box.height / 2] }}")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -74,7 +72,7 @@ def test_curves_answer_the_pointer(browser, tmp_path):
 
 
 def take_pictures(run: str) -> None:
-    page, folder = write_report([run]), Path(__file__).parents[2] / "docs" / "images"
+    page, folder = write_report(run), Path(__file__).parents[2] / "docs" / "images"
     program = find()
     assert program is not None
     with Chromium(program) as browser:

@@ -18,8 +18,8 @@ SECTIONS = [
 ]  # fmt: skip
 
 
-def page_of(*runs: Path, output: Path | None = None) -> Page:
-    text = write_report(runs, output).read_text()
+def page_of(run: Path) -> Page:
+    text = write_report(run).read_text()
     assert len(text) < 400_000
     page = Page(text)
     assert all(each.startswith("data:") for each in page.addresses), page.addresses
@@ -123,28 +123,9 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     assert "step 1" in page_of(tmp_path).text
 
 
-def test_several_runs_are_compared(tmp_path: Path) -> None:
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 60, lr=2e-3, loss=9.0)
-    page = page_of(one, two, output=tmp_path / "both.html")
-    assert [*page.sections][1:] == ["Keys that differ", "Training", "Evaluation"]
-    assert page.sections["Keys that differ"].split() == [
-        "key",
-        "one",
-        "two",
-        "optim.lr",
-        "0.001",
-        "0.002",
-    ]
-    assert "loss 0.04167 · 0.15" in page.sections["Training"]
-    assert "zero_shot_top1 0.5 · 0.5" in page.sections["Evaluation"]
-    first, second = page.points[:2]  # of the loss, over one axis
-    assert first[-1][0] == 1000 and second[-1][0] == 500 and second[0][1] < first[0][1]
-    assert not (one / "report.html").exists()
-
-
 def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_path: Path) -> None:
     write_run(tmp_path / "short")
-    write_report([tmp_path / "short"])  # what is imported and kept is not the run's
+    write_report(tmp_path / "short")  # what is imported and kept is not the run's
     odd = {1456: 100.0, 4345: -100.0}
     records = [step(i, loss=odd.get(i, i * 7919 % 1000 / 1000)) for i in range(1, 6001)]
     write_jsonl(tmp_path / "metrics.jsonl", records)
@@ -160,7 +141,7 @@ def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_pat
     band = (
         (tmp_path / "report.html")
         .read_text()
-        .split('<polygon class="band b0" points="')[1]
+        .split('<polygon class="band" points="')[1]
         .split('"')[0]
     )
     corners = [tuple(map(float, each.split(","))) for each in band.split()]
