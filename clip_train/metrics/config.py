@@ -14,7 +14,8 @@ class LogConfig(Settings):
     """A line of progress every 10 seconds."""
 
     every_steps: int = Field(1, ge=1)
-    """The line of progress comes after so many steps at the earliest; every step is recorded all the same."""
+    """The line of progress comes after so many steps at the earliest; every step is recorded all
+    the same."""
 
     tensorboard: bool = True
     """Write TensorBoard's files to `events/` in the run's folder."""
@@ -31,11 +32,9 @@ class LogConfig(Settings):
     def mistakes_here(self) -> list[str]:
         """The packages that this machine lacks."""
         wanted = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
-        return [not_installed(name) for name in wanted if find_spec(name) is None]
-
-
-def not_installed(package: str, error: ImportError | None = None) -> str:
-    why = f"cannot be imported ({error})" if error else "is not installed"
-    return (
-        f"log.{package} (true): {package} {why}; pip install {package}, or set log.{package}=false"
-    )
+        return [
+            f"log.{name} (true): {name} is not installed; pip install {name}, or set "
+            f"log.{name}=false"
+            for name in wanted
+            if find_spec(name) is None
+        ]

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from clip_train import dist
 from clip_train.callbacks import Callback
-from clip_train.errors import UserError
-from clip_train.metrics.config import LogConfig, not_installed
+from clip_train.metrics.config import LogConfig
 from clip_train.metrics.jsonl import JsonlSink
 from clip_train.metrics.report import ReportSink
 from clip_train.metrics.skipped import Skipped
@@ -29,10 +28,8 @@ class TensorBoardSink:
     """TensorBoard's event files in `folder`, tags `train/loss`, `eval/...`."""
 
     def __init__(self, folder: Path | str, *, resume_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise UserError(not_installed("tensorboard", e)) from e
+        from torch.utils.tensorboard import SummaryWriter
+
         # TensorBoard hides what an earlier attempt wrote at this step and later
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
 
@@ -49,11 +46,8 @@ class WandbSink:
     """Weights & Biases. A resumed run continues there: its id is kept in the run's folder."""
 
     def __init__(self, run_dir: Path, project: str | None, recipe: Any = None) -> None:
-        """UserError if the package is not installed."""
-        try:
-            import wandb  # type: ignore[import-not-found]
-        except ImportError as e:
-            raise UserError(not_installed("wandb", e)) from e
+        import wandb  # type: ignore[import-not-found]
+
         id_file = run_dir / "wandb_id"
         identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
         LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
@@ -107,7 +101,7 @@ class Sinks(Callback):
         skipped: Skipped | None = None,
     ) -> Sinks:
         """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes
-        the sinks that fail. UserError for a sink that is not installed; OSError for the files."""
+        the sinks that fail. OSError for the files."""
         skipped = skipped or Skipped()
         if not dist.is_main():
             return cls({}, {}, skipped)
@@ -120,7 +114,7 @@ class Sinks(Callback):
             makers["tensorboard"] = partial(TensorBoardSink, events, resume_step=resume_step)
         charts: dict[str, Chart] = {}
         for name, make in makers.items():
-            chart = skipped.attempt(name, make, remedy=OFF, passes=(UserError,))
+            chart = skipped.attempt(name, make, remedy=OFF)
             if chart is not None:
                 charts[name] = chart
         files: dict[Kind, JsonlSink] = {

@@ -32,18 +32,16 @@ class Skipped:
         *,
         remedy: str,
         together: bool = False,
-        passes: tuple[type[Exception], ...] = (),
     ) -> T | None:
         """The result of `action`; None if it failed. Each new reason is one warning.
 
         together: all ranks make this call, and `action` is collective. An error that not all ranks
             have agreed on is raised: the others may still be waiting in a collective.
-        passes: errors that are raised too.
         """
         try:
             return action()
         except Exception as e:
-            if isinstance(e, passes) or (together and not dist.is_agreed(e)):
+            if together and not dist.is_agreed(e):
                 raise
             self.note(what, e, remedy)
             return None

@@ -325,7 +325,7 @@ VERBS = {
         options=(("dir", "DIR", "where data and runs go (default: runs)", "runs"),),
     ),
     "completion": Verb(
-        "clip_tools.completion:run",
+        "clip_tools.keys:complete",
         "completion of this command by your shell",
         "Print a script by which bash or zsh completes verbs, options and the keys of a recipe.",
         """\

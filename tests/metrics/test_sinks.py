@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.jsonl import JsonlSink, iter_jsonl, truncate_jsonl
 from clip_train.metrics.sinks import Sinks
@@ -166,20 +165,17 @@ def test_a_package_that_is_missing_says_how_to_get_it(
     assert len(config.mistakes_here()) == 1 and re.fullmatch(
         remedy.replace("(", "[(]", 1).replace(")", "[)]", 1), config.mistakes_here()[0]
     )
-    with pytest.raises(UserError, match=f"pip install {package}"):
-        Sinks.open(config, tmp_path)
 
 
-def test_a_package_of_which_an_import_fails_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_package_of_which_an_import_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "wandb.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(
-        UserError, match=r"wandb cannot be imported \(No module named 'no_such_module'\)"
-    ):
-        Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)
+    with closing(Sinks.open(LogConfig(tensorboard=False, wandb=True), tmp_path)):
+        assert "wandb failed after step 0, and the run continues" in caplog.text
+        assert "No module named 'no_such_module'" in caplog.text
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
