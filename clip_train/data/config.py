@@ -20,7 +20,7 @@ from clip_train.data.shards import (
     split_sources,
     synthetic_size,
 )
-from clip_train.data.tar import TarError, TarSample, iter_samples
+from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
@@ -275,29 +275,28 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
         UserError: nothing matches, a file is missing or cannot be opened, no sample in the first
             shard, no image or no caption in it; each names the field, the value and the remedy.
     """
-    from clip_train.data import decode  # imports torch: a recipe is read without
-
     storage = storage or StorageConfig()
     index = look_up(existing(config.train, "data.train"), config.verify, storage)
+    if synthetic_size(index.shards[0]) is not None:
+        words = "words drawn at random"
+        return SourceSummary(len(index.shards), index.shards[0], "noise", words, index)
     mistakes: list[UserError] = []
     for shard in index.shards[:SHARDS_TRIED]:
-        if synthetic_size(shard) is not None:
-            caption = "words drawn at random"
-            return SourceSummary(len(index.shards), shard, "noise", caption, index)
         try:
-            sample = _first_sample(shard, Reading(storage, index.checksums))
-            reason = decode.why_invalid(sample, config.caption_key)
-            if reason is not None:
-                raise UserError(_first_cannot_be_used(shard, sample, reason, config.caption_key))
+            key, caption = _first_sample(
+                shard, Reading(storage, index.checksums), config.caption_key
+            )
         except UserError as e:
             mistakes.append(e)
             continue
-        caption = decode.caption(sample.members, config.caption_key)
-        return SourceSummary(len(index.shards), shard, sample.key, caption, index)
+        return SourceSummary(len(index.shards), shard, key, caption, index)
     raise mistakes[0]
 
 
-def _first_sample(shard: str, reading: Reading) -> TarSample:
+def _first_sample(shard: str, reading: Reading, caption_key: Any) -> tuple[str, str]:
+    """Its key and its caption. UserError where it cannot be used."""
+    from clip_train.data import decode  # imports torch: a recipe is read without
+
     try:
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
@@ -311,18 +310,15 @@ def _first_sample(shard: str, reading: Reading) -> TarSample:
             f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt "
             "in a tar"
         )
-    return sample
-
-
-def _first_cannot_be_used(shard: str, sample: TarSample, reason: str, caption_key: Any) -> str:
-    from clip_train.data.decode import IMAGE_EXTENSIONS, metadata
-
+    reason = decode.why_invalid(sample, caption_key)
+    if reason is None:
+        return sample.key, decode.caption(sample.members, caption_key)
     members = ", ".join(f".{extension}" for extension in sample.members)
-    keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
-    return (
+    keys = ", ".join(map(str, decode.metadata(sample.members))) or "none that can be read"
+    raise UserError(
         f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
         f"members are {members}: a sample's name ends at the first dot; an image is one of "
-        f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set "
+        f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set "
         f"data.caption_key (now {as_yaml(caption_key)}) to one of its keys, which are here: {keys}"
     )
 

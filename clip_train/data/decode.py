@@ -52,18 +52,25 @@ def image_bytes(members: Mapping[str, Any]) -> bytes:
 
 
 def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
-    """The usable captions by name, at least one: of names in order those of the first that has any,
-    of names to be drawn all. InvalidSample if there is none."""
-    names = (
-        [caption_key or "txt"]
-        if caption_key is None or isinstance(caption_key, str)
-        else caption_key
-    )
+    """The usable captions by name: the member of that name, or else that key of the `.json`.
+
+    Of names in order only the first that has any, of names to be drawn all. InvalidSample if there
+    is none."""
+    names = caption_key or ["txt"]
+    if isinstance(names, str):
+        names = [names]
     usable: dict[str, list[str]] = {}
     reason = "no caption"
     for name in names:
         try:
-            usable[name] = _texts(members, name)
+            value = members.get(name)
+            if value is None and name in members:
+                raise InvalidSample("member is too large")
+            if value is None and name != "txt":
+                value = metadata(members, strict=True).get(name.removeprefix("json."))
+            if value is None:
+                raise InvalidSample("no caption")
+            usable[name] = _texts(value)
         except InvalidSample as e:
             reason = e.reason if reason == "no caption" else reason
         if usable and not isinstance(caption_key, Mapping):
@@ -86,16 +93,9 @@ def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) 
     return texts[draw % len(texts)]
 
 
-def _texts(members: Mapping[str, Any], name: str) -> list[str]:
-    """The usable captions in the member `name`, or else in that key of the `.json`. InvalidSample
-    if there is none."""
-    value = members.get(name)
-    if value is None and name in members:
-        raise InvalidSample("member is too large")
-    if value is None and name != "txt":
-        value = metadata(members, strict=True).get(name.removeprefix("json."))
-    if value is None:
-        raise InvalidSample("no caption")
+def _texts(value: Any) -> list[str]:
+    """The usable captions among a member's or a key's value, or a list of them. InvalidSample if
+    there is none."""
     texts: list[str] = []
     reason = "caption is empty"
     for content in value if isinstance(value, list) else [value]:

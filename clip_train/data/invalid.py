@@ -107,9 +107,6 @@ class InvalidLog(Callback):
     step: int = 0
     mine: Counter[str] = field(default_factory=Counter)  # of this rank's batches
     total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
-    epoch: int = 0  # whole epochs so far
-    # of each epoch that has ended: epoch, step, bad_samples
-    epochs: list[dict[str, int]] = field(default_factory=list)
 
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
@@ -118,24 +115,19 @@ class InvalidLog(Callback):
         self.step = record["step"]
         self.mine.update(invalid)
         epoch = self.epoch_at(self.step)
-        if epoch <= self.epoch:
+        if epoch <= self.epoch_at(self.step - 1):
             return
-        before = self.epochs[-1]["bad_samples"] if self.epochs else 0
         self.sum_and_write()
-        total = self.total.total()
-        self.epoch = epoch
-        self.epochs.append({"epoch": epoch, "step": self.step, "bad_samples": total})
         ended = f"epoch {epoch} is done (step {self.step})"
-        if total:
-            counted = f"{total - before} invalid samples in it, {total} so far"
-            self.log(f"{ended}: {counted}\n{table(self.total)}")
+        if self.total:
+            self.log(f"{ended}: {self.total.total()} invalid samples so far\n{table(self.total)}")
         else:
             self.log(f"{ended}: no invalid samples")
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Collective."""
         self.sum_and_write()
-        state.update(self.state())
+        state["bad_samples"] = dict(self.total)
 
     def on_error(self, error: BaseException | None) -> None:
         """The report of a run that ends because of invalid samples shows them."""
@@ -145,10 +137,8 @@ class InvalidLog(Callback):
         """The checkpoint holds the sum over ranks: rank 0 takes it for its own."""
         from clip_train import dist
 
-        self.step, self.epoch = state["step"], self.epoch_at(state["step"])
-        self.total = Counter(state["bad_samples"])
+        self.step, self.total = state["step"], Counter(state["bad_samples"])
         self.mine = Counter(self.total) if dist.is_main() else Counter()
-        self.epochs = list(state["bad_epochs"])
 
     def sum_and_write(self) -> None:
         """Collective: sums over the ranks, then writes the sum to the sinks."""
@@ -157,8 +147,4 @@ class InvalidLog(Callback):
         counts = dist.gather_objects(dict(self.mine))
         self.total = sum(map(Counter, counts), Counter[str]())
         if self.total and self.write is not None:
-            self.write({"step": self.step, **self.state()}, "invalid")
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
-        return {"bad_samples": dict(self.total), "bad_epochs": self.epochs}
+            self.write({"step": self.step, "bad_samples": dict(self.total)}, "invalid")

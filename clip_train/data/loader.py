@@ -25,13 +25,13 @@ from clip_train.data.config import DataConfig, order_keys, resolve_workers
 from clip_train.data.count import count_missing
 from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
-from clip_train.data.invalid import Invalid, InvalidLimit
+from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import ImageMemory, Piece, PieceStream, Stage
-from clip_train.errors import DataError, UserError
+from clip_train.errors import DataError
 from clip_train.protocols import Batch, text_lengths
 from clip_train.stop import SIGNALS
 from clip_train.storage.config import StorageConfig
@@ -130,20 +130,47 @@ class TrainLoader(Iterator[Batch]):
         return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._began))
 
     def __next__(self) -> Batch:
-        """DataError above the limit of invalid samples."""
+        """The workers' pieces, in canonical order, as one batch. DataError above the limit of
+        invalid samples.
+
+        Images are copied once: from shared into pinned memory, which torch keeps and hands out
+        again once the device has read it.
+        """
         if self._closed:
             raise StopIteration
-        try:
-            if self._pieces is None:
-                self._pieces = self._start()
-            pieces = [self._next_piece(self._pieces) for _ in self._stream.workers]
-            batch, invalid = self._assemble(pieces)
-            self._limit.add(len(batch), invalid)
-        except BaseException:
-            self.close()
-            raise
+        if self._pieces is None:
+            self._pieces = self._start()
+        pieces = [self._next_piece(self._pieces) for _ in self._stream.workers]
+        memory, S = self._stream.memory, self._stream.transform.image_size
+        counts = [len(piece.keys) for piece in pieces]
+        images = pieces[0].images
+        if images is None or self._pin_memory:
+            shape = (sum(counts), 3, S, S)
+            images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
+            for part, piece in zip(images.split(counts), pieces, strict=True):
+                made = piece.images
+                if memory is not None:
+                    made = memory.at(piece.worker, piece.number, len(part))
+                assert made is not None
+                part.copy_(made)
+        texts = torch.cat([piece.texts for piece in pieces])
+        seeds = torch.cat([piece.seeds for piece in pieces])
+        lengths = None if self._lengths is None else self._lengths(texts)
+        if self._pin_memory:
+            texts, seeds = texts.pin_memory(), seeds.pin_memory()
+        invalid = [sample for piece in pieces for sample in piece.invalid]
+        self._limit.add(sum(counts), invalid)
+        of_ranks = shares(self._sizes.at(self.step), self._world_size)
         self.step += 1
-        return batch
+        return Batch(
+            images=images,
+            texts=texts,
+            sample_seeds=seeds,
+            keys=[key for piece in pieces for key in piece.keys],
+            bad_samples=dict(Counter(sample.place for sample in invalid)),
+            shares=tuple(of_ranks),
+            text_lengths=lengths,
+        )
 
     def stop(self) -> None:
         """Nothing more is wanted: a wait for a piece, in another thread, ends within seconds."""
@@ -169,13 +196,6 @@ class TrainLoader(Iterator[Batch]):
         self._stream.closing = RawValue("b", 0)
         if not self._workers:
             return iter(self._stream)
-        try:
-            pickle.dumps(self._stream.stages)
-        except Exception as e:
-            raise UserError(
-                f"a data stage cannot be sent to the loader's workers ({e}); use functions of a "
-                "module instead of lambdas, or data.workers=0"
-            ) from e
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
         S = self._stream.transform.image_size
@@ -221,43 +241,9 @@ class TrainLoader(Iterator[Batch]):
             if isinstance(made, Piece):
                 return made
             error, where = made
+            self.stop()  # a worker ends with its error
             raise error from (WorkerTraceback(where) if where else None)
         raise StopIteration
-
-    def _assemble(self, pieces: list[Piece]) -> tuple[Batch, list[Invalid]]:
-        """The workers' pieces, in canonical order -> one batch, and its invalid samples.
-
-        Images are copied once: from shared into pinned memory, which torch keeps and hands out
-        again once the device has read it.
-        """
-        memory, S = self._stream.memory, self._stream.transform.image_size
-        counts = [len(piece.keys) for piece in pieces]
-        images = pieces[0].images
-        if images is None or self._pin_memory:
-            shape = (sum(counts), 3, S, S)
-            images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-            for part, piece in zip(images.split(counts), pieces, strict=True):
-                made = piece.images
-                if memory is not None:
-                    made = memory.at(piece.worker, piece.number, len(part))
-                assert made is not None
-                part.copy_(made)
-        texts = torch.cat([piece.texts for piece in pieces])
-        seeds = torch.cat([piece.seeds for piece in pieces])
-        lengths = None if self._lengths is None else self._lengths(texts)
-        if self._pin_memory:
-            texts, seeds = texts.pin_memory(), seeds.pin_memory()
-        invalid = [sample for piece in pieces for sample in piece.invalid]
-        batch = Batch(
-            images=images,
-            texts=texts,
-            sample_seeds=seeds,
-            keys=[key for piece in pieces for key in piece.keys],
-            bad_samples=dict(Counter(sample.place for sample in invalid)),
-            shares=tuple(shares(self._sizes.at(self.step), self._world_size)),
-            text_lengths=lengths,
-        )
-        return batch, invalid
 
 
 class Prefetcher(Iterator[Batch]):

@@ -84,8 +84,6 @@ class Source:
         self.counts = counts
         self.streams, self.seed, self.block_size, self.resampled = streams, seed, block, resampled
         self.total = sum(counts)  # E
-        if not self.total:
-            raise ValueError("a source needs at least one sample")
         # the latest epoch that was shuffled, its shards, and where each one ends, in samples
         self._shuffled: tuple[int, list[Segment], list[int]] = (-1, [], [])
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, piece

@@ -20,7 +20,7 @@ from clip_train.storage.local import LocalStorage
 
 Kind = Literal["train", "eval", "invalid"]
 """The kind of a record: a step, an evaluation, the samples that could not be used so far
-(`InvalidLog.state`)."""
+(`InvalidLog`)."""
 OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
 
 

@@ -208,11 +208,6 @@ def test_a_stage_that_drops_samples_is_refused(folder):
         next(loader_of(config_of(folder), stages=(drop_some,)))
 
 
-def test_a_stage_that_cannot_travel_is_refused(folder):
-    with pytest.raises(UserError, match=r"data\.workers=0"):
-        next(loader_of(config_of(folder, workers=1), stages=(lambda samples: samples,)))
-
-
 # ------------------------------------------------------------ errors
 
 
