@@ -22,7 +22,7 @@ from clip_train.models.batch_norm import observed
 from clip_train.protocols import Batch, Differentiable, Features, MicroBatch, Phase
 from clip_train.task import Context, LossOutput, Objective, is_scalar
 
-Guard = Callable[[Phase], AbstractContextManager[None]]  # around one part of a step
+Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a step
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,6 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def unguarded(phase: Phase) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def train_step(
     engine: Engine,
     batch: Batch,
@@ -48,7 +44,7 @@ def train_step(
     micro_size: int,
     kept_graphs: int,
     lr: float,
-    guard: Guard = unguarded,
+    guard: Guard = nullcontext,
 ) -> StepResult:
     """Take one optimizer step on the global batch, of which `batch` is this rank's share.
 
@@ -95,7 +91,7 @@ def two_pass(
     context: Context,
     *,
     kept_graphs: int = 1,
-    guard: Guard = unguarded,
+    guard: Guard = nullcontext,
 ) -> LossOutput:
     """Add the gradient of the objective over these samples of all ranks. Returns its output.
 

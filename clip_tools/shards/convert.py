@@ -301,7 +301,7 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         usable = captions({"json": dict(row.captions)}, names)
         decode_image(data)
     except InvalidSample as e:
-        raise ValueError(e.reason) from e
+        raise ValueError(str(e)) from e
     by_column = {}
     for name, given in usable.items():
         by_column[name.removeprefix("json.")] = [text.strip() for text in given]

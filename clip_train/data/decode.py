@@ -72,7 +72,7 @@ def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, l
                 raise InvalidSample("no caption")
             usable[name] = _texts(value)
         except InvalidSample as e:
-            reason = e.reason if reason == "no caption" else reason
+            reason = str(e) if reason == "no caption" else reason
         if usable and not isinstance(caption_key, Mapping):
             break
     if not usable:
@@ -142,7 +142,7 @@ def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
         image_bytes(sample.members)
         captions(sample.members, caption_key)
     except InvalidSample as e:
-        return e.reason
+        return str(e)
     return None
 
 

@@ -24,12 +24,8 @@ ROWS_SHOWN = 20
 
 
 class InvalidSample(Exception):
-    """This sample cannot be used; `reason` is short and the same for all of its kind, to be
-    counted."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """This sample cannot be used; the message is short, and the same for all of its kind: they are
+    counted by it."""
 
 
 class Invalid(NamedTuple):

@@ -221,7 +221,7 @@ class ValLoader:
                 texts = []
             image = self._transform(decode.decode_image(data))
         except InvalidSample as e:
-            return Invalid(e.reason, item["__url__"], item["__key__"])
+            return Invalid(str(e), item["__url__"], item["__key__"])
         return image, texts, item
 
 

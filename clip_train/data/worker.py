@@ -180,7 +180,7 @@ class PieceStream(IterableDataset):
                 caption = decode.caption(fields, self.caption_key, draw=seed)
                 image = self.transform(decode.decode_image(data), seed)
             except InvalidSample as e:
-                tried.append(Invalid(e.reason, url, key))
+                tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
             return image, caption, key

@@ -54,7 +54,7 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
                     decode_image(data)
                     keys.append(item["__key__"])
             except InvalidSample as e:
-                counts[e.reason, Path(item["__url__"]).name] += 1
+                counts[str(e), Path(item["__url__"]).name] += 1
     return keys, counts
 
 
