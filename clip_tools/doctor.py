@@ -273,7 +273,8 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
             message = f"{name}: {last} cannot be read ({type(e).__name__}: {e})"
             yield error("shards", message, "correct the range in braces, or upload what is missing")
             continue
-        shards = f"{found.num_shards} shard{'s' * (found.num_shards > 1)}"
+        number = len(found.index.shards)
+        shards = f"{number} shard{'s' * (number > 1)}"
         first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
         yield ok("shards", f"{name}: {shards}, {first}")
         if key == "data.train" and synthetic_size(last) is None:

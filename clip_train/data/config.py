@@ -259,8 +259,6 @@ def _normalized(weights: list[float]) -> list[float]:
 class SourceSummary:
     """What `check_source` has found."""
 
-    num_shards: int
-    first_shard: str
     first_key: str
     first_caption: str
     index: ShardIndex  # of data.train
@@ -278,18 +276,14 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     storage = storage or StorageConfig()
     index = look_up(existing(config.train, "data.train"), config.verify, storage)
     if synthetic_size(index.shards[0]) is not None:
-        words = "words drawn at random"
-        return SourceSummary(len(index.shards), index.shards[0], "noise", words, index)
+        return SourceSummary("noise", "words drawn at random", index)
     mistakes: list[UserError] = []
     for shard in index.shards[:SHARDS_TRIED]:
         try:
-            key, caption = _first_sample(
-                shard, Reading(storage, index.checksums), config.caption_key
-            )
+            reading = Reading(storage, index.checksums)
+            return SourceSummary(*_first_sample(shard, reading, config.caption_key), index)
         except UserError as e:
             mistakes.append(e)
-            continue
-        return SourceSummary(len(index.shards), shard, key, caption, index)
     raise mistakes[0]
 
 

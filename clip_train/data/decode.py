@@ -178,25 +178,21 @@ def _decode_other(data: bytes) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS_HERE) as image:
             _check_size(*image.size)
-            return _to_rgb(image)
+            image.load()
+            # strip by strip, so that a large image is held twice and not six times
+            width, height = image.size
+            rows = max(1, STRIP_PIXELS // width)
+            out = np.empty((height, width, 3), dtype=np.uint8)
+            for top in range(0, height, rows):
+                strip = image.crop((0, top, width, min(top + rows, height)))
+                out[top : top + rows] = _strip_to_rgb(strip)
+            return out
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise InvalidSample("image has too many pixels") from e
     except InvalidSample:
         raise
     except Exception as e:  # Pillow raises SyntaxError, struct.error, ... on damaged files
         raise InvalidSample("image does not decode") from e
-
-
-def _to_rgb(image: Image.Image) -> np.ndarray:
-    """uint8 [H, W, 3] of an opened image; strip by strip, so that a large one is held twice and not
-    six times."""
-    width, height = image.size
-    rows = max(1, STRIP_PIXELS // width)
-    image.load()
-    out = np.empty((height, width, 3), dtype=np.uint8)
-    for top in range(0, height, rows):
-        out[top : top + rows] = _strip_to_rgb(image.crop((0, top, width, min(top + rows, height))))
-    return out
 
 
 def _strip_to_rgb(image: Image.Image) -> np.ndarray:

@@ -228,11 +228,8 @@ class TrainLoader(Iterator[Batch]):
                 made = pickle.loads(next(pieces).numpy().tobytes())
             except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:
                 why = str(e) or type(e).__name__
-                if isinstance(e, RuntimeError) and "timed out" in why:
+                if "timed out" in why:
                     continue
-                died = "exited unexpectedly" in why or "killed by signal" in why
-                if isinstance(e, RuntimeError) and not died:
-                    raise
                 raise DataError(
                     f"a loader worker died ({why}); if memory ran out (see dmesg), lower "
                     "data.workers, data.shuffle_block or data.prefetch; a container may need more "

@@ -17,13 +17,13 @@ def check(train, **settings):
 def test_good_data_is_summed_up(tmp_path):
     train = write_dataset(tmp_path, [2, 3])
     summary = check(train)
-    assert (summary.num_shards, summary.first_key, summary.first_caption) == (
+    assert (len(summary.index.shards), summary.first_key, summary.first_caption) == (
         2,
         "s0n0",
         "caption 0",
     )
-    assert check(f"{tmp_path}/{{000..001}}.tar::{tmp_path}/001.tar").num_shards == 3
-    assert check(f"file://{tmp_path}/000.tar").num_shards == 1
+    assert len(check(f"{tmp_path}/{{000..001}}.tar::{tmp_path}/001.tar").index.shards) == 3
+    assert len(check(f"file://{tmp_path}/000.tar").index.shards) == 1
 
 
 def test_order_of_shards(tmp_path):
@@ -115,7 +115,8 @@ def test_one_damaged_shard_is_no_reason_not_to_start(tmp_path):
     with pytest.raises(UserError, match=r"0\.tar.*no readable tar"):
         check(tmp_path / "*.tar")
     write_shard(tmp_path / "2.tar", sample("b", 1))
-    assert (check(tmp_path / "*.tar").first_key, check(tmp_path / "*.tar").num_shards) == ("b", 3)
+    summary = check(tmp_path / "*.tar")
+    assert (summary.first_key, len(summary.index.shards)) == ("b", 3)
 
 
 def test_config_checks_itself():
