@@ -46,7 +46,7 @@ class Pairs:
 
     @classmethod
     def of(cls, features: Features, global_size: int | None) -> Pairs:
-        """Of the batch of a loss with a softmax. ValueError for a model with a bias."""
+        """The pairs for a loss with a softmax. ValueError for a model with a bias."""
         if "logit_bias" in features:
             raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
         counts = share_counts(len(features["image"]), global_size)

@@ -119,9 +119,8 @@ def banked(
     images = torch.cat([pairs.image_all, past["image"].to(pairs.image)])  # [N + M, D]
     texts = torch.cat([pairs.text_all, past["text"].to(pairs.text)])
     ids_all = torch.cat([ids, past["ids"].to(ids)])
-    ids_of_past = torch.cat(
-        [torch.full_like(ids, NO_ID), past["ids"].to(ids)]
-    )  # current ones are no copies
+    # a current pair is never the copy of another one
+    ids_of_past = torch.cat([torch.full_like(ids, NO_ID), past["ids"].to(ids)])
     R = N + M if past_are_terms else N
     counts = shares(M, dist.world_size())
     first, own = N + sum(counts[: dist.rank()]), pairs.own
@@ -141,9 +140,8 @@ def banked(
     weight, dtype = 1 / (2 * R), rows[0].dtype
     at_positive = (softmaxes.missing[own, None] * -weight).to(dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(dtype) * at_positive, pairs.image.to(dtype) * at_positive
-    d_past = torch.zeros_like(
-        rows[1].A, dtype=dtype
-    )  # for the scale's alone: no past feature is changed
+    # for the scale's gradient alone: no past feature is changed
+    d_past = torch.zeros_like(rows[1].A, dtype=dtype)
     softmaxes.add_gradient(d_image, None, rows[0], weight)
     softmaxes.add_gradient(d_past, None, rows[1], weight)
     softmaxes.add_gradient(d_text, None, cols[0], weight, transposed=True)

@@ -52,10 +52,8 @@ class SigmoidLoss(Objective):
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive / N).to(dtype)[:, None]
-        d_image, d_text = (
-            T.to(dtype) * along,
-            I.to(dtype) * along,
-        )  # the positives' part; the tiled passes add to it
+        # the positives' part; the tiled passes add to it
+        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
         tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile)
         if self.exchange == "ring" or len(counts) == 1:
             value, slope = _round(tiled_pass, I, T, d_image, d_text, counts)
@@ -89,15 +87,13 @@ def _tiled_pass(
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
     for rows, cols, S, G in block.logits(scale, -bias.to(block.dtype), side):
-        block.fill(
-            rows, cols, S, -torch.inf
-        )  # adds nothing to either sum, and its gradient is zero
+        # -inf adds nothing to either sum, and its gradient is zero
+        block.fill(rows, cols, S, -torch.inf)
         torch.sigmoid(S, out=G)
         if with_sums:
             sums[1] += G.sum()
-            sums[0] += torch.logaddexp(
-                S, zero, out=S
-            ).sum()  # softplus; torch's own turns linear at 20
+            # softplus; torch's own turns linear at 20
+            sums[0] += torch.logaddexp(S, zero, out=S).sum()
         block.add_products(rows, cols, G, weight, dA, dB)
     return sums
 
@@ -113,9 +109,8 @@ def _round(
     for hop in range(W):
         owner = (here - hop) % W
         next_rows = counts[(owner - 1) % W]
-        incoming = (
-            dist.pass_on(texts, next_rows) if hop < W - 1 else None
-        )  # on its way while we compute
+        # on its way while this rank computes
+        incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None
         sums += tiled_pass(d_image, gradient, Block(I, texts, first[here], first[owner]))
         if W > 1:
             gradient = dist.pass_on(gradient, next_rows)()  # the last hop brings our own home

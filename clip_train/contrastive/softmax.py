@@ -22,9 +22,8 @@ from clip_train.contrastive.tiles import (
     row_logsumexp,
 )
 
-HEADROOM = (
-    60.0  # exponents may reach +60: e^60 times a million columns is still far below float32's e^88
-)
+# exponents may reach +60: e^60 times a million columns is still far below float32's e^88
+HEADROOM = 60.0
 SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
 
 
@@ -45,9 +44,8 @@ class Softmaxes:
     shift: Tensor | None  # [1], taken from logits before their exponentials; None: of 0
     # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
     direct: bool
-    unsafe: (
-        Tensor | None
-    )  # bool []: not so after all, and all that follows is to be thrown away; see `Context`
+    # bool []: not so after all, and all that follows must be thrown away; see `Context`
+    unsafe: Tensor | None
     size: int  # rows and columns of S: beyond R they are negatives only
 
     @classmethod
@@ -75,9 +73,8 @@ class Softmaxes:
             row_sums, col_sums = exp_sums(block, scale, shift, side)
             sums[0, block.rows] += row_sums
             sums[1, block.cols] += col_sums
-        sums = sum_over_ranks(sums)[
-            :, :R
-        ]  # one collective: a row's sum is zero on all ranks but its own
+        # one collective: a row's sum is zero on all ranks except its own
+        sums = sum_over_ranks(sums)[:, :R]
         # alike on all ranks: they see the same sums. A single pair has no negatives
         unsafe = (sums.min() <= SMALLEST_SUM) & (size > 1)
         direct = deferred or not unsafe.item()
@@ -90,17 +87,8 @@ class Softmaxes:
                     lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
             lse = sum_over_ranks(lse)[:, :R]
         row_gap, col_gap = lse[0] - positive, lse[1] - positive
-        return cls(
-            scale,
-            side,
-            positive,
-            row_gap,
-            col_gap,
-            shift,
-            direct,
-            unsafe if deferred else None,
-            size,
-        )
+        unsafe = unsafe if deferred else None
+        return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe, size)
 
     @classmethod
     def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
@@ -161,16 +149,13 @@ class Softmaxes:
 
 def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:
     """From |S_xy| <= s max|I| max|T|: no pass over the logits is needed for a maximum. None: 0."""
-    longest_text, longest_image = (
-        torch.stack(
-            [
-                torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)).max()
-                for b in blocks
-            ]
-        ).max()
-        for blocks in (rows, cols)
-    )
-    shift = (scale * longest_image * longest_text - HEADROOM).clamp_(min=0.0)
+    longest = []  # text, image
+    for blocks in (rows, cols):
+        norms = [
+            torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)) for b in blocks
+        ]
+        longest.append(torch.stack([norm.max() for norm in norms]).max())
+    shift = (scale * longest[1] * longest[0] - HEADROOM).clamp_(min=0.0)
     # a pass over the logits spared, where it costs no wait to know
     return None if shift.device.type == "cpu" and not shift.any() else shift
 

@@ -37,20 +37,15 @@ def auto_side(n: int, N: int) -> int:
     if torch.cuda.is_available():
         side = GPU_SIDE
     else:
-        cache = (
-            max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0)
-            if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names
-            else 0
-        )
-        entries = (
-            torch.get_num_threads() * (cache or 2**20) / 4
-        )  # bytes of one core's cache, 0 where it is not known
+        cache = 0  # bytes of one core's; 0 if it is not known
+        if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names:
+            cache = max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0)
+        entries = torch.get_num_threads() * (cache or 2**20) / 4
         side = min(max(2 ** int(math.log2(entries**0.5)), 512), 2048)
     longest = max(n, N, 1)
     pieces = math.ceil(longest / side)
-    return 16 * math.ceil(
-        longest / pieces / 16
-    )  # 16 floats: the widest vector, so rows stay aligned
+    # 16 floats: the widest vector, so rows stay aligned
+    return 16 * math.ceil(longest / pieces / 16)
 
 
 def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]]:
@@ -107,17 +102,15 @@ class Block:
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
         """Overwrite the entries of the tile `S` that are no negatives."""
-        first = (
-            self.row - self.col
-        )  # row i's own pair is column first + i of the block, where it has one
+        # the pair of row i is column first + i of the block, if it is there
+        first = self.row - self.col
         lo, hi = max(rows.start + first, cols.start), min(rows.stop + first, cols.stop)
         if lo < hi:
-            S[
-                lo - first - rows.start : hi - first - rows.start, lo - cols.start : hi - cols.start
-            ].diagonal().fill_(value)
+            of_rows = slice(lo - first - rows.start, hi - first - rows.start)
+            S[of_rows, lo - cols.start : hi - cols.start].diagonal().fill_(value)
         if self.ids is not None:
-            of_rows, of_cols = self.ids[0][rows, None], self.ids[1][None, cols]
-            S.masked_fill_((of_rows == of_cols) & (of_cols >= 0), value)
+            row_ids, col_ids = self.ids[0][rows, None], self.ids[1][None, cols]
+            S.masked_fill_((row_ids == col_ids) & (col_ids >= 0), value)
 
     def add_products(
         self, rows: slice, cols: slice, G: Tensor, weight: float, dA: Tensor, dB: Tensor | None,

@@ -54,7 +54,7 @@ def image_bytes(members: Mapping[str, Any]) -> bytes:
 def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
     """The usable captions by name: the member of that name, or else that key of the `.json`.
 
-    Of names in order only the first that has any, of names to be drawn all. InvalidSample if there
+    A list of names gives only the first that has any, a mapping all of them. InvalidSample if there
     is none."""
     names = caption_key or ["txt"]
     if isinstance(names, str):

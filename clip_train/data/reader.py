@@ -68,9 +68,8 @@ def read_shard(
                         _log.warning("%s: %s: %s", redact(url), first, CHANGING)
                     offset, unread, failures, damages = sample.end, unread - 1, 0, []
             return
-        except (
-            TarError
-        ) as e:  # of the archive, or of the connection: then other bytes come next time
+        except TarError as e:
+            # The archive is damaged, or the connection: then other bytes come next time.
             damages.append(str(e))
             if damages.count(str(e)) > REREADS:
                 yield Invalid(e.reason, url, f"byte {e.offset}")

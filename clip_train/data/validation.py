@@ -35,9 +35,7 @@ class ValBatch:
 
     images: Tensor  # uint8 [b, 3, S, S], not normalized
     texts: Tensor  # int64 [t, context_length]: the captions of the first image, then of the second
-    captions: list[
-        list[str]
-    ]  # b lists with t captions in all; those of labelled images may be empty
+    captions: list[list[str]]  # b lists with t captions in all; empty for some labelled images
     keys: list[str]
     metadata: list[dict[str, Any]]  # the keys of the .json, and the .cls as "cls"
 
