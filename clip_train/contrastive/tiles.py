@@ -48,12 +48,24 @@ def auto_side(n: int, N: int) -> int:
     return 16 * math.ceil(longest / pieces / 16)
 
 
+def tile_shape(n: int, N: int, side: int = AUTO_SIDE) -> tuple[int, int]:
+    """Rows and columns of the tiles of an n x N matrix: squares, or as long as rows are few.
+
+    No tile has more than side * side entries, up to the rounding of its columns to 16.
+    """
+    side = side or auto_side(n, N)
+    rows = max(min(n, side), 1)
+    pieces = math.ceil(N * rows / (side * side))
+    cols = math.ceil(N / max(pieces, 1))
+    return rows, side if rows == side else 16 * math.ceil(cols / 16)
+
+
 def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of each tile of an n x N matrix, row after row."""
-    side = side or auto_side(n, N)
-    for i in range(0, n, side):
-        for j in range(0, N, side):
-            yield slice(i, min(i + side, n)), slice(j, min(j + side, N))
+    rows, cols = tile_shape(n, N, side)
+    for i in range(0, n, rows):
+        for j in range(0, N, cols):
+            yield slice(i, min(i + rows, n)), slice(j, min(j + cols, N))
 
 
 @dataclass(frozen=True)
@@ -90,8 +102,9 @@ class Block:
         scale, shift: [1], on the device: asking for their values would wait for it. None: no shift.
         """
         r, c = len(self.A), len(self.B)
-        side = side or auto_side(r, c)
-        memory = torch.empty(2, min(r, side) * min(c, side), dtype=self.dtype, device=self.A.device)
+        most_rows, most_cols = tile_shape(r, c, side)
+        entries = min(r, most_rows) * min(c, most_cols)
+        memory = torch.empty(2, entries, dtype=self.dtype, device=self.A.device)
         for rows, cols in tiles(r, c, side):
             if cols.start == 0:
                 a = self.A[rows].to(self.dtype) * scale.to(self.dtype)
