@@ -34,8 +34,8 @@ class LossConfig(Settings):
     """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well,
     as in the paper (arXiv 2406.12356)?"""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
-    """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes);
-    auto: from the batch and the cache."""
+    """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
+    rank with fewer rows takes longer pieces of the same area. auto: from the batch and the cache."""
 
     matmul: Annotated[Matmul, Rounding] = "highest"
     """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three
