@@ -12,9 +12,27 @@ from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import GPU_SIDE, tile_shape, tiles
 
-VIEWS = set(
-    ["view", "_unsafe_view", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split", "detach", "alias", "as_strided", "diagonal", "empty", "empty_like", "new_empty", "empty_strided"]
-)
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "select",
+    "slice",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "split",
+    "detach",
+    "alias",
+    "as_strided",
+    "diagonal",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+}
 
 
 class CountsOperators(TorchDispatchMode):
