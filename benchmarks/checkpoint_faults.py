@@ -214,7 +214,6 @@ CASES: dict[str, tuple[Callable, Callable, str]] = {
     "two writers, the first cut off from the store": (nothing, successor_unseen, "refused"),
     "writer killed": (nothing, kill_the_writer, "told"),
     "conditional writes ignored": (fault(Fault("unconditional", method="PUT", key="")), nothing, "told"),
-    "clock an hour off": (fault(Fault("skew", method="GET", key="", seconds=-3600)), nothing, "told"),
     "clock refused": (
         fault(Fault("status", method=ALL, key="", code=403, s3code="RequestTimeTooSkewed")), nothing, "refused",
     ),

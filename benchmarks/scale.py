@@ -74,8 +74,8 @@ class Counting(LocalStorage):
         self.counts.update(requests=1, written=len(data))
         return super().put_bytes(name, data, if_absent=if_absent)
 
-    def list(self, prefix: str = "") -> Any:
-        found = super().list(prefix)
+    def list(self, prefix: str = "", **more: bool) -> Any:
+        found = super().list(prefix, **more)
         self.counts.update(requests=-(-len(found) // 1000) or 1)  # S3 answers with 1,000 at a time
         return found
 

@@ -24,13 +24,13 @@ from clip_train.evaluate.config import IMAGENET
 from clip_train.models import hub
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
-from clip_train.models.export import export_openclip, save_texts
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.weights import (
     CONFIG_NAME,
-    WEIGHTS_NAMES,
     WholeState,
+    export_openclip,
     initial_weights,
+    save_texts,
     silent,
 )
 from clip_train.protocols import FragmentSource
@@ -223,8 +223,6 @@ def _names(architecture: dict[str, Any]) -> set[str]:
 
 def export_run(args: argparse.Namespace) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads."""
-    if args.push is not None:
-        hub.check_push(args.push)
     config, places, only = find_run(args.place, args.overrides)
     if config is None and args.overrides:
         raise UserError(
@@ -246,14 +244,10 @@ def export_run(args: argparse.Namespace) -> int:
         written = export_transformers(found.reader.full_state(args.ema), architecture, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
         save_texts(tokenizer, written)
-        names = ["model.safetensors", "config.json", "preprocessor_config.json", *tokenizer]
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
         written = export_openclip(found.reader.full_state(args.ema), architecture, folder)
-        names = [WEIGHTS_NAMES[0], CONFIG_NAME]
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
     log(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(line)
-    if args.push is not None:
-        log(f"uploaded to {hub.push(written, names, args.push)}")
     return 0

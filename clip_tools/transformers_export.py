@@ -11,8 +11,7 @@ from torch import Tensor
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
-from clip_train.models.export import as_json, own_copy, save_texts, save_weights
-from clip_train.models.weights import check_state
+from clip_train.models.weights import as_json, check_state, own_copy, save_texts, save_weights
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
 # Keys that `CLIPModel` can be set to, or does not depend on.

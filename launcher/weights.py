@@ -6,7 +6,6 @@ a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameter
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -24,8 +23,7 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import ModelConfig
-from clip_train.models.export import export_openclip
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_openclip, sha256_of
 from clip_train.protocols import Wanted
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
@@ -46,56 +44,31 @@ def weights_here(
 ) -> Iterator[ModelConfig]:
     """Collective: `config` with places that this rank can open.
 
-    Fetched files stay until the node's last rank leaves the block.
+    Fetched files are in a temporary folder of each node until all ranks have left the block.
     UserError, CheckpointError, on all ranks.
     """
-    given = {key: getattr(config, key) for key in keys}
-    places = {key: place for key, place in given.items() if place is not None}
+    places = config.model_dump(include=set(keys), exclude_none=True)
     if not places:
         yield config
         return
     fetches = ranks.detect(os.environ).local_rank == 0
-    with _node_folder(fetches) as folder:
+    folder = _on_node(fetches, _readable, "TMPDIR", tempfile.mkdtemp, None, "clip-train-")
+    try:
         here = {
-            key: _place_here(f"model.{key} ({place})", place, folder / key, fetches, storage)
+            key: _place_here(f"model.{key} ({place})", place, Path(folder, key), fetches, storage)
             for key, place in places.items()
         }
         yield config.model_copy(update=here)
+        dist.barrier()
+    finally:
+        if fetches:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
     """Collective: what the rank of this node that `fetches` got."""
     got = dist.agreed(lambda: (node_name(), fetch(*arguments)) if fetches else None)
     return dict(pair for pair in dist.gather_objects(got) if pair is not None)[node_name()]
-
-
-@contextlib.contextmanager
-def _node_folder(makes: bool) -> Iterator[Path]:
-    """Collective: a temporary folder that the ranks of a node share; one of them `makes` it.
-
-    Each rank holds a shared lock while it uses the folder. A rank that leaves tries to turn its
-    lock into an exclusive one, which only the last rank gets; the last rank removes the folder. The
-    kernel releases the lock of a rank that dies, and nobody waits for another rank on the way out.
-    The block's own collectives make sure that nobody leaves before all have their locks.
-    """
-
-    def make() -> Path:
-        try:
-            return Path(tempfile.mkdtemp(prefix="clip-train-"))
-        except OSError as e:
-            raise UserError(
-                f"no temporary folder can be made: {e}; set TMPDIR to one with room for the weights"
-            ) from e
-
-    folder = _on_node(makes, make)
-    with (folder / "in use").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        try:
-            yield folder
-        finally:
-            with contextlib.suppress(BlockingIOError):  # another rank still uses the folder
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _readable(what: str, action: Callable[..., T], *arguments: object) -> T:
@@ -109,7 +82,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     """Collective: a path of this node. what: key and place, for messages. folder: for one place."""
     if hub.is_on_hub(place):
         return str(_on_node(fetches, _readable, what, hub.fetch, place))
-    if dist.on_main(_readable, what, _is_weights, place):
+    if dist.on_main(_readable, what, holds_weights, place):
         if not is_remote(place):
             return str(local_path(place))
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
@@ -137,24 +110,12 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     return str(written)
 
 
-def _is_weights(place: str) -> bool:
-    """Whether it is a file or a folder of weights; else it is a run's."""
+def holds_weights(place: str) -> bool:
+    """Whether it is a file of weights or an export's folder; else it is a run's."""
     if place.endswith(_SUFFIXES):
         return True
-    if is_remote(place):
-        return any(open_storage(place).exists(name) for name in WEIGHTS_NAMES)
-    path = local_path(place)
-    if path.is_dir():
-        return any((path / name).exists() for name in WEIGHTS_NAMES)
-    return path.suffix not in (".yaml", ".yml", ".json")
-
-
-def holds_weights(place: str) -> bool:
-    """Whether it is weights and nothing else (a file, an export's folder), not a run."""
-    if place.endswith(_SUFFIXES) or is_remote(place):
-        return _is_weights(place)
-    path = local_path(place)
-    return path.is_dir() and not (path / "recipe.yaml").exists() and _is_weights(place)
+    storage = open_storage(place)
+    return any(storage.exists(name) for name in WEIGHTS_NAMES)
 
 
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:

@@ -27,7 +27,7 @@ from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.urls import write_bytes
+from clip_train.storage.urls import open_storage
 
 SHOWN = 20  # shards named in a message
 BLOCK_BYTES = 4 << 20
@@ -256,7 +256,9 @@ def try_folders(urls: Iterable[str]) -> None:
         OSError: a folder cannot be written.
     """
     for folder in dict.fromkeys(split_name(url)[0] for url in urls):
-        write_bytes(folder + index.INDEX_NAME, index.to_bytes(index.load(folder, StorageConfig())))
+        open_storage(folder + index.INDEX_NAME).put_bytes(
+            "", index.to_bytes(index.load(folder, StorageConfig()))
+        )
 
 
 def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
@@ -270,7 +272,7 @@ def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
     for folder, names in index.by_folder(list(indexed)).items():
         entries = {name: indexed[url].entry for name, url in names.items()}
         known = index.load(folder, StorageConfig())
-        write_bytes(folder + index.INDEX_NAME, index.to_bytes(known | entries))
+        open_storage(folder + index.INDEX_NAME).put_bytes("", index.to_bytes(known | entries))
         written.append(folder + index.INDEX_NAME)
     return written
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
 from clip_train.settings import Settings
 from clip_train.storage.base import Storage
+from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
 
@@ -132,13 +132,7 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
 
 # -- what the store must be able to do, tried before the model is built
 
-_SWEEP_RIGHT = "s3:ListBucketMultipartUploads"
-_SWEEP_REMEDY = (
-    "or let a lifecycle rule of the bucket end incomplete uploads: their parts cost, and are not "
-    "listed"
-)
-_CLOCK_SECONDS = 300.0  # S3 refuses requests that are off by 15 minutes
-_LASTING = (errno.ENXIO, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
+_LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
@@ -188,21 +182,8 @@ def try_all(storage: Storage) -> Iterator[Trial]:
             if storage.exists(name):
                 raise CheckpointError(f"still has {name}, which was deleted")
         yield Trial("can have files deleted; nothing of this check is left")
-        doing, right = "tell the time", "s3:ListBucket"
-        off = storage.clock() - time.time()
-        trial = Trial(f"has this machine's time (to {max(1, round(abs(off)))} s)")
-        if abs(off) > _CLOCK_SECONDS:
-            result = f"has a clock {off:+.0f} s from this machine's; beyond 900 s S3 refuses all"
-            trial = Trial(f"{result} requests", "set this machine's clock (NTP)")
-        yield trial
-        doing, right = "have its unfinished uploads listed", _SWEEP_RIGHT
-        storage.sweep(0.0, prefix="ckpt")  # what began before 1970: nothing
-        yield Trial("can have its unfinished uploads listed")
     except (OSError, ClipTrainError) as e:
-        failed = _failed(storage.url, doing, right, e)
-        if right == _SWEEP_RIGHT and isinstance(e, OSError):  # training can do without
-            failed = Trial(failed.result, f"{failed.remedy}; {_SWEEP_REMEDY}")
-        yield failed
+        yield _failed(storage.url, doing, right, e)
     finally:
         with contextlib.suppress(OSError, ClipTrainError):
             if doing != "be listed":
@@ -236,7 +217,8 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Tr
     elif isinstance(e, OSError):
         result = f"cannot {doing}: {str(e.strerror or e).removeprefix(f'{url}: ')}"
         head, _, advice = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
-        if not isinstance(e, PermissionError) and e.errno not in _LASTING:
+        lasts = isinstance(e, PermissionError | RefusedError) or e.errno in _LASTING
+        if not lasts:
             kind = CheckpointError
             remedy = "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL"
         elif head:

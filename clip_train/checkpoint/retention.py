@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ def apply_retention(
             return attempt in in_flight
         return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
 
-    now = storage.clock()
+    now = time.time()
     named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
     for attempt, files in attempts(storage).items():
         ref = parse_prefix(attempt)
@@ -108,19 +109,16 @@ def apply_retention(
     for entry in storage.list("preflight"):
         if now - entry.modified >= policy.orphan_grace_seconds:
             storage.delete(entry.name)
-    # without the right to list unfinished uploads, which `preflight` warns about, they only cost
-    with contextlib.suppress(OSError):
-        # a bucket may hold others' files as well, and only data are uploaded in parts
-        prefix = "" if isinstance(storage, LocalStorage) else "ckpt"
-        older_than = now - max(policy.orphan_grace_seconds, 1.0)
-        storage.sweep(older_than, lambda name: spared(attempt_of(name)), prefix=prefix)
 
 
 def attempts(storage: Storage) -> dict[str, list[Entry]]:
     """The files of each attempt, those that are being written too, by its folder. OSError."""
     files: dict[str, list[Entry]] = defaultdict(list)
-    staged = storage.list("tmp") if isinstance(storage, LocalStorage) else []
-    for entry in [*storage.list("ckpt"), *staged]:
+    if isinstance(storage, LocalStorage):
+        entries = storage.list("ckpt", unfinished=True) + storage.list("tmp", unfinished=True)
+    else:
+        entries = storage.list("ckpt")
+    for entry in entries:
         files[attempt_of(entry.name)].append(entry)
     return dict(sorted(files.items()))
 

@@ -61,7 +61,7 @@ class VisionConfig(_Tower):
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
     pool_type: Literal["tok", "avg"] = "tok"  # the class token, or the mean of the patches
-    pos_embed_type: Literal["learnable", "sin_cos_2d"] = "learnable"  # sin_cos_2d is fixed
+    pos_embed_type: Literal["learnable"] = "learnable"
     no_ln_pre: bool = False  # no norm before the blocks
     final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
 
@@ -241,12 +241,13 @@ class ModelConfig(Settings):
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
-        given = {key: value for key, value in self if value is not None}
-        scalars = {
-            key: given[key] for key in given.keys() & {"init_logit_scale", "init_logit_bias"}
-        }
-        vision = {key: given[key] for key in given.keys() & {"image_size", "patch_dropout"}}
-        return load_architecture(self.name).changed(self, scalars, vision)
+        scalars = {"init_logit_scale", "init_logit_bias"}
+        vision = {"image_size", "patch_dropout"}
+        return load_architecture(self.name).changed(
+            self,
+            self.model_dump(include=scalars, exclude_none=True),
+            self.model_dump(include=vision, exclude_none=True),
+        )
 
     def teacher_architecture(self) -> AnyArchitecture | None:
         """The teacher's, or None without one. UserError, also if it needs other samples."""

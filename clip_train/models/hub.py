@@ -1,4 +1,4 @@
-"""Weights from the Hugging Face hub (fetched into its cache, verified) and to it.
+"""Weights from the Hugging Face hub, fetched into its cache and verified.
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
     open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag (openclip_tags.json)
@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,11 @@ def fetch(place: str) -> Path:
     cannot be fetched.
     """
     repository, revision = resolve(place)
-    hub = _library(place)
+    try:
+        import huggingface_hub as hub
+        import huggingface_hub.errors
+    except ImportError as e:
+        raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
     missing = []
     for name in WEIGHTS_NAMES:
         try:
@@ -68,46 +71,6 @@ def resolve(place: str) -> tuple[str, str | None]:
             f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?"
         )
     return known[name], None
-
-
-def check_push(place: str) -> None:
-    """UserError for a place that `push` does not take, before the work that it would upload."""
-    if not place.startswith("hf-hub:"):
-        raise UserError(f"--push {place}: write hf-hub:org/name, or hf-hub:org/name@branch")
-    resolve(place)
-    _library(place)
-
-
-def push(folder: Path, names: Sequence[str], place: str) -> str:
-    """Upload these files of a folder as one commit. A new repository is made private.
-
-    Returns its URL. CheckpointError if the hub rejects it.
-    """
-    repository, branch = resolve(place)
-    api = _library(place).HfApi()
-    try:
-        url = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            revision=branch,
-            allow_patterns=list(names),
-            commit_message="Weights exported by clip-train",
-        )
-    except Exception as e:  # as in `_verified`
-        raise CheckpointError(
-            f"--push {place}: {folder} cannot be uploaded: {type(e).__name__}: {e}"
-        ) from e
-    return str(url)
-
-
-def _library(place: str) -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ImportError as e:
-        raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
-    return huggingface_hub
 
 
 def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:

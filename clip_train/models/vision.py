@@ -1,7 +1,6 @@
 """The vision tower: a ViT with a class token. `b` images, `T` patches, `D` features."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.models.blocks import Block, Transformer, linear, normal_parameter
@@ -53,17 +52,6 @@ class PatchEmbedding(nn.Conv2d):
         return linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1))
 
 
-def sin_cos_2d(side: int, width: int) -> Tensor:
-    """[1 + side^2, width]: sines and cosines of column and row, as in MoCo v3; the class token's
-    are zeros.
-    """
-    place, channel = (torch.arange(n, dtype=torch.float64) for n in (side, width // 4))
-    angles = place[:, None] / 10000 ** (channel / (width / 4))
-    waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, width / 2]
-    patches = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], dim=1)
-    return F.pad(patches, (0, 0, 1, 0)).to(torch.get_default_dtype())
-
-
 class VisionTower(nn.Module):
     """Pixels to features that are not yet normalized.
 
@@ -84,14 +72,7 @@ class VisionTower(nn.Module):
         scale = cfg.width**-0.5
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
-        if cfg.pos_embed_type == "learnable":
-            self.positional_embedding: Tensor = normal_parameter(
-                1 + cfg.num_patches, cfg.width, std=scale
-            )
-        else:
-            self.register_buffer(
-                "positional_embedding", sin_cos_2d(cfg.image_size // cfg.patch_size, cfg.width)
-            )
+        self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (

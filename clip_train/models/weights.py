@@ -1,6 +1,7 @@
-"""Weights in: those a run starts from, the same at every ZeRO stage and number of ranks.
+"""Weights in and out, in OpenCLIP's layout: those a run starts from, and exports.
 
-Nothing is ever unpickled but tensors.
+What a run starts from is the same at every ZeRO stage and number of ranks. Nothing is ever
+unpickled but tensors.
 """
 
 import hashlib
@@ -10,12 +11,12 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
@@ -74,10 +75,9 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             state = build_model(architecture).state_dict()
-    if config.init_image_from is not None:
-        state |= load_tower(config.init_image_from, "image", architecture, log)
-    if config.init_text_from is not None:
-        state |= load_tower(config.init_text_from, "text", architecture, log)
+    for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
+        if place is not None:
+            state |= load_tower(place, tower, architecture, log)
     return WholeState(state)
 
 
@@ -171,7 +171,7 @@ def load_openclip(
 
 def load_tower(
     path: str | os.PathLike,
-    tower: Literal["image", "text"],
+    tower: str,
     architecture: AnyArchitecture,
     log: Log = silent,
 ) -> dict[str, Tensor]:
@@ -229,17 +229,14 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
             "where you trust it, save its state_dict alone; OpenAI's TorchScript archives are on "
             f"the hub: model.init_from=open_clip:ViT-B-32-quickgelu/openai): {e}"
         ) from e
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{file} holds a {type(content).__name__}, not a state dict; save a state dict"
-        )
+    if isinstance(content, dict):
+        content = content.get("state_dict", content)
+    named = content if isinstance(content, dict) else {"its content": content}
     state = {}
-    for key, value in content.items():
+    for key, value in named.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{file} is no state dict: {key!r} is a {type(value).__name__}; "
+                f"{file} is not a state dict: {key!r} is a {type(value).__name__}; "
                 "save the model's state_dict alone"
             )
         # DistributedDataParallel's and torch.compile's
@@ -289,3 +286,66 @@ def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> N
             f"{architecture.image_mean} and deviation {architecture.image_std}; a JSON as "
             "model.name can have the former"
         )
+
+
+# -- out
+
+
+def export_openclip(
+    state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike
+) -> Path:
+    """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
+
+    Args:
+        state: the model's whole state dict, names as in `CLIP`, on any device and in any precision.
+        folder: made if need be; a reader sees a file of it whole or not at all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: `state` does not fit `architecture`.
+    """
+    check_state(state, architecture, "the state to export")
+    out = {
+        name: own_copy(t).reshape(() if name in IMAGE_TEXT.scalars else t.shape)
+        for name, t in state.items()
+    }
+    path = Path(folder)
+    weights = save_weights(out, path, WEIGHTS_NAMES[0])
+    config = {
+        "model_cfg": architecture.model_cfg(),
+        "preprocess_cfg": architecture.preprocess_cfg(),
+        # ours: whoever fetches it from a URL compares
+        "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},
+    }
+    save_texts({CONFIG_NAME: as_json(config)}, path)
+    return path
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """On the CPU, fp32 where it is no counter: safetensors refuses tensors that share memory."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> Path:
+    """A .safetensors; the folder is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{name}.part"
+    part.touch()
+    mode = part.stat().st_mode  # of any new file: safetensors makes them for their owner alone
+    save_file(state, part, metadata={"format": "pt"})
+    part.chmod(mode)
+    return part.replace(folder / name)
+
+
+def save_texts(texts: dict[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+
+
+def as_json(content: Any) -> str:
+    return json.dumps(content, indent=2) + "\n"

@@ -2,20 +2,22 @@
 
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clip_train.engine import MovingAverage
+from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.imported import find_class, try_out
+from clip_train.settings import import_path, shown
 
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
 # join parameters. parameters: whole ones.
 Needs = Literal["elements", "parameters"]
 LION = "lion_pytorch.Lion"
+find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -41,6 +43,51 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for part in self._parts:
             part.step()
+
+
+class Trial(NamedTuple):
+    """The result of two steps of an optimizer on a small matrix."""
+
+    slots: int  # tensors of the parameter's shape in its state
+    elementwise: bool  # the rows of a matrix are updated alike, whether apart or together
+
+
+def try_out(config: OptimConfig) -> Trial:
+    """Two steps on a matrix and, as separate parameters, on its rows.
+
+    UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
+    may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
+    """
+    drawn = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    whole = nn.Parameter(drawn[0].clone())
+    rows: list[Tensor] = [nn.Parameter(row.clone()) for row in drawn[0].split(1)]
+    path, make = config.name, find_class(config.name)
+    try:
+        optimizer = make([whole, *rows], lr=config.lr, **config.options)
+        group = optimizer.param_groups[0]
+        fresh = dict(group)
+        for gradient in drawn[1:]:
+            whole.grad = gradient.clone()
+            for row, part in zip(rows, gradient.split(1), strict=True):
+                row.grad = part.clone()
+            optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise UserError(
+            f"optim.name ({path}) cannot be used with optim.options ({shown(config.options)}): "
+            f"{e}; correct them"
+        ) from None
+    slots, lost = 0, [key for key, value in group.items() if value != fresh.get(key)]
+    for slot, value in optimizer.state[whole].items():
+        if isinstance(value, Tensor) and value.shape == whole.shape:
+            slots += 1
+        elif value is not None and not (slot == "step" and float(value) == 2):
+            lost.append(slot)
+    if lost:
+        raise UserError(
+            f"optim.name ({path}) remembers {', '.join(lost)}, which does not have a parameter's "
+            "shape: a checkpoint could not hold it; choose another optimizer"
+        )
+    return Trial(slots, torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7))
 
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
@@ -126,7 +173,7 @@ def needs(config: OptimConfig) -> Needs:
     if config.name == "lion":
         find_class(LION, remedy="pip install lion-pytorch")
     if config.is_imported:
-        trial = try_out(config.name, config.lr, config.options)
+        trial = try_out(config)
         return "elements" if trial.elementwise else "parameters"
     return "parameters" if config.name == "muon" else "elements"
 
@@ -135,7 +182,7 @@ def moment_bytes(config: OptimConfig) -> int:
     """Bytes of the optimizer's state and the moving average for each trained element, at most."""
     average = 0 if config.ema_decay is None else 4
     if config.is_imported:
-        return average + 4 * try_out(config.name, config.lr, config.options).slots
+        return average + 4 * try_out(config).slots
     return average + {"lion": 4, "sgd": 4 if config.momentum else 0}.get(config.name, 8)
 
 

@@ -1,9 +1,7 @@
 """The interface of all stores: what each call does and raises."""
 
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -81,20 +79,6 @@ class Storage(ABC):
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
-
-    def clock(self) -> float:
-        """Return the time of `Entry.modified`'s clock, in seconds since the epoch. OSError."""
-        return time.time()
-
-    def sweep(
-        self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
-    ) -> int:
-        """Remove unfinished writes below the folder `prefix` started before `older_than`.
-
-        older_than: by the store's `clock`. spare: names whose writes must be kept.
-        Return how many were removed: 0 for stores that keep no unfinished writes. OSError.
-        """
-        return 0
 
 
 def checked(name: str) -> str:

@@ -5,8 +5,6 @@ obstore has no typed error for most answers (for none to a listing): status and 
 """
 
 import asyncio
-import errno
-import os
 import re
 import socket
 from typing import Literal
@@ -51,7 +49,7 @@ _REMEDIES = {  # by code, or by meaning
     "elsewhere": "set AWS_DEFAULT_REGION to the bucket's region",
     "denied": "give these credentials the right to do it",
     "expired": "the credentials have expired: renew them where they come from "
-    "(AWS_PROFILE, ~/.aws, a role)",
+    "(AWS_PROFILE, ~/.aws, a role); an AWS_SESSION_TOKEN needs a new start with a new token",
 }
 _LOG_IN = (
     "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; "
@@ -76,6 +74,10 @@ class TakenError(StorageError, FileExistsError):
     """The name exists already."""
 
 
+class RefusedError(StorageError):
+    """The request is wrong, or goes to a wrong place: it will not pass by itself."""
+
+
 class TransferError(OSError):
     """An answer that is wrong, short or too slow: worth another attempt."""
 
@@ -84,25 +86,18 @@ class ChangedError(OSError):
     """Not what was opened, or nothing that can be read in ranges: another attempt cannot help."""
 
 
-_RAISED: dict[Meaning, tuple[type[StorageError], int]] = {
-    "missing": (MissingError, errno.EIO),
-    "denied": (DeniedError, errno.EIO),
-    "expired": (DeniedError, errno.EIO),
-    "taken": (TakenError, errno.EIO),
-    "no bucket": (StorageError, errno.ENXIO),
-    "final": (StorageError, errno.EPERM),
-    "elsewhere": (StorageError, errno.EPERM),
+# What is raised once retrying is over; StorageError if the cause may pass.
+RAISED: dict[Meaning, type[StorageError]] = {
+    "missing": MissingError,
+    "denied": DeniedError,
+    "expired": DeniedError,
+    "taken": TakenError,
+    "no bucket": RefusedError,
+    "final": RefusedError,
+    "elsewhere": RefusedError,
 }
 # fsspec raises NotImplementedError if a protocol cannot write, as https:// cannot.
 _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
-
-
-def final_error(kind: Meaning, message: str) -> StorageError:
-    """Return the error to raise; its errno is EIO if the cause may pass."""
-    type_, number = _RAISED.get(kind, (StorageError, errno.EIO))
-    error = type_(message)
-    error.errno = number
-    return error
 
 
 def meaning(error: BaseException) -> Meaning:
@@ -158,21 +153,7 @@ def describe(error: BaseException) -> str:
         advice = _SIGN
     elif kind == "denied" and status is None:
         advice = _LOG_IN
-    elif kind == "expired" and from_environment():
-        until = os.environ.get("AWS_CREDENTIAL_EXPIRATION")
-        advice = (
-            f"the AWS_SESSION_TOKEN of this process has expired{f' at {until}' if until else ''}, "
-            "and nothing can renew it: start again with a new one or, better, with AWS_PROFILE "
-            "or a role, which are renewed"
-        )
     return "; ".join(filter(None, (": ".join(filter(None, (head, text))), advice)))
-
-
-def from_environment() -> bool:
-    """Whether temporary credentials came with the process: nothing can renew those."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    tokens = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN")
-    return all(map(os.environ.get, names)) and any(map(os.environ.get, tokens))
 
 
 def _answer(error: BaseException) -> tuple[int | None, str, str]:

@@ -17,8 +17,7 @@ from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError
 from clip_train.storage.redact import REMOVED, WAS_REDACTED
-from clip_train.storage.remote import RemoteStorage, whole
-from clip_train.storage.retry import Pace
+from clip_train.storage.remote import Pace, RemoteStorage, whole
 
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
@@ -104,14 +103,15 @@ class FsspecStorage(RemoteStorage):
 
     def glob(self, pattern: str) -> list[str]:
         """By the file system's own search: a listing of all below a web page may have no end."""
-        found = self.ask(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
+        found = self.retry.wait(
+            f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern))
+        )
         return sorted(self.url + key.removeprefix(self.root) for key in found)
 
 
 def _modified(info: dict[str, Any]) -> float:
     """Seconds since the epoch; now if the file system does not say: then nobody removes it."""
-    for name in _TIMES:
-        value = info.get(name)
+    for value in map(info.get, _TIMES):
         if isinstance(value, datetime.datetime):
             return value.timestamp()
         if isinstance(value, int | float):

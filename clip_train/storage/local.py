@@ -4,9 +4,8 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,24 +94,22 @@ class LocalStorage(Storage):
                 os.replace(part, target)
         return True
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        return sorted(
-            Entry(path.relative_to(self.root).as_posix(), found.st_size, found.st_mtime)
-            for path, found in self._files(prefix)
-            if not path.match(_PART)
-        )
-
-    def _files(self, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        """All files at any depth, while other processes may remove some. OSError."""
+    def list(self, prefix: str = "", *, unfinished: bool = False) -> list[Entry]:
+        """unfinished: list the hidden files of unfinished writes as well."""
 
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
 
+        entries = []
         for folder, _, names in os.walk(self.path(prefix), onerror=refuse, followlinks=True):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):  # removed since
-                    yield Path(folder, name), Path(folder, name).stat()
+            for path in (Path(folder, name) for name in names):
+                if unfinished or not path.match(_PART):
+                    with contextlib.suppress(FileNotFoundError):  # another process removed it
+                        stat = path.stat()
+                        name = path.relative_to(self.root).as_posix()
+                        entries.append(Entry(name, stat.st_size, stat.st_mtime))
+        return sorted(entries)
 
     def size(self, name: str) -> int:
         return self.path(name).stat().st_size
@@ -132,30 +129,6 @@ class LocalStorage(Storage):
             fsync_folder(target.parent)
         shutil.rmtree(target, ignore_errors=True)  # if another process removed a file meanwhile
 
-    def clock(self) -> float:
-        """The disk's own time: a network file system stamps files by its server's clock."""
-        part = _part_beside(self.root / "clock")
-        try:
-            part.touch(exist_ok=False)
-            return part.stat().st_mtime
-        except OSError:  # missing or read-only
-            return time.time()
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-
-    def sweep(
-        self, older_than: float, spare: Callable[[str], bool] = lambda name: False, prefix: str = ""
-    ) -> int:
-        count = 0
-        for path, found in self._files(prefix):
-            if path.match(_PART) and found.st_mtime < older_than:
-                target = path.with_name(path.name[1:].rsplit(".", 2)[0])
-                if not spare(target.relative_to(self.root).as_posix()):
-                    path.unlink(missing_ok=True)
-                    count += 1
-        return count
-
 
 @contextlib.contextmanager
 def _part_of(target: Path) -> Iterator[Path]:
@@ -164,16 +137,12 @@ def _part_of(target: Path) -> Iterator[Path]:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
-    part = _part_beside(target)
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         yield part
     finally:
         part.unlink(missing_ok=True)
     fsync_folder(target.parent)
-
-
-def _part_beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
 
 
 def fsync_file(path: Path) -> None:

@@ -1,41 +1,46 @@
-"""Object stores through obstore: Google Cloud (gs://) and Azure (az://) here, S3 in `s3.py`.
+"""Object stores through obstore: S3 (s3://), Google Cloud (gs://) and Azure (az://).
 
-obstore uploads large files in parts and repeats each part by itself.
+obstore uploads large files in parts and repeats each part by itself. For S3, botocore finds what
+obstore cannot: profiles, SSO, refreshed credentials and a bucket's region.
 """
 
 import asyncio
 import functools
 import math
+import os
 import threading
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import obstore
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.configprovider import ConfiguredEndpointProvider
+from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.session import Session
+from obstore.store import S3Store
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
-from clip_train.storage.remote import RemoteStorage, whole
-from clip_train.storage.retry import Pace
+from clip_train.storage.remote import Connection, Pace, RemoteStorage, whole
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
-MOST_LISTED = 1_000_000  # objects: an endless listing must not fill the memory
 _MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
 
 
-class Connection:
+class Bucket(Connection):
     """A bucket, with the credentials that obstore finds by itself."""
 
     def __init__(self, url: str) -> None:
         """url: `scheme://bucket`."""
         self.url, self.name = url, url.partition("://")[2]
-        self.worked = False  # whether it has ever answered
         self._store: Any = None
         self._opening = threading.Lock()
 
@@ -70,8 +75,88 @@ class Connection:
         return kind != "elsewhere" and not again
 
 
+class S3Bucket(Bucket):
+    """A bucket of S3, opened anew if its credentials are refused or it is in another region."""
+
+    _region: str | None = None  # if it is not the configured one
+
+    def open(self, client: dict[str, Any], retries: dict[str, Any]) -> S3Store:
+        """ValueError, or an error of botocore, if the settings make no sense."""
+        session = Session()  # with files and environment as they are now
+        scoped = session.get_scoped_config()
+        region = self._region or session.get_config_variable("region") or "us-east-1"
+        endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
+        if endpoint is None and region.startswith("cn-"):  # obstore does not know these
+            endpoint = f"https://s3.{region}.amazonaws.com.cn"
+        virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
+        options: dict[str, Any] = {"virtual_hosted_style_request": virtual}
+        if endpoint is not None:
+            scheme, _, host = endpoint.partition("://")
+            if not host or scheme not in ("http", "https"):
+                raise ValueError(
+                    f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, "
+                    "or http://host"
+                )
+            options["endpoint"] = f"{scheme}://{self.name}.{host}" if virtual else endpoint
+        if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):  # a public bucket
+            options["skip_signature"] = True
+        else:
+            options["credential_provider"] = _credentials(session)
+        bundle = session.get_config_variable("ca_bundle")  # AWS_CA_BUNDLE
+        if bundle:
+            client = {**client, "root_certificate": Path(bundle).read_bytes()}
+        return S3Store(
+            self.name,
+            region=region,
+            disable_bulk_delete=True,  # which other servers may not know
+            checksum_algorithm="sha256",
+            client_options=client,  # type: ignore[arg-type]
+            retry_config=retries,  # type: ignore[arg-type]
+            **options,
+        )
+
+    def renew(self, kind: Meaning, again: bool) -> bool:
+        if kind == "elsewhere":
+            if again or self._region is not None:
+                return False
+            self._region = self._find_region()
+        elif again and not (self.worked and (kind == "expired" or self._store is None)):
+            return False
+        # whoever renews credentials may be late, or just writing the file
+        self._store = None
+        return True
+
+    def _find_region(self) -> str | None:
+        """Ask S3, without a signature: its refusals name the region as well."""
+        limits = {"connect_timeout": 10, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
+        client = Session().create_client("s3", config=Config(signature_version=UNSIGNED, **limits))
+        try:
+            answer = client.head_bucket(Bucket=self.name)
+        except ClientError as e:
+            answer = e.response
+        return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+
+
+def _credentials(session: Session) -> Callable[[], dict[str, Any]]:
+    """A provider of the default chain's credentials, which botocore refreshes."""
+    held = session.get_credentials()
+    if held is None:
+        raise NoCredentialsError
+
+    def provide() -> dict[str, Any]:
+        found = held.get_frozen_credentials()
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.now(timezone.utc),  # so botocore is asked again
+        }
+
+    return provide
+
+
 @functools.lru_cache
-def connect(kind: type[Connection], url: str) -> Connection:
+def connect(kind: type[Bucket], url: str) -> Bucket:
     """Return the one connection of this process to a bucket."""
     return kind(url)
 
@@ -79,7 +164,7 @@ def connect(kind: type[Connection], url: str) -> Connection:
 class ObjectStorage(RemoteStorage):
     """`Storage` over `scheme://bucket/prefix`. Credentials come from the environment."""
 
-    connection_type: type[Connection] = Connection
+    bucket_type: type[Bucket] = Bucket
 
     def __init__(self, url: str, **limits: Any) -> None:
         scheme, _, path = url.partition("://")
@@ -90,7 +175,7 @@ class ObjectStorage(RemoteStorage):
                 f"{shown}: write {scheme}://bucket/prefix, and name the bucket without a pattern; "
                 "credentials come from the environment or a profile"
             )
-        kind: Any = self.connection_type
+        kind: Any = self.bucket_type
         self.bucket = connect(kind, f"{scheme}://{bucket}")
         super().__init__(url, root, connection=self.bucket, **limits)
 
@@ -135,11 +220,6 @@ class ObjectStorage(RemoteStorage):
                 return
             for each in page:
                 found.append(Entry(each["path"], each["size"], each["last_modified"].timestamp()))
-            if len(found) > MOST_LISTED:
-                raise ChangedError(
-                    f"more than {MOST_LISTED:,} objects are listed there: name a folder with "
-                    "fewer, or check the server, whose listing may have no end"
-                )
 
     async def put(self, key: str, data: bytes, if_absent: bool, pace: Pace) -> object:
         store = await asyncio.to_thread(self.bucket.store)
@@ -166,3 +246,9 @@ class ObjectStorage(RemoteStorage):
             if meaning(e) != "missing":
                 raise
             return None
+
+
+class S3Storage(ObjectStorage):
+    """`Storage` over `s3://bucket/prefix`."""
+
+    bucket_type = S3Bucket

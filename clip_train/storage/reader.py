@@ -8,8 +8,7 @@ from functools import partial
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import StorageError, TransferError
-from clip_train.storage.remote import RemoteStorage
-from clip_train.storage.retry import Pace, Retry, run, submit
+from clip_train.storage.remote import Pace, RemoteStorage, Retry
 
 _DAMAGED = (
     "the bytes are not those that the index was made from: if it is stored like this, restore it, "
@@ -62,10 +61,10 @@ class RangedFile(BlockFile):
                 " (storage.patience_seconds, storage.min_rate)",
             ),
             config.attempts,
+            remote.connection,
             backoff_seconds=config.backoff_seconds,
-            connection=remote.connection,
         )
-        head = run(self._retry("its size", partial(remote.head, remote.root)))
+        head = self._retry.wait("its size", partial(remote.head, remote.root))
         self._tag = head.tag
         if checksums is not None and head.size != checksums.size:
             raise StorageError(
@@ -112,4 +111,4 @@ class RangedFile(BlockFile):
                 raise TransferError(_DAMAGED)
             return data
 
-        return submit(self._retry(f"bytes {begin}-{end - 1}", fetch))
+        return self._retry.start(f"bytes {begin}-{end - 1}", fetch)

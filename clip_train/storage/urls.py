@@ -6,7 +6,7 @@ import glob as local_glob
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # A store is a subclass of `remote.RemoteStorage` that takes a URL. A scheme may be its dotted path
 # as well: `my_package.MyStore://bucket/prefix`.
 STORES = {
-    "s3": "clip_train.storage.s3.S3Storage",
-    "s3a": "clip_train.storage.s3.S3Storage",
+    "s3": "clip_train.storage.object_store.S3Storage",
+    "s3a": "clip_train.storage.object_store.S3Storage",
     "gs": "clip_train.storage.object_store.ObjectStorage",
     "az": "clip_train.storage.object_store.ObjectStorage",
 }
@@ -55,13 +55,9 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     url = os.fspath(url)
     if not is_remote(url):
         return LocalStorage(local_path(url))
-    return _open_remote(url, patience_seconds=patience_seconds)
-
-
-def _open_remote(url: str, **limits: Any) -> RemoteStorage:
     scheme = url.partition(":")[0]
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
-    return import_path(url, path, remedy="correct the URL")(url, **limits)
+    return import_path(url, path, remedy="correct the URL")(url, patience_seconds=patience_seconds)
 
 
 def open_read(
@@ -79,13 +75,9 @@ def open_read(
     if is_remote(url):
         from clip_train.storage.reader import RangedFile
 
-        return cast(BinaryIO, RangedFile(_open_remote(url), config or StorageConfig(), checksums))
+        remote = cast("RemoteStorage", open_storage(url))
+        return cast(BinaryIO, RangedFile(remote, config or StorageConfig(), checksums))
     return local_path(url).open("rb")
-
-
-def write_bytes(url: str | os.PathLike[str], data: bytes) -> None:
-    """Write a small file, local or remote, whole or not at all, and replace what was there."""
-    open_storage(url).put_bytes("", data)
 
 
 def expand_glob(url: str | os.PathLike[str]) -> list[str]:
@@ -101,7 +93,7 @@ def expand_glob(url: str | os.PathLike[str]) -> list[str]:
         return [url]
     if is_remote(url):
         folder = plain.rpartition("/")[0]
-        found = _open_remote(folder).glob(url[len(folder) + 1 :])
+        found = cast("RemoteStorage", open_storage(folder)).glob(url[len(folder) + 1 :])
     else:
         pattern = local_path(url)
         found = [url] if pattern.exists() else sorted(local_glob.glob(str(pattern), recursive=True))

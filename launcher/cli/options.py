@@ -216,7 +216,6 @@ VERBS = {
                 "open_clip",
             ),
             EMA,
-            ("push", "PLACE", "upload it to hf-hub:org/name too; a new repository is private"),
         ),
     ),
     "shards": Verb(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from clip_train.checkpoint import lease, manifest
 from clip_train.checkpoint.manifest import Commit, CommitRef
@@ -34,15 +33,11 @@ def test_a_disk_of_ones_own_is_cleared_of_what_earlier_processes_left(tmp_path: 
     assert storage.exists(marker) and not storage.path(left).parent.exists()
 
 
-class Denying(LocalStorage):
-    """Who has not the right to list what uploads have begun."""
-
-    def sweep(self, *_: Any, **__: Any) -> int:
-        raise PermissionError(13, "give these credentials the right to do it")
-
-
-def test_the_rest_goes_where_unfinished_uploads_cannot_be_listed(tmp_path: Path) -> None:
-    storage = Denying(tmp_path)
+def test_what_unfinished_writes_left_goes_with_its_attempt(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    left = tmp_path / attempt(7, "b", epoch=3) / ".rank00000.safetensors.0123.part"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
     leases = [lease.acquire(storage) for _ in range(25)]
     prefix = attempt(1, "a", epoch=24)
     storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
@@ -50,4 +45,4 @@ def test_the_rest_goes_where_unfinished_uploads_cannot_be_listed(tmp_path: Path)
     storage.put_bytes("preflight/a/file", b"1")
     policy = Policy(keep_last=1, orphan_grace_seconds=0.0, lease=leases[-1])
     apply_retention(storage, policy, {})
-    assert storage.list("preflight") == []
+    assert storage.list("preflight") == [] and not left.parent.exists()

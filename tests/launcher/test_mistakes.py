@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
 from PIL import Image
 
-from clip_tools.doctor import check_recipe
 from clip_train.data.tar import write_shards
 from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights
@@ -18,9 +15,7 @@ from launcher.cli.main import main
 from launcher.config.recipe import load_config
 from launcher.config.resolve import resolve
 from launcher.config.samples import with_samples
-from tests import warm
 from tests.launcher.conftest import run
-from tests.processor import answer
 
 
 @pytest.fixture(autouse=True)
@@ -288,36 +283,6 @@ def test_samples_are_not_counted_on_a_mount_that_is_not_there(recipe, tmp_path):
 def test_the_demo_looks_at_its_overrides_before_it_draws(tmp_path, capsys):
     assert main(["demo", f"--dir={tmp_path}", "optim.lr=-1"]) == 2
     assert "optim.lr (-1)" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def try_precision(
-    recipe: Path, precision: str, missing: list[str]
-) -> tuple[int, str, int, list[str]]:
-    """Where the processor lacks these: `train`'s status and what it says, `plan`'s status, and what doctor finds."""
-    answer(True, "fp16", "bf16")
-    answer(False, *missing)
-    line, said = [str(recipe), f"engine.precision={precision}"], io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        status, planned = main(["train", *line]), main(["plan", *line])
-    config = load_config(line[0], line[1:])
-    found = [finding.level for finding in check_recipe(config)]
-    answer(True, precision)
-    assert resolve(config, 1, is_rank=True).config.engine.precision == precision
-    return status, said.getvalue(), planned, found
-
-
-@pytest.mark.parametrize(
-    "missing, precision, remedy",
-    [
-        (["fp16"], "fp16", "use engine.precision=bf16 or engine.precision=fp32, or GPUs"),
-        (["fp16", "bf16"], "bf16", "use engine.precision=fp32, or GPUs"),
-    ],
-)
-def test_a_precision_that_the_processor_lacks(missing, precision, remedy, recipe):
-    """A run is refused where it would train; a plan, which may be for other machines, is not."""
-    status, said, planned, found = warm.call(try_precision, recipe, precision, missing)
-    assert (status, planned, found) == (2, 0, ["warning", "ok"])
-    assert f"engine.precision ({precision})" in said and remedy in said, said
 
 
 def test_all_mistakes_are_told_at_once(recipe, capsys):

@@ -9,7 +9,7 @@ import pytest
 from clip_tools.plan import make_plan
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from clip_train.models.export import export_openclip
+from clip_train.models.weights import export_openclip
 from launcher.config.recipe import check_config
 from launcher.config.resolve import resolve
 from tests import tolerances

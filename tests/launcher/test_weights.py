@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,10 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
-from clip_train.models.export import export_openclip
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import export_openclip, initial_weights
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
 from launcher.weights import weights_here
-from tests.launcher.conftest import until
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture, small_model
 from tests.peers.hub import Hub
@@ -29,17 +28,13 @@ from tests.ranks import run_ranks
 ARCHITECTURE = small_architecture()
 
 
-def started_from(
-    place: str | Path, model: Path, first_left: Path | None = None
-) -> dict[str, Tensor]:
-    """first_left: all ranks but the first open the weights after the first one has left the block and made this."""
+def started_from(place: str | Path, model: Path, late: float = 0.0) -> dict[str, Tensor]:
+    """late: seconds after which all ranks but the first open the weights."""
     config = ModelConfig(name=str(model), init_from=str(place))
     with weights_here(config, StorageConfig()) as here:
-        if first_left is not None and dist.rank() > 0:
-            assert until(first_left.exists)
+        if dist.rank() > 0:
+            time.sleep(late)
         source = initial_weights(here, seed=0)
-    if first_left is not None and dist.rank() == 0:
-        first_left.touch()
     return {
         name: source.read(name, "param", 0, p.numel()).reshape(p.shape)
         for name, p in torch.load(model.parent / "any.pt").items()
@@ -121,7 +116,7 @@ def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):
 
 def _opened_late(place: Path, model: Path, spool: Path) -> dict[str, Tensor]:
     tempfile.tempdir = str(spool)
-    return started_from(place, model, spool / "first left")
+    return started_from(place, model, late=2.0)
 
 
 @pytest.mark.distributed

@@ -16,12 +16,10 @@ from safetensors.torch import save_file
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
-from clip_train.models.export import export_openclip
 from clip_train.models.hub import resolve
-from clip_train.models.weights import initial_weights, load_openclip, load_teacher
+from clip_train.models.weights import export_openclip, initial_weights, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
-SINUSOIDAL = small_architecture().vision_cfg.model_dump() | {"pos_embed_type": "sin_cos_2d"}
 ARCHITECTURE = small_architecture(init_logit_bias=-10.0)
 
 
@@ -43,19 +41,6 @@ def test_an_export_comes_back_equal(tmp_path: Path, dtype: torch.dtype):
     again.load_state_dict(load_openclip(folder, ARCHITECTURE))
     for a, b in zip(again.to(dtype)(*inputs(3)), model(*inputs(3)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def test_buffers_are_exported_and_come_back(tmp_path: Path):
-    architecture = small_architecture(vision_cfg=SINUSOIDAL)
-    model = small_model(architecture=architecture)
-    for buffer in model.buffers():
-        buffer.fill_(0.7)
-    folder = export_openclip(model.state_dict(), architecture, tmp_path / "export")
-    assert load_architecture(str(folder)) == architecture
-    loaded = load_openclip(folder, architecture)
-    assert dict(model.named_buffers())
-    for name, buffer in model.named_buffers():
-        assert loaded[name].dtype == buffer.dtype and torch.equal(loaded[name], buffer), name
 
 
 def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tmp_path: Path):

@@ -135,19 +135,6 @@ def test_features_and_gradients_are_plain_torchs(case: str, activation_checkpoin
             )
 
 
-def test_sinusoidal_positions_are_fixed():
-    """Angle = place / 10000^(channel / channels): the column's sines and cosines, then the row's."""
-    vision = small_architecture().model_cfg()["vision_cfg"] | {"pos_embed_type": "sin_cos_2d"}
-    model = small_model(architecture=small_architecture(vision_cfg=vision))
-    assert "visual.positional_embedding" not in dict(model.named_parameters())
-    table = model.state_dict()["visual.positional_embedding"].tolist()
-    assert len(table) == 17 and not any(table[0])
-    for row, column in ((0, 3), (2, 1)):
-        angles = [[place / 10000 ** (i / 8) for i in range(8)] for place in (column, row)]
-        expected = [f(a) for each in angles for f in (math.sin, math.cos) for a in each]
-        assert table[1 + 4 * row + column] == pytest.approx(expected, abs=1e-6)
-
-
 def test_layer_scales_have_openclips_names_and_value():
     state = small_model(architecture=architecture("scaled layers")).state_dict()
     for name, value, width in (("visual.transformer", 0.3, 32), ("transformer", 0.2, 20)):

@@ -1,14 +1,11 @@
-"""The hub's protocol on loopback: HEAD with the checksums, GET with ranges; uploads by LFS, and their commit."""
+"""The hub's protocol on loopback: HEAD with the checksums, GET with ranges."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any
 
 COMMIT = "5" * 40
 
@@ -23,8 +20,6 @@ class Hub:
         self.files: dict[tuple[str, str], bytes] = {}
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, range
         self.cut = self.damaged = 0
-        self.created: list[dict[str, Any]] = []
-        self._large: dict[str, bytes] = {}  # by sha256, until they are committed
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,12 +30,6 @@ class Hub:
 
             def do_GET(self) -> None:
                 hub.answer(self, body=True)
-
-            def do_POST(self) -> None:
-                hub.take(self)
-
-            def do_PUT(self) -> None:
-                hub.take(self)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -99,52 +88,3 @@ class Hub:
             request.close_connection = True
             return
         request.wfile.write(sent)
-
-    def take(self, request: BaseHTTPRequestHandler) -> None:
-        """What an upload asks: the repository, how each file is to come, LFS files one by one, the commit."""
-        self.requests.append((request.command, request.path, None))
-        length, parts = request.headers.get("Content-Length"), []
-        if length is not None:
-            parts.append(request.rfile.read(int(length)))
-        else:  # chunked
-            while size := int(request.rfile.readline(), 16):
-                parts.append(request.rfile.read(size))
-                request.rfile.readline()
-            request.rfile.readline()
-        body, path = b"".join(parts), request.path
-        answer: dict[str, Any] = {}
-        if path == "/api/repos/create":
-            asked = json.loads(body)
-            self.created.append(asked)
-            answer = {"url": f"{self.url}/{asked['organization']}/{asked['name']}"}
-        elif "/preupload/" in path:
-            mode = {True: "regular", False: "lfs"}
-            names = [each["path"] for each in json.loads(body)["files"]]
-            files = [
-                {"path": n, "uploadMode": mode[n.endswith(".json")], "shouldIgnore": False}
-                for n in names
-            ]
-            answer = {"files": files}
-        elif path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for each in objects:
-                each["actions"] = {"upload": {"href": f"{self.url}/lfs/{each['oid']}"}}
-            answer = {"transfer": "basic", "objects": objects}
-        elif path.startswith("/lfs/"):
-            assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
-            self._large[path.removeprefix("/lfs/")] = body
-        elif "/commit/" in path:
-            repository = path.removeprefix("/api/models/").partition("/commit/")[0]
-            for each in map(json.loads, body.splitlines()):
-                value = each["value"]
-                if each["key"] == "lfsFile":
-                    self.files[repository, value["path"]] = self._large[value["oid"]]
-                elif each["key"] == "file":
-                    self.files[repository, value["path"]] = base64.b64decode(value["content"])
-            answer = {"commitOid": COMMIT, "commitUrl": f"{self.url}/{repository}/commit/{COMMIT}"}
-        content = json.dumps(answer).encode()
-        request.send_response(200)
-        request.send_header("Content-Type", "application/json")
-        request.send_header("Content-Length", str(len(content)))
-        request.end_headers()
-        request.wfile.write(content)

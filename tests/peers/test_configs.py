@@ -135,16 +135,3 @@ def test_initialisation_has_openclips_statistics(name: str):
         assert mine.abs().mean().item() == pytest.approx(
             tensor.abs().mean().item(), rel=tolerance
         ), key
-
-
-def test_sinusoidal_positions_are_openclips():
-    """Of none of the configs."""
-    content = shallow("ViT-M-32")
-    content["vision_cfg"]["pos_embed_type"] = "sin_cos_2d"
-    ours, peer = (
-        make.state_dict()
-        for make in (CLIP(parse_architecture(content, "")), open_clip.model.CLIP(**content))
-    )
-    assert ours.keys() == peer.keys()
-    name = "visual.positional_embedding"
-    torch.testing.assert_close(ours[name], peer[name], rtol=0, atol=1e-7)

@@ -15,9 +15,8 @@ import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.errors import UserError
-from clip_train.models.export import export_openclip
-from clip_train.models.hub import check_push, resolve
-from clip_train.models.weights import load_openclip
+from clip_train.models.hub import resolve
+from clip_train.models.weights import export_openclip, load_openclip
 from tests.models.small import small_architecture, small_model
 from tests.peers.hub import COMMIT, Hub
 
@@ -37,13 +36,6 @@ try:
     print(fetch(sys.argv[1]))
 except ClipTrainError as e:
     sys.exit(f"{type(e).__name__}: {e}")
-"""
-PUSH = """
-import sys
-from pathlib import Path
-from clip_train.models.hub import check_push, push
-check_push(sys.argv[2])
-print(push(Path(sys.argv[1]), ["open_clip_model.safetensors", "open_clip_config.json"], sys.argv[2]))
 """
 SAFETENSORS, CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 
@@ -146,30 +138,6 @@ def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
     assert fetch(hub, "hf-hub:me/bin", tmp_path / "home")[0].endswith("open_clip_pytorch_model.bin")
 
 
-def test_an_export_is_uploaded_and_fetched_again(tmp_path: Path, hub: Hub):
-    """By LFS: the library's other way (Xet) does not speak to such a server."""
-    folder = export_openclip(
-        small_model(seed=8).state_dict(), small_architecture(), tmp_path / "other"
-    )
-    (folder / "notes.txt").write_text("not for the hub")
-    env = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
-    done = subprocess.run(
-        [sys.executable, "-c", PUSH, folder, "hf-hub:me/new"], env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert done.stdout.strip() == f"{hub.url}/me/new", done.stderr
-    assert [each["name"] for each in hub.created] == ["new"]
-    assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private", (
-        hub.created
-    )
-    there = {
-        name: content for (repository, name), content in hub.files.items() if repository == "me/new"
-    }
-    assert there == {name: (folder / name).read_bytes() for name in (SAFETENSORS, CONFIG)}
-    path, said = fetch(hub, "hf-hub:me/new", tmp_path / "home")
-    assert load_openclip(path, small_architecture()), said
-
-
 def test_places_on_the_hub():
     assert resolve("hf-hub:laion/CLIP-x_y.1") == ("laion/CLIP-x_y.1", None)
     assert resolve("hf-hub:laion/CLIP@v1/2") == ("laion/CLIP", "v1/2")
@@ -181,8 +149,6 @@ def test_places_on_the_hub():
         resolve("open_clip:ViT-B-32/laion2b_s34b_b79")
     with pytest.raises(UserError, match="write hf-hub:org/name"):
         resolve("hf-hub:laion")
-    with pytest.raises(UserError, match=r"--push open_clip:.*: write hf-hub:org/name"):
-        check_push("open_clip:ViT-B-32/openai")
 
 
 def test_the_tables_tags_are_openclips():

@@ -14,9 +14,8 @@ import torch
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture, preset_names
-from clip_train.models.export import export_openclip
 from clip_train.models.freeze import frozen_names
-from clip_train.models.weights import load_openclip
+from clip_train.models.weights import export_openclip, load_openclip
 
 pytestmark = [
     pytest.mark.peer,

@@ -16,7 +16,7 @@ from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
-from clip_train.models.export import save_texts
+from clip_train.models.weights import save_texts
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 transformers = pytest.importorskip(

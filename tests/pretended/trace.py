@@ -28,7 +28,7 @@ from clip_train.engine import Engine, PlainEngine
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
-from clip_train.models.export import own_copy
+from clip_train.models.weights import own_copy
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.protocols import Batch, Features

@@ -40,10 +40,6 @@ class Bucket:
     def unfinished_uploads(self) -> list[str]:
         return [upload.findtext("Key") or "" for upload in self._query(uploads="").iter("Upload")]
 
-    def begin_upload(self, key: str) -> None:
-        """In parts, and nobody goes on with it."""
-        self.server.request("POST", f"{self.name}/{key}", {"uploads": ""})
-
     def get(self, key: str) -> bytes:
         return self.server.get(f"{self.name}/{key}")
 
@@ -91,9 +87,8 @@ class Bucket:
         return wrong
 
     def orphans(self, root: str) -> list[str]:
-        """Keys that belong to no commit, and uploads that were never finished."""
+        """Keys that belong to no commit."""
         names = [key.removeprefix(f"{root}/") for key in self.keys(f"{root}/")]
-        stray = orphans_in(
+        return orphans_in(
             names, [json.dumps(marker).encode() for marker in self.commits(root).values()]
         )
-        return stray + [f"unfinished {key}" for key in self.unfinished_uploads()]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage.base import Storage
-from clip_train.storage.object_store import connect
-from clip_train.storage.s3 import S3Storage
+from clip_train.storage.object_store import S3Storage, connect
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS

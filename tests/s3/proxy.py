@@ -6,13 +6,11 @@ It runs in a thread of the test: `with FaultyProxy(port) as proxy: proxy.faults 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import random
 import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -21,7 +19,7 @@ from urllib.parse import quote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
-    "unconditional", "skew", "hide", "slow", "crawl", "pages",
+    "unconditional", "hide", "slow", "crawl", "pages",
 ]  # fmt: skip
 
 MOST_RUNNING = 6  # below the default of storage.attempts
@@ -36,7 +34,7 @@ class Fault:
     the body and then silence; drip: 200 bytes a second; flip: one bit of the body; other: other bytes, as many;
     status: an S3 error; hang: no answer; expired: 403 ExpiredToken.
     lost: carried out, then reset instead of the answer; upflip: one bit of the request's body; unconditional: the
-    request without its If-None-Match; skew: the answer's Date is `seconds` from what it is;
+    request without its If-None-Match;
     hide: the objects whose key contains `hidden` are left out of listings; slow: `seconds` late, and then as it is;
     crawl: both bodies through a link of `rate` that all such requests share fairly, and then as they are;
     pages: a listing comes in pages of two.
@@ -223,9 +221,6 @@ class FaultyProxy:
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
         if action == "lost":
             return _reset(writer)
-        if hit and action == "skew":
-            other = email.utils.formatdate(time.time() + hit.seconds, usegmt=True)
-            answer_head = _with_header(answer_head, b"Date", other.encode())
         if hit and action == "hide":
             named = "|".join(
                 map(re.escape, {hit.hidden, quote(hit.hidden, safe="")})
@@ -236,7 +231,6 @@ class FaultyProxy:
         if hit is None or action in (
             "upflip",
             "unconditional",
-            "skew",
             "hide",
             "slow",
             "crawl",

@@ -53,15 +53,11 @@ def test_it_is_in_both_places_and_comes_back_from_either(
 def test_retention_and_orphans(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     view.put("run/ckpt/s0000000008/e000000-0123abcd/rank00000.safetensors", b"half")
     view.put("run/ckpt/s0000000009/e000000-0123abcd/_rank00000.json", b"half")
-    view.begin_upload("run/ckpt/x")
     careful = Run(tmp_path / "a", url, keep_last=1, orphan_grace_minutes=10.0)
     assert careful.save(1) and careful.save(2)
     careful.manager.close()
     assert len(view.commits("run")) == 1
-    assert len(view.orphans("run")) == 3  # their writer may not know yet that it has lost the lease
-    proxy.faults = [
-        Fault("skew", method="GET", key="", query="max-keys=1(&|$)", seconds=10)
-    ]  # the store's clock
+    assert len(view.orphans("run")) == 2  # their writer may not know yet that it has lost the lease
     run = Run(tmp_path / "a", url, keep_last=1)
     assert_is(run.resume(), 2)
     assert run.save(3) and run.save(4)
@@ -105,10 +101,6 @@ def test_preflight_says_what_to_fix(
     run = Run(tmp_path, url)
     run.manager.preflight()
     assert "ignores If-None-Match" in run.said[0] and "What still holds" in run.said[0]
-    proxy.faults = [Fault("skew", key="", method="GET", seconds=-3600)]
-    run = Run(tmp_path, url)
-    run.manager.preflight()
-    assert "set this machine's clock" in run.said[0]
 
 
 def test_no_secret_is_told_or_kept(

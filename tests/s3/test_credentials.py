@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
-import re
 import resource
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -150,73 +146,6 @@ def test_a_key_that_is_withdrawn_is_asked_for_again(
     assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1"
 
 
-def test_a_token_in_the_environment_cannot_be_renewed(
-    storage: Storage,
-    proxy: FaultyProxy,
-    monkeypatch: pytest.MonkeyPatch,
-    bucket: str,
-    server: Server,
-) -> None:
-    server.add_key("SESSIONKEY", "SESSIONSECRET")
-    pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
-    for name, value in {**pair, "AWS_SESSION_TOKEN": "SESSIONTOKEN"}.items():
-        monkeypatch.setenv(name, value)
-    server.put(f"{bucket}/shard.tar", DATA)
-    with open_read(f"s3://{bucket}/shard.tar", PATIENT) as shard:
-        assert storage.list() == [] and shard.read(10)
-        refuse(proxy, ("SESSIONKEY", ""))
-        proxy.requests.clear()
-        for ask in (lambda: storage.put_bytes("a", b""), shard.read, lambda: storage.size("a")):
-            with pytest.raises(PermissionError) as caught:
-                ask()
-            told = str(caught.value)
-            assert re.search(
-                r"AWS_SESSION_TOKEN.*has expired, and nothing can renew it: start again.*AWS_PROFILE",
-                told,
-            )
-            assert "SESSIONSECRET" not in told and "SESSIONTOKEN" not in told
-        assert max(Counter(proxy.requests).values()) < 6  # once more each; it is not waited for
-
-
-@pytest.mark.full
-def test_a_token_that_says_until_when(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, bucket: str, server: Server
-) -> None:
-    """As `aws configure export-credentials` sets it: then botocore knows that its time is over before S3 does."""
-    server.add_key("SESSIONKEY", "SESSIONSECRET")
-    pair = {"AWS_ACCESS_KEY_ID": "SESSIONKEY", "AWS_SECRET_ACCESS_KEY": "SESSIONSECRET"}
-    for name, value in {**pair, "AWS_SESSION_TOKEN": "TOKEN"}.items():
-        monkeypatch.setenv(name, value)
-    server.put(f"{bucket}/shard.tar", DATA)
-    storage = open_storage(f"s3://{bucket}/run", patience_seconds=5)
-    for seconds in (
-        3,
-        20,
-        120,
-    ):  # more where this machine stalls and the time is over before it has been used
-        end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
-        until = end.strftime("%Y-%m-%dT%H:%M:%SZ")
-        monkeypatch.setenv("AWS_CREDENTIAL_EXPIRATION", until)
-        with contextlib.suppress(PermissionError):
-            shard = open_read(f"s3://{bucket}/shard.tar", PATIENT)
-            assert storage.list() == [] and shard.read(10)
-            break
-    else:
-        pytest.fail("it was refused before its time was over")
-    with shard:
-        time.sleep(
-            max(0.0, (end - datetime.datetime.now(datetime.timezone.utc)).total_seconds()) + 0.5
-        )
-        with pytest.raises(
-            PermissionError, match=rf"has expired at {until}, and nothing can renew it"
-        ):
-            storage.list()
-        with pytest.raises(
-            PermissionError, match=rf"has expired at {until}, and nothing can renew it"
-        ):
-            shard.read()
-
-
 @pytest.mark.full
 def test_a_container_role_is_renewed_by_itself(
     storage: Storage, url: str, proxy: FaultyProxy, bucket: str, server: Server, monkeypatch: pytest.MonkeyPatch,
@@ -320,7 +249,7 @@ def test_a_profile_gives_endpoint_region_and_keys(
     (tmp_path / "config").write_text(config)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1" and storage.sweep(0.0) == 0
+    assert storage.put_bytes("a", b"1") and view.get("run/a") == b"1"
     with open_read(f"{view.url}/run/a") as file:
         assert file.read() == b"1"
 

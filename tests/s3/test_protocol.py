@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint import commit, manifest
 from clip_train.errors import CheckpointError
-from clip_train.storage.urls import open_storage
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import kill_writer
 from tests.s3.bucket import Bucket
@@ -132,25 +130,6 @@ def test_a_marker_that_a_listing_hides_keeps_its_data(
         2,
         3,
     ]
-
-
-@pytest.mark.full
-def test_uploads_under_way_are_not_swept(tmp_path: Path, url: str, view: Bucket) -> None:
-    """Parts of another rank's file, and of a successor's."""
-    run = Run(tmp_path, url)
-    assert run.save(1)
-    run.manager.close()  # it sweeps, too
-    for name in (
-        "ckpt/s0000000002/e000000-0123abcd/x",
-        "ckpt/s0000000002/e000007-0123abcd/x",
-        "ckpt/s1/old",
-    ):
-        view.begin_upload(f"run/{name}")
-    storage = open_storage(url)
-    under_way = lambda name: manifest.parse_prefix(name.rsplit("/", 1)[0]) is not None  # noqa: E731
-    swept = storage.sweep(storage.clock() + 60, under_way)
-    assert swept == 1 and len(view.unfinished_uploads()) == 2
-    assert [ref.step for ref in commit.list_commits(storage)] == [1]
 
 
 @pytest.mark.full

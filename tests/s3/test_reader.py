@@ -13,7 +13,7 @@ import pytest
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import DeniedError, MissingError, StorageError
-from clip_train.storage.urls import expand_glob, open_read, write_bytes
+from clip_train.storage.urls import expand_glob, open_read, open_storage
 from tests.launcher.conftest import until
 from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server
@@ -229,10 +229,10 @@ def test_an_empty_object(server: Server, proxy: FaultyProxy, bucket: str) -> Non
 
 
 def test_write_and_list(proxy: FaultyProxy, server: Server, bucket: str) -> None:
-    write_bytes(f"s3://{bucket}/x/index.json", b"{}")
+    open_storage(f"s3://{bucket}/x/index.json").put_bytes("", b"{}")
     assert server.get(f"{bucket}/x/index.json") == b"{}"
     assert expand_glob(f"s3://{bucket}/x/*.json") == [f"s3://{bucket}/x/index.json"]
-    write_bytes(f"s3://{bucket}/x/b.json", b"new")  # no listing is kept
+    open_storage(f"s3://{bucket}/x/b.json").put_bytes("", b"new")  # no listing is kept
     assert len(expand_glob(f"s3://{bucket}/x/*.json")) == 2
 
 

@@ -148,33 +148,6 @@ def test_an_upload_that_fails_publishes_nothing(
     with pytest.raises(OSError, match="writing big: HTTP 503 SlowDown"):
         impatient.put_file(big, "big")
     assert view.keys() == []
-    proxy.faults = []
-    assert impatient.sweep(impatient.clock() + 10) == len(view.unfinished_uploads()) == 0
-
-
-def test_uploads_of_the_dead_are_swept(storage: Storage, view: Bucket) -> None:
-    view.begin_upload("run/ckpt/x")
-    assert storage.sweep(storage.clock() - 60) == 0 and view.unfinished_uploads() == ["run/ckpt/x"]
-    assert (
-        storage.sweep(storage.clock() + 60, prefix="metric") == 0
-    )  # an uploader's part of the bucket, not another's
-    whole = open_storage(view.url)
-    assert (
-        whole.sweep(whole.clock() + 60, lambda name: name == "run/ckpt/x", prefix="run/ckpt") == 0
-    )
-    assert (
-        storage.sweep(storage.clock() + 60, prefix="ckpt") == 1 and view.unfinished_uploads() == []
-    )
-
-
-def test_every_page_of_unfinished_uploads_is_swept(
-    storage: Storage, view: Bucket, proxy: FaultyProxy
-) -> None:
-    for i in range(5):
-        view.begin_upload(f"run/ckpt/{i}")
-    proxy.faults = [Fault("pages", key="", query="uploads")]
-    assert storage.sweep(storage.clock() + 60, prefix="ckpt") == 5
-    assert view.unfinished_uploads() == [] and proxy.fired == 3
 
 
 def test_a_bucket_in_another_region_is_found(
@@ -200,7 +173,7 @@ def test_a_bucket_in_another_region_is_found(
     assert storage.put_bytes("a", b"1") and [entry.name for entry in storage.list()] == ["a"]
     with open_read(f"{view.url}/run/a") as file:
         assert file.read() == b"1"
-    assert proxy.fired == 1 and storage.sweep(0.0) == 0
+    assert proxy.fired == 1
 
 
 RACES: dict[str, list[Fault]] = {
@@ -249,8 +222,6 @@ ASK: dict[str, Callable[[Storage], object]] = {
     "put if absent": lambda s: s.put_bytes("a", b"", if_absent=True),
     "delete": lambda s: s.delete("a"),
     "delete_tree": lambda s: s.delete_tree("a"),
-    "clock": lambda s: s.clock(),
-    "sweep": lambda s: s.sweep(0.0),
 }
 REFUSALS = {
     "denied": Fault("status", code=403, s3code="AccessDenied"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.export import export_openclip
+from clip_train.models.weights import export_openclip
 from tests.launcher.saved import save_run
 from tests.launcher.test_weights import ARCHITECTURE, same, started_from
 from tests.s3.bucket import Bucket

@@ -241,22 +241,3 @@ def test_description_of_no_answer() -> None:
 )
 def test_description(error: Exception, text: str) -> None:
     assert describe(error).startswith(text)
-
-
-def test_an_expired_token_of_the_environment_is_reported_with_its_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AWS_CREDENTIAL_EXPIRATION",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    assert "renew them where they come from" in describe(answer(403, "ExpiredToken"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.setenv(name, "SECRET")
-    assert "has expired, and nothing can renew it" in describe(answer(403, "ExpiredToken"))
-    monkeypatch.setenv("AWS_CREDENTIAL_EXPIRATION", "2026-11-21T09:00:00Z")
-    text = describe(answer(403, "ExpiredToken"))
-    assert "has expired at 2026-11-21T09:00:00Z, and" in text and "SECRET" not in text

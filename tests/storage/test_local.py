@@ -164,7 +164,10 @@ def test_a_folder_that_goes_meanwhile_is_no_error(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", removes)
-    assert storage.sweep(storage.clock() + 60) == 1
+    assert [entry.name for entry in storage.list(unfinished=True)] == [
+        "stays/.f.0123.part",
+        "stays/f",
+    ]
     assert [entry.name for entry in storage.list()] == ["stays/f"]
 
 

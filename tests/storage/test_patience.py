@@ -16,7 +16,7 @@ def test_a_store_that_never_answers(monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
         store = open_storage("s3://bucket/run", patience_seconds=1)
-        for ask in (lambda: store.read_bytes("x"), lambda: store.list("x"), store.clock):
+        for ask in (lambda: store.read_bytes("x"), lambda: store.list("x")):
             with pytest.raises(StorageError) as caught:
                 ask()
             seconds = [float(word) for word in words_before_s(str(caught.value))]

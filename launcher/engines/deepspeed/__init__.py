@@ -1,24 +1,68 @@
-"""DeepSpeed's ZeRO as an engine: what it refuses and needs.
+"""DeepSpeed's ZeRO as an engine: what it refuses and needs, and what `clip-train doctor` checks.
 
-`config` makes its JSON, `engine` has the engine itself, `doctor` its checks.
+`config` makes its JSON, `engine` has the engine itself.
 """
 
 import json
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
+from launcher.checks import Finding, check_range, error, ok, warning, warning_if
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import build_ds_config, reduce_bucket_elements, reduces_once
-from launcher.engines.deepspeed.doctor import CHECKS
-from launcher.versions import too_old
+from launcher.versions import installed, too_old
+
+
+def check_version() -> Iterator[Finding]:
+    if installed("deepspeed") is None:
+        remedy = "pip install deepspeed, or set engine.kind=fsdp"
+        yield error("engine", "deepspeed is not installed", remedy)
+    else:
+        yield from check_range("engine", "deepspeed")
+
+
+def check_extensions() -> Iterator[Finding]:
+    """A killed build of a DeepSpeed extension leaves a lock for which later runs wait for ever."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+    for lock in Path(folder).expanduser().glob("**/lock"):
+        if time.time() - lock.stat().st_mtime > 600:
+            message = f"a killed build has left {lock}: later runs wait for it without a word"
+            yield error("extensions", message, f"rm {lock}")
+            return
+    yield ok("extensions", "no lock of a killed build")
+
+
+def check_hosts() -> Iterator[Finding]:
+    """The deepspeed launcher over ssh."""
+    hostfile = next(filter(os.path.exists, ("hostfile", "/job/hostfile")), None)
+    if hostfile is None:
+        return
+    yield warning_if(
+        "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
+        "hosts",
+        f"{hostfile} and ssh keep-alives: without these the deepspeed launcher waits for ever on "
+        "a dead connection",
+        "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
+    )
+    if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
+        message = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach"
+        remedy = "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env"
+        yield warning("hosts", f"{message} the other hosts", remedy)
 
 
 class DeepSpeedKind(EngineKind):
     name = "ZeRO"
     module = "launcher.engines.deepspeed.engine"
-    checks = CHECKS
+    checks = (
+        ("engine", check_version),
+        ("extensions", check_extensions),
+        ("hosts", check_hosts),
+    )
 
     def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
         stage = config.zero_stage
@@ -54,23 +98,6 @@ class DeepSpeedKind(EngineKind):
             build_ds_config(config, facts)
         except UserError as e:
             yield str(e)
-
-    def mistakes_here(self, config: EngineConfig) -> Iterator[str]:
-        """DeepSpeed itself would raise an error once the model is built."""
-        import torch
-
-        yield from super().mistakes_here(config)
-        if config.precision == "fp32" or torch.cuda.is_available():
-            return
-        from launcher.engines.deepspeed.engine import supported_precisions
-
-        supported = supported_precisions()
-        if config.precision not in supported:
-            remedies = " or ".join(f"engine.precision={name}" for name in reversed(supported))
-            yield (
-                f"engine.precision ({config.precision}): this machine's processor does not "
-                f"compute in it, and no GPU is visible: use {remedies}, or GPUs"
-            )
 
     def memory(
         self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int

@@ -53,13 +53,6 @@ def _import_deepspeed() -> Any:
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
-def supported_precisions() -> list[str]:
-    """The precisions that DeepSpeed supports on this machine; it asks the processor for fp16."""
-    accelerator = _import_deepspeed().accelerator.get_accelerator()
-    asked = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
-    return ["fp32", *(precision for precision, supported in asked.items() if supported())]
-
-
 def build_engine(
     config: EngineConfig,
     make_model: Callable[[], nn.Module],
