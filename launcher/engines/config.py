@@ -61,16 +61,12 @@ class EngineConfig(Settings):
     ds_configs/zero<stage>.json."""
 
     @model_validator(mode="after")
-    def _bf16_sums_are_of_bf16(self) -> EngineConfig:
+    def _fits_together(self) -> EngineConfig:
         if self.reduce_dtype == "bf16" and self.precision in ("fp32", "fp16"):
             raise ValueError(
                 f"engine.reduce_dtype (bf16) needs engine.precision bf16 (it is {self.precision}): "
                 "set engine.precision=bf16, or engine.reduce_dtype=fp32"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_offloaded_is_shared_out(self) -> EngineConfig:
         if self.zero_stage == 0 and self.offload != "none":
             raise ValueError(
                 f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
