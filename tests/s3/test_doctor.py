@@ -203,7 +203,7 @@ def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     levels = [
         finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"
     ]
-    assert levels == ["ok"] * 7, out
+    assert levels == ["ok"] * 5, out
     assert view.keys() == before
 
 
