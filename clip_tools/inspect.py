@@ -16,8 +16,7 @@ from clip_tools.transformers_export import (
 )
 from clip_train import dist
 from clip_train.checkpoint.inspect import open_to_look
-from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, Resumed
+from clip_train.checkpoint.restore import Resumed
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
@@ -41,7 +40,7 @@ from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import log, warn
+from launcher.runtime.log import log
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
@@ -149,30 +148,13 @@ def described(weights: str, place: str) -> str:
         return f"open_clip:{folder}"
 
 
-def chosen(args: argparse.Namespace, places: Places, only: CommitRef | None) -> Resumed:
-    """The checkpoint that the command line asks for; the newer ones that were passed over are
-    reported.
-    """
-    found = open_to_look(
-        places,
-        args.step,
-        only,
-        newest_whole=args.newest_whole,
-        otherwise="--step N or --newest-whole",
-    )
-    if dist.is_main():
-        for each in found.skipped:
-            warn(f"passed over the newer checkpoint of {each}")
-    return found
-
-
 def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     """The recipe and the newest complete checkpoint. With a URL or a bare folder of
     checkpoints, the recipe comes from the checkpoint: no file of the run is needed. UserError,
     CheckpointError."""
     place, overrides = args.place, args.overrides
     config, places, only = find_run(place, overrides)
-    found = chosen(args, places, only)
+    found = open_to_look(places, args.step, only)
     if config is not None:
         return config, found
     recipe_there, said = (
@@ -229,7 +211,7 @@ def export_run(args: argparse.Namespace) -> int:
             f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the "
             "recipe"
         )
-    found = chosen(args, places, only)
+    found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
     architecture = parse_saved(
         found.state["architecture"]

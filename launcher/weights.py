@@ -94,7 +94,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
             f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "
             f"checkpoint: {e}"
         ) from e
-    names = found.reader.names() if fetches else {}  # the node's other ranks read nothing
+    names = found.reader.shapes if fetches else {}  # the node's other ranks read nothing
     wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
     found.reader.prepare(wanted.values())
 

@@ -18,6 +18,7 @@ from clip_train.checkpoint.manifest import Commit, CommitRef, FileEntry, FormatE
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 
+J = TypeVar("J")
 T = TypeVar("T")
 READS = 3  # of what does not have its sha256: a bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
@@ -135,19 +136,18 @@ def _rank_manifests(
         manifest.rank_manifest_name(request.prefix, rank): rank
         for rank in range(request.world_size)
     }
-
-    def read(name: str) -> None:
-        bodies[missing[name]] = read_small(store, name, manifest.parse_checked)
-
+    read = partial(read_small, store, parse=manifest.parse_checked)
     pause, longest_pause = _POLL_SECONDS
     while True:
         late = time.monotonic() > end()
         listed = [entry.name for entry in store.list(request.prefix) if entry.name in missing]
-        for name in in_parallel(read, listed, _PARALLEL_READS):
+        read_bodies = in_parallel(read, listed, _PARALLEL_READS)
+        for name, body in zip(listed, read_bodies, strict=True):
             rank = missing.pop(name)
-            if "error" in bodies[rank]:
-                kind = SupersededError if bodies[rank]["superseded"] else RefusedError
-                raise kind(f"rank {rank}: {bodies[rank]['error']}")
+            if "error" in body:
+                kind = SupersededError if body["superseded"] else RefusedError
+                raise kind(f"rank {rank}: {body['error']}")
+            bodies[rank] = body
         if not missing:
             return [bodies[rank] for rank in range(request.world_size)]
         if late:
@@ -275,11 +275,10 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
             raise DamagedError(f"{name} has {sizes[name]} bytes instead of {entry.size}")
 
 
-def in_parallel(action: Callable[[T], object], jobs: Sequence[T], workers: int) -> Iterator[T]:
-    """Each job when it is done, in their order, `workers` at a time; the first error ends it."""
+def in_parallel(action: Callable[[J], T], jobs: Sequence[J], workers: int) -> Iterator[T]:
+    """The results of the jobs, in their order, `workers` at a time; the first error ends it."""
     pool = ThreadPoolExecutor(min(workers, max(len(jobs), 1)))
     try:
-        for job, _ in zip(jobs, pool.map(action, jobs), strict=True):
-            yield job
+        yield from pool.map(action, jobs)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -138,8 +138,7 @@ class CheckpointFiles:
         before, began = self.fetched, time.monotonic()
         next_line = began + _PROGRESS_SECONDS
 
-        for done, block in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
-            self._ready.add(block)
+        for done, _ in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
             now = time.monotonic()
             if self.fetched > before and now >= next_line and done < len(unknown):
                 next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
@@ -162,6 +161,7 @@ class CheckpointFiles:
             except FileNotFoundError:
                 problem = "is missing"
         if hashlib.sha256(data).hexdigest() == entry.blocks[number]:
+            self._ready.add(block)
             return
         if self._remote is None:
             raise DamagedError(f"{path} {problem}")
@@ -184,6 +184,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{what} {where} ({type(e).__name__}: {e}): {remedy}") from e
         with self._counting:
             self.fetched += len(data)
+            self._ready.add(block)
 
 
 def _write_block(path: Path, size: int, start: int, data: bytes) -> None:

@@ -83,15 +83,10 @@ def open_to_look(
     places: Places,
     step: int | None = None,
     only: CommitRef | None = None,
-    *,
-    newest_whole: bool = False,
-    otherwise: str = "name an older one by its commit/*.json",
 ) -> Resumed:
     """The newest committed checkpoint, or that of `step`, to export or evaluate. Collective.
 
-    The run's folders stay as they are. Only what is read is verified and fetched. newest_whole:
-    newer ones that are damaged are passed over (`Resumed.skipped`), and all of the chosen one is
-    verified. otherwise: how to take an older one, for messages.
+    The run's folders stay as they are. Only what is read is verified and fetched.
     UserError if the newest is damaged; CheckpointError.
     """
     where = " or ".join(each.url for each in places if each is not None)
@@ -104,15 +99,16 @@ def open_to_look(
             raise UserError(
                 f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}"
             )
-    found, skipped = resolve(places, only, verify=newest_whole)
+    found, skipped = resolve(places, only)
     reasons = "".join(f"\n  {each}" for each in skipped)
     if found is None:
         why = f"there is no whole checkpoint under {where}{reasons}"
         raise UserError(f"{why}; train first, or correct the place")
-    if skipped and not newest_whole:
+    if skipped:
         raise UserError(
             f"the newest checkpoint under {where} cannot be read{reasons}\n"
-            f"restore it, or take the one of step {found.step}, which is older: {otherwise}"
+            f"restore it, or take the one of step {found.step}, which is older, by --step or by "
+            "its commit/*.json"
         )
     return found
 

@@ -95,15 +95,13 @@ def is_shared(storage: LocalStorage) -> bool:
         return True
     name = dist.broadcast_object(f".seen-{uuid.uuid4().hex}")
 
-    def look(*, write: bool = False) -> bool:
+    def write() -> None:
         with writable(storage):
-            if write:
-                storage.put_bytes(name, b"")
-            return storage.exists(name)
+            storage.put_bytes(name, b"")
 
     try:
-        dist.on_main(look, write=True)
-        return not dist.any_rank(not dist.agreed(look))
+        dist.on_main(write)
+        return not dist.any_rank(not dist.agreed(storage.exists, name))
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
@@ -189,15 +187,13 @@ def resolve(
     only: CommitRef | None = None,
     cache: LocalStorage | None = None,
     log: Log = lambda text: None,
-    *,
-    verify: bool = False,
 ) -> tuple[Resumed | None, list[Skipped]]:
     """The newest whole checkpoint, and the newer ones that are not whole. Collective.
 
     Rank 0 looks, all ranks share hashing and fetching and get the same answer.
     only: consider this checkpoint alone. cache: what the remote store has is fetched to
     `places.local`, or else to this folder; None: it is only looked at, from the local disk or from
-    the store, and each block is verified when it is read, unless `verify`.
+    the store, and each block is verified when it is read.
     CheckpointError, on all ranks, if one cannot read.
     """
     for _ in range(_LISTINGS):
@@ -213,7 +209,7 @@ def resolve(
             try:
                 if isinstance(looked, str):
                     raise DamagedError(looked)
-                found = _open(looked, places, ref in remote, cache, log, skipped, verify=verify)
+                found = _open(looked, places, ref in remote, cache, log, skipped)
                 break
             except DamagedError as e:  # on all ranks
                 skipped.append(Skipped(ref, str(e)))
@@ -249,8 +245,6 @@ def _open(
     cache: LocalStorage | None,
     log: Log,
     skipped: list[Skipped],
-    *,
-    verify: bool,
 ) -> Resumed:
     """One checkpoint; all of it is verified unless it is only looked at. Collective.
 
@@ -270,7 +264,7 @@ def _open(
     files = CheckpointFiles(found, folder, remote, shared=shared, log=log)
     if spool is not None:
         weakref.finalize(files, shutil.rmtree, spool, ignore_errors=True)
-    if cache is not None or verify:
+    if cache is not None:
         why = files.verify_all()
         if why is not None:
             raise DamagedError(why)
@@ -279,19 +273,14 @@ def _open(
     source = remote or local
     assert source is not None
     path = f"{source.url}/{prefix}"
+    reader = dist.agreed(FragmentReader, found.layout, files, path)
+    dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
     same_ranks = found.manifest.world_size == dist.world_size()
-
-    def read() -> tuple[FragmentReader, dict[str, Tensor] | None]:
-        reader = FragmentReader(found.layout, files, path)
-        reader.tensors()  # fetched now, while an error still reaches all ranks
-        return reader, reader.tensors(dist.rank()) if same_ranks else None
-
-    reader, tensors = dist.agreed(read)
     return Resumed(
         step=found.manifest.step,
         state=found.manifest.state,
         reader=reader,
-        rank_tensors=tensors,
+        rank_tensors=dist.agreed(reader.tensors, dist.rank()) if same_ranks else None,
         world_size=found.manifest.world_size,
         path=path,
         ref=found.commit.ref,

@@ -233,6 +233,7 @@ class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
 
     layout: LAYOUT. files: of all ranks, in their order. where: for messages.
+    shapes: every parameter in the checkpoint with its shape.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class FragmentReader:
                 raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
             begin = 8 + int.from_bytes(data[:8], "little")
             head = json.loads(data[8:begin])
-            self._shapes = {name: tuple(shape) for name, shape in head["params"]}
+            self.shapes = {name: tuple(shape) for name, shape in head["params"]}
             self._slots = [slot for slot, _ in head["kinds"]]
             self._dtypes = [_TORCH[dtype] for _, dtype in head["kinds"]]
             # of each file: those that are no fragments, with their shapes
@@ -274,14 +275,14 @@ class FragmentReader:
         ) as e:
             why = f"{where}: its layout is not readable: {type(e).__name__}: {e}"
             raise CheckpointError(why) from e
-        cuts = np.searchsorted(self._rows["param"], np.arange(len(self._shapes) + 1)).tolist()
-        ranges = zip(self._shapes, itertools.pairwise(cuts), strict=True)
+        cuts = np.searchsorted(self._rows["param"], np.arange(len(self.shapes) + 1)).tolist()
+        ranges = zip(self.shapes, itertools.pairwise(cuts), strict=True)
         self._of = {name: self._rows[low:high] for name, (low, high) in ranges}  # sorted by start
 
     def _check_places(self, head_tensors: list[dict[str, Any]]) -> None:
         """ValueError if a fragment or a tensor is not within its parameter and its file."""
         rows = self._rows
-        numels = [math.prod(map(_natural, shape)) for shape in self._shapes.values()]
+        numels = [math.prod(map(_natural, shape)) for shape in self.shapes.values()]
         sizes = np.array([entry.size for entry in self._files.entries], np.int64)
         for field, most in (("param", len(numels)), ("file", len(sizes))):
             if np.any((rows[field] < 0) | (rows[field] >= most)):
@@ -303,10 +304,6 @@ class FragmentReader:
                 if stop > size:
                     raise ValueError(f"{name!r} is not within its file")
                 self._tensors[file][name] = (shape, Extent(0, numel, dtype, file, at, stop))
-
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter in the checkpoint with its shape."""
-        return dict(self._shapes)
 
     def slots(self, name: str) -> set[str]:
         """What is stored of a parameter: "param" and, unless frozen, the optimizer's slots."""
@@ -348,7 +345,7 @@ class FragmentReader:
         CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the
         range.
         """
-        if name not in self._shapes:
+        if name not in self.shapes:
             raise CheckpointError(f"{self._where}: no parameter {name!r} in this checkpoint")
         parts: list[Tensor] = []
         done, end = start, start + numel  # [start, done) is in `parts`
@@ -359,7 +356,7 @@ class FragmentReader:
             done = piece.end
         if done < end:
             raise CheckpointError(
-                f"{self._where}: {slot!r} of {name} {list(self._shapes[name])} lacks element "
+                f"{self._where}: {slot!r} of {name} {list(self.shapes[name])} lacks element "
                 f"{done}; [{start}, {end}) was asked for, the checkpoint has "
                 f"{sorted(self.slots(name))}"
             )
@@ -372,17 +369,17 @@ class FragmentReader:
 
         ema: its moving average, if it has one (a frozen one has not). UserError if none has.
         """
-        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self._shapes}
+        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self.shapes}
         if ema and EMA not in slots.values():
             raise UserError(
                 f"--ema: {self._where} has no moving average, as optim.ema_decay was null; leave "
                 "it out"
             )
         wanted = [
-            Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self._shapes.items()
+            Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self.shapes.items()
         ]
         self.prepare(wanted)
-        return {each.name: self.read(*each).reshape(self._shapes[each.name]) for each in wanted}
+        return {each.name: self.read(*each).reshape(self.shapes[each.name]) for each in wanted}
 
     def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
         """What rank `rank` saved for itself (its random state); None: what was the same on all

@@ -312,11 +312,10 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
     the cache to the training data. One thread writes at a time: the kernel lets others spin for
     the file, on cores that training needs.
     """
-    digests: dict[int, str] = {}
     writing = threading.Lock()
     with open_own(path, "wb") as file:
 
-        def copy(start: int) -> None:
+        def copy(start: int) -> str:
             length = min(BLOCK_BYTES, size - start)
             # the memory has whole pages, and the disk takes only those past the page cache
             pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -327,14 +326,14 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
                 with writing:
                     _write(file.fileno(), view, start)
                 with view[:length] as content:
-                    digests[start] = hashlib.sha256(content).hexdigest()
+                    return hashlib.sha256(content).hexdigest()
 
         with contextlib.suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
         starts = range(0, size, BLOCK_BYTES)
-        list(in_parallel(copy, starts, min(_HASHING_THREADS, os.cpu_count() or 1)))
+        digests = list(in_parallel(copy, starts, min(_HASHING_THREADS, os.cpu_count() or 1)))
         file.truncate(size)
-    return [digests[start] for start in starts]
+    return digests
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:

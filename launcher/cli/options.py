@@ -47,10 +47,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
 }
 JSON = ("json", None, "print JSON")
-CHECKPOINT = (
-    ("step", "N", "the checkpoint of this step (default: the newest)"),
-    ("newest-whole", None, "the newest that is not damaged; newer ones are named"),
-)
+STEP = ("step", "N", "the checkpoint of this step (default: the newest)")
 EMA = ("ema", None, "the moving average of its weights (optim.ema_decay)")
 
 
@@ -190,7 +187,7 @@ VERBS = {
                 "PLACE",
                 "an exported folder or weights instead of the run's newest checkpoint",
             ),
-            *CHECKPOINT,
+            STEP,
             EMA,
             JSON,
         ),
@@ -208,7 +205,7 @@ VERBS = {
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
-            *CHECKPOINT,
+            STEP,
             (
                 "format",
                 ["open_clip", "transformers"],

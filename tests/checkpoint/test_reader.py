@@ -66,7 +66,7 @@ def write(folder: Path, seed: int, world_size: int) -> FragmentReader:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_range_at_any_cut(tmp_path: Path, world_size: int) -> None:
     state, reader = whole(5), write(tmp_path, 5, world_size)
-    assert reader.names() == SHAPES
+    assert reader.shapes == SHAPES
     assert (
         all(reader.slots(name) == set(SLOTS) for name in SHAPES) and reader.slots("other") == set()
     )

@@ -37,24 +37,11 @@ def test_a_damaged_newest_checkpoint_is_refused(tmp_path, data, damage):
     for verb, more in (("export", out), ("evaluate", f"data.val={data.val}")):
         status, printed = run(place, more, verb=verb)
         assert status == 2, printed
-        for part in ("step 2", file.name, "--step N or --newest-whole", "step 1, which is older"):
+        for part in ("step 2", file.name, "by --step", "step 1, which is older"):
             assert part in printed
     assert not (tmp_path / "out").exists()
 
     status, printed = run(place, out, "--step=2", verb="export")
     assert status == 2 and file.name in printed, printed
-    for choice in ("--step=1", "--newest-whole"):
-        status, printed = run(place, out, choice, verb="export")
-        assert status == 0 and "step 1 of" in printed, printed
-        assert ("passed over" in printed) == (choice == "--newest-whole")
-
-
-def test_the_newest_whole_one_is_verified_to_the_last_byte(tmp_path):
-    save_run(tmp_path / "run", parse_architecture(MODEL, "test"), steps=(1, 2))
-    file = newest(tmp_path / "run")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    place, out = tmp_path / "run" / "checkpoints", f"--output={tmp_path / 'out'}"
-    status, printed = run(place, out, "--newest-whole", verb="export")
-    assert status == 0 and "step 1 of" in printed and "passed over" in printed, printed
+    status, printed = run(place, out, "--step=1", verb="export")
+    assert status == 0 and "step 1 of" in printed, printed
