@@ -24,6 +24,7 @@ import tracemalloc
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch
 from common import finish, parser
 
 from clip_train.checkpoint import commit, manifest
-from clip_train.checkpoint.commit import SaveRequest, check_sizes, read_found
+from clip_train.checkpoint.commit import SaveRequest, read_found
 from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.snapshot import FragmentReader
@@ -187,11 +188,7 @@ def saves(params: list, world_size: int, storage: Counting) -> list[dict]:
 
 
 def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
-    def look() -> Any:
-        found = read_found(storage, CommitRef(EPOCH, STEP))
-        check_sizes(storage, PREFIX, found.manifest.files)
-        return found
-
+    look = partial(read_found, storage, CommitRef(EPOCH, STEP))
     first, found = measured("resume, rank 0", world_size, storage, look)
     sent = len(pickle.dumps(found))
     half = max(1, world_size // 2)

@@ -239,7 +239,7 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 
 
 def read_found(storage: Storage, ref: CommitRef) -> Found:
-    """The marker, and the manifest and the layout that have their sha256.
+    """The marker, the manifest and the layout that have their sha256; all files have their size.
 
     DamagedError, FormatError, OSError.
     """
@@ -253,6 +253,7 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
         raise DamagedError(f"{name} is not readable: {e}") from e
     check = partial(manifest.verified, sha256=whole.layout_sha256, where="the manifest")
     layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
+    check_sizes(storage, marker.prefix, whole.files)
     return Found(marker, whole, data, layout, storage.url)
 
 

@@ -102,11 +102,11 @@ class CheckpointFiles:
 
     # -- verifying and fetching
 
-    def verify_all(self) -> str | None:
-        """Every block is verified by some rank, or fetched by it; what is damaged. Collective.
+    def verify_all(self) -> None:
+        """Every block is verified by some rank, or fetched by it. Collective.
 
-        Where all ranks see one folder the files are in it afterwards. CheckpointError, on all
-        ranks, if one cannot read for another reason than damage.
+        Where all ranks see one folder the files are in it afterwards. On all ranks: DamagedError;
+        CheckpointError if one cannot read for another reason.
         """
         rank, world_size = dist.rank(), dist.world_size()
         blocks = [
@@ -128,9 +128,10 @@ class CheckpointFiles:
             error = e
         dist.raise_agreed(error)
         damaged = [each for each in dist.gather_objects(why) if each is not None]
-        if self._shared and not damaged:
+        if damaged:
+            raise DamagedError(damaged[0])
+        if self._shared:
             self._ready.update(blocks)
-        return damaged[0] if damaged else None
 
     def _verify(self, blocks: Collection[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""

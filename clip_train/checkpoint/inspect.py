@@ -6,7 +6,6 @@ from typing import Any
 from clip_train import dist
 from clip_train.checkpoint.commit import (
     DamagedError,
-    check_sizes,
     in_parallel,
     list_commits,
     read_found,
@@ -64,7 +63,6 @@ def _examine(storage: Storage, where: str, ref: CommitRef, *, verify: bool) -> L
             ranks=whole.world_size,
             engine=whole.state.get("recipe", {}).get("engine", {}),
         )
-        check_sizes(storage, prefix, whole.files)
         blocks = [(entry, number) for entry in whole.files for number in range(len(entry.blocks))]
 
         def check(block: tuple[FileEntry, int]) -> None:
@@ -91,8 +89,7 @@ def open_to_look(
     """
     where = " or ".join(each.url for each in places if each is not None)
     if step is not None:
-        local, remote = dist.on_main(list_places, places)
-        refs = sorted({*local, *remote}, reverse=True)
+        refs = [*dist.on_main(list_places, places)]
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
             there = sorted({ref.step for ref in refs})

@@ -19,7 +19,6 @@ from clip_train.checkpoint.commit import (
     read_small,
     writable,
 )
-from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 
 
@@ -50,14 +49,14 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
     with writable(storage):
         for each in (storage, *others):
             taken += [*epochs(each), *(ref.epoch for ref in list_commits(each))]
-    first = max(taken) + 1
+    epoch = max(taken) + 1
     body = {
         "token": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    for epoch in range(first, first + 1000):
+    while True:
         name, data = manifest.lease_name(epoch), manifest.add_checksum({**body, "epoch": epoch})
         with writable(storage):
             got = storage.put_bytes(name, data, if_absent=True)
@@ -66,9 +65,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
                 with contextlib.suppress(OSError):
                     each.put_bytes(name, data)
             return Lease(epoch, str(body["token"]))
-    raise CheckpointError(
-        f"{storage.url}: no lease can be taken; {manifest.lease_name(first)} and all after it exist"
-    )
+        epoch += 1
 
 
 def check(storage: Storage, held: Lease) -> None:

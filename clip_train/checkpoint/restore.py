@@ -8,14 +8,13 @@ otherwise silently lose its work.
 """
 
 import contextlib
-import itertools
 import shutil
 import tempfile
 import uuid
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
     DamagedError,
     Found,
-    check_sizes,
     copy_commit,
     list_commits,
     read_found,
@@ -171,15 +169,15 @@ def _describe_damage(places: Places, skipped: list[Skipped]) -> str:
     return f"none of the checkpoints under {where} is whole:{reasons}"
 
 
-def list_places(places: Places) -> tuple[list[CommitRef], list[CommitRef]]:
-    """The commits of the local disk and of the remote store, newest first. CheckpointError."""
-    commits: list[list[CommitRef]] = []
+def list_places(places: Places) -> dict[CommitRef, list[str]]:
+    """The URLs of the places that have each commit, newest first. CheckpointError."""
+    urls: dict[CommitRef, list[str]] = defaultdict(list)
     for storage in places:
-        commits.append([])
         if storage is not None:
             with readable(storage.url):
-                commits[-1] = list_commits(storage)
-    return commits[0], commits[1]
+                for ref in list_commits(storage):
+                    urls[ref].append(storage.url)
+    return dict(sorted(urls.items(), reverse=True))
 
 
 def resolve(
@@ -197,51 +195,45 @@ def resolve(
     CheckpointError, on all ranks, if one cannot read.
     """
     for _ in range(_LISTINGS):
-        local, remote = dist.on_main(list_places, places)
+        listed = dist.on_main(list_places, places)
         found: Resumed | None = None
         skipped: list[Skipped] = []
-        for ref in sorted({*local, *remote}, reverse=True):
+        for ref, urls in listed.items():
             if only is not None and ref != only:
                 continue
-            looked = dist.on_main(
-                partial(_read_small_files, places, ref, ref in local, ref in remote)
-            )
+            looked = dist.on_main(_read_small_files, places, ref, urls)
             try:
                 if isinstance(looked, str):
                     raise DamagedError(looked)
-                found = _open(looked, places, ref in remote, cache, log, skipped)
+                found = _open(looked, places, urls, cache, log, skipped)
                 break
             except DamagedError as e:  # on all ranks
                 skipped.append(Skipped(ref, str(e)))
-        listed = itertools.chain(*dist.on_main(list_places, places)) if skipped else ()
-        if {each.ref for each in skipped} <= set(listed):
+        listed = dist.on_main(list_places, places) if skipped else {}
+        if all(each.ref in listed for each in skipped):
             break
         # a process that still runs has removed one while we looked: there are newer ones
     return found, skipped
 
 
-def _read_small_files(
-    places: Places, ref: CommitRef, in_local: bool, in_remote: bool
-) -> Found | str:
+def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found | str:
     """What can be found out without reading the data; or what is wrong."""
     reasons: list[str] = []
-    for storage, there in ((places.local, in_local), (places.remote, in_remote)):
-        if storage is None or not there:
+    for storage in places:
+        if storage is None or storage.url not in urls:
             continue
         try:
             with readable(storage.url):
-                found = read_found(storage, ref)
-                check_sizes(storage, found.commit.prefix, found.manifest.files)
-                return found
+                return read_found(storage, ref)
         except DamagedError as e:
-            reasons.append(f"{storage.url}: {e}" if in_local and in_remote else str(e))
+            reasons.append(f"{storage.url}: {e}" if len(urls) > 1 else str(e))
     return "; ".join(reasons)
 
 
 def _open(
     found: Found,
     places: Places,
-    in_remote: bool,
+    urls: list[str],
     cache: LocalStorage | None,
     log: Log,
     skipped: list[Skipped],
@@ -252,7 +244,9 @@ def _open(
     """
     prefix, local = found.commit.prefix, places.local
     is_local = local is not None and found.url == local.url
-    remote = places.remote if in_remote and not (cache is None and is_local) else None
+    remote = places.remote
+    if remote is not None and (remote.url not in urls or (cache is None and is_local)):
+        remote = None
     spool: Path | None = None
     if local is not None and (cache is not None or is_local):
         folder = local.path(prefix)
@@ -265,9 +259,7 @@ def _open(
     if spool is not None:
         weakref.finalize(files, shutil.rmtree, spool, ignore_errors=True)
     if cache is not None:
-        why = files.verify_all()
-        if why is not None:
-            raise DamagedError(why)
+        files.verify_all()
     if shared and local is not None and remote is not None and not is_local:
         dist.on_main(copy_commit, found, local)  # all files are there now
     source = remote or local
