@@ -43,7 +43,7 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
     own.
 
     The lease is also written to `others`, where a process that is cut off from `storage` sees it.
-    CheckpointError for a store that cannot be written to, or keeps nothing.
+    CheckpointError for a store that cannot be written to.
     """
     taken = [-1]
     with writable(storage):

@@ -88,7 +88,7 @@ class CheckpointManager:
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
         self._schedule = Schedule(config, clock)
-        self._resumed: Resumed | None = None  # of this run
+        self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
         self._damaged: set[CommitRef] = set()  # this run's newer ones that were passed over
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
@@ -127,7 +127,7 @@ class CheckpointManager:
             self.last_good = LastGood(resumed.step, resumed.path)
             self._scores = read_scores(resumed.state, self.config.keep_best)
         if resumed is not None and resumed.own:
-            self._resumed = resumed
+            self._protect = {resumed.ref}
             if self.remote is None or resumed.in_remote:
                 self._saved, self._snapshot = resumed.step, (resumed.step, 0)
         return resumed
@@ -150,7 +150,7 @@ class CheckpointManager:
             keep_best=config.keep_best,
             orphan_grace_seconds=60 * config.orphan_grace_minutes,
             lease=held,
-            protect={self._resumed.ref} if self._resumed is not None else set(),
+            protect=self._protect,
             damaged=self._damaged,
         )
         self._memory = SharedMemory()
