@@ -93,13 +93,15 @@ def is_shared(storage: LocalStorage) -> bool:
         return True
     name = dist.broadcast_object(f".seen-{uuid.uuid4().hex}")
 
-    def write() -> None:
+    def look(*, write: bool = False) -> bool:
         with writable(storage):
-            storage.put_bytes(name, b"")
+            if write:
+                storage.put_bytes(name, b"")
+            return storage.exists(name)
 
     try:
-        dist.on_main(write)
-        return not dist.any_rank(not dist.agreed(storage.exists, name))
+        dist.on_main(look, write=True)
+        return not dist.any_rank(not dist.agreed(look))
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
