@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,9 +82,7 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     assert found["weights"] == str(run_dir / "export") and found["num_samples"] == 608
     for name in ("val_loss", "zero_shot_top1", "dedup_text_to_image_R@10"):
         assert found[name] == pytest.approx(told[name], abs=2e-3)
-    by_name = start(
-        Path("tiny"), "--weights", str(run_dir / "export"), *evaluated, verb="evaluate", cwd=run_dir
-    )
+    by_name = start(run_dir / "export", "model.name=tiny", *evaluated, verb="evaluate", cwd=run_dir)
     status, printed = finish(by_name)
     assert status == 1 and "does not fit the model" in printed, printed
 
