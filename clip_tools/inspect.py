@@ -1,12 +1,16 @@
-"""`clip-train evaluate` and `clip-train export`: what a run has learned, without its engine."""
+"""`clip-train evaluate`, `export` and `checkpoints`: what a run has learned, without its engine."""
 
 import argparse
 import json
 import os
+import sys
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch.distributed as torch_dist
+from rich.console import Console
+from rich.table import Table
 
 from clip_tools.openclip.command import model_name
 from clip_tools.transformers_export import (
@@ -15,7 +19,7 @@ from clip_tools.transformers_export import (
     huggingface_files,
 )
 from clip_train import dist
-from clip_train.checkpoint.inspect import open_to_look
+from clip_train.checkpoint.inspect import list_checkpoints, open_to_look
 from clip_train.checkpoint.restore import Resumed
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
@@ -36,6 +40,7 @@ from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.config.resolve import check_place
+from launcher.engines import describe
 from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
@@ -233,3 +238,39 @@ def export_run(args: argparse.Namespace) -> int:
     log(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(line)
     return 0
+
+
+def list_run(args: argparse.Namespace) -> int:
+    """Print a run's committed checkpoints, here and in the remote store. 1 if one is not whole."""
+    _, places, _ = find_run(args.place, args.overrides)
+    lines = list_checkpoints(places, verify=args.verify)
+    status = 1 if any(line.problem for line in lines) else 0
+    urls = [storage.url for storage in places if storage is not None]
+    if args.json:
+        print(json.dumps({"places": urls, "checkpoints": [*map(asdict, lines)]}))
+        return status
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if not lines:
+        console.print("no checkpoints")
+        return status
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state"):
+        table.add_column(
+            column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
+        )
+    for line in lines:
+        held = "?"
+        if line.engine is not None:
+            held = f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}"
+        table.add_row(
+            str(line.step),
+            str(line.epoch),
+            line.created.removesuffix("+00:00").replace("T", " "),
+            f"{line.num_bytes / 1e6:,.1f}",
+            held,
+            line.where,
+            line.problem or ("complete, every byte verified" if args.verify else "complete"),
+        )
+    console.print(table)
+    console.print(" ".join(["in", *urls]), soft_wrap=True)
+    return status

@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
     paths = [str(each.path) for each in done]
-    status = run_index(paths, caption_key=None, workers=workers, check=False, quiet=args.quiet)
+    run_index(paths, caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
         _describe_labels(args.label_key, first[0].label_key is not None, done, folder)
     recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
     numbers = f"{{{done[0].path.stem}..{done[-1].path.stem}}}" if len(done) > 1 else "00000"
     print(f"next: clip-train train {recipe} data.train='{folder}/{numbers}.tar'")
-    return status
+    return 0
 
 
 def _describe_labels(key: str, named: bool, done: Sequence[Written], folder: Path) -> None:

@@ -36,13 +36,14 @@ OUT_OF_ORDER = "members out of order"
 
 def run(args: argparse.Namespace) -> int:
     names = args.caption_key.split(",") if args.caption_key else None
-    return run_index(
+    run_index(
         args.shards,
         caption_key=names,
         workers=args.workers,
         check=args.check,
         quiet=args.quiet,
     )
+    return 0
 
 
 def run_index(
@@ -52,7 +53,7 @@ def run_index(
     workers: int | None,
     check: bool,
     quiet: bool,
-) -> int:
+) -> None:
     """Reads every shard once. quiet: without a progress bar. UserError for shards that are not
     there; DataError for shards that are damaged, unusable, or not what their index says."""
     sources = [source for spec in specs for source in existing(spec, "SHARDS")]
@@ -61,8 +62,10 @@ def run_index(
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = look_up([shards], "auto", StorageConfig()).entries if check else {}
     if not check:
-        with writing():
-            try_folders(shards)
+        with writing():  # before hours of reading: each folder's index as it is, or empty
+            for folder in dict.fromkeys(split_name(url)[0] for url in shards):
+                as_it_is = index.to_bytes(index.load(folder, StorageConfig()))
+                open_storage(folder + index.INDEX_NAME).put_bytes("", as_it_is)
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = TextColumn("{task.fields[last]}")
     with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
@@ -81,7 +84,7 @@ def run_index(
         wrong = {url: differences(known.get(url), entry) for url, entry in entries.items()}
         refuse(wrong, "are not what their index says")
         print(f"{summary}: all as the index says")
-        return 0
+        return
     with writing():
         written = write_indexes(indexed)
     print(f"{summary}; wrote {', '.join(written)}")
@@ -103,7 +106,6 @@ def run_index(
             "the caption's with --caption-key NAME here, and with data.caption_key=NAME in the "
             "recipe, or write the shards again"
         )
-    return 0
 
 
 @contextmanager
@@ -245,20 +247,6 @@ def index_shards(
                 "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
             ) from e
     return indexed
-
-
-def try_folders(urls: Iterable[str]) -> None:
-    """Before hours of reading: writes each folder's index as it is, or empty if there is none, to
-    see that it can.
-
-    Raises:
-        UserError: an index that is there is damaged.
-        OSError: a folder cannot be written.
-    """
-    for folder in dict.fromkeys(split_name(url)[0] for url in urls):
-        open_storage(folder + index.INDEX_NAME).put_bytes(
-            "", index.to_bytes(index.load(folder, StorageConfig()))
-        )
 
 
 def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:

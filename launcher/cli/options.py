@@ -269,7 +269,7 @@ VERBS = {
         ),
     ),
     "checkpoints": Verb(
-        "clip_tools.checkpoints:run",
+        "clip_tools.inspect:list_run",
         "what checkpoints there are, whole or not, and which will stay",
         """\
     List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a
