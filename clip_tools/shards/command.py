@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from clip_tools.shards.convert import Written, make_shards, read_rows, same_settings
 from clip_tools.shards.index import run_index
@@ -36,19 +36,13 @@ def run(args: argparse.Namespace) -> int:
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
     settings |= {"image_key": args.image_key, "caption_key": args.caption_key}
     same_settings(folder, settings | ({"label_key": args.label_key} if args.label_key else {}))
-    text = "{task.fields[samples]:,} samples in {task.completed:,.0f} shards"
-    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
-    samples, done = 0, list[Written]()
-    with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
-        task = bar.add_task("", total=None, samples=0)
-        images = Path(args.images).expanduser() if args.images else root
-        rows = itertools.chain(first, read)
-        for written in make_shards(rows, folder, images, per_shard=per_shard, workers=workers):
-            done.append(written)
-            samples += written.samples
-            bar.update(task, advance=1, samples=samples)
+    images = Path(args.images).expanduser() if args.images else root
+    rows = itertools.chain(first, read)
+    written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)
+    console = Console(stderr=True)
+    done = list(track(written, "writing shards", console=console, disable=args.quiet))
     reasons = Counter(reason for each in done for _, reason in each.left_out)
-    if not samples:
+    if not any(shard.samples for shard in done):
         raise DataError(f"no sample could be made: {', '.join(sorted(reasons))}")
     if reasons:
         print(f"{reasons.total():,} rows were left out:")

@@ -24,6 +24,15 @@ Kind = Literal["train", "eval", "invalid"]
 OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have all numbers"
 
 
+def numbers_of(record: dict[str, Any], kind: Kind) -> dict[str, float]:
+    """What a chart shows of a record, under `train/loss`, `eval/...`."""
+    return {
+        f"{kind}/{name}": value
+        for name, value in record.items()
+        if name != "step" and isinstance(value, (int, float))
+    }
+
+
 class TensorBoardSink:
     """TensorBoard's event files in `folder`, tags `train/loss`, `eval/...`."""
 
@@ -34,9 +43,8 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(f"{kind}/{name}", value, record["step"])
+        for name, value in numbers_of(record, kind).items():
+            self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -62,11 +70,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        numbers = {
-            f"{kind}/{name}": value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, (int, float))
-        }
+        numbers = numbers_of(record, kind)
         if numbers:  # with our own step: wandb's counter refuses steps that are repeated
             self._run.log({**numbers, "step": record["step"]})
 
