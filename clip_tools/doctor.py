@@ -43,7 +43,7 @@ from launcher.checks import (
 )
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import labels_of, resolve
-from launcher.engines import find_engine, on_this_machine
+from launcher.engines import find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 from launcher.runtime.environment import backend, detect, take_device
 from launcher.runtime.rendezvous import ROOT, code_version
@@ -237,8 +237,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    engine = find_engine(config.engine.kind)
-    lacking = engine.mistakes_here(on_this_machine(config.engine))
+    lacking = linear.mistakes_here(on_this_machine(config.engine))
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     resolved = resolve(config, world, read_data=False)

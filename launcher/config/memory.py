@@ -155,7 +155,8 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
     each, once = (estimate_memory(config, way, plan, architecture, None).total for way in ways)
     reductions: tuple[bool, ...] = (engine.zero_stage >= 2 and engine.reduce_gradients == "once",)
     if engine.zero_stage >= 2 and engine.reduce_gradients == "auto":
-        reductions = (True, False) if find_engine(engine.kind).sums_fp32(engine) else (False,)
+        exact = engine.precision == "fp32" or find_engine(engine.kind).sums_fp32
+        reductions = (True, False) if exact else (False,)
     room = Room(
         limit,
         each,

@@ -32,7 +32,7 @@ from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
 from launcher.config.recipe import RunConfig
 from launcher.config.samples import with_samples
-from launcher.engines import Facts, find_engine, on_this_machine
+from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 
 
@@ -81,9 +81,9 @@ def resolve(
         collect(lr_factors, config.optim, names)
         collect(spared, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)
-    kind, engine = find_engine(config.engine.kind), on_this_machine(config.engine)
+    engine = on_this_machine(config.engine)
     if is_rank:
-        here = [*kind.mistakes_here(engine), *config.log.mistakes_here()]
+        here = [*linear.mistakes_here(engine), *config.log.mistakes_here()]
         problems += map(UserError, here)
     source = None
     if read_data:

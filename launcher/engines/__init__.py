@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from launcher.engines import linear
 from launcher.engines.config import EngineConfig
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -49,15 +48,12 @@ class EngineKind(abc.ABC):
     module: str
     """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
     It alone imports what holds the model."""
+    sums_fp32 = True  # in low precision one reduction a step is as exact as one for each backward
     checks: tuple[tuple[str, Callable[[], Iterator[Any]]], ...] = ()  # for `clip-train doctor`
 
     @abc.abstractmethod
     def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
         """Why this recipe cannot run; each message has the field, the value and the remedy."""
-
-    def mistakes_here(self, config: EngineConfig) -> Iterator[str]:
-        """What this machine's devices cannot do."""
-        yield from linear.mistakes_here(config)
 
     @abc.abstractmethod
     def memory(
@@ -67,10 +63,6 @@ class EngineKind(abc.ABC):
 
         trained: how many of the P are trained. moment_bytes: the optimizer's, for each of those.
         """
-
-    def sums_fp32(self, config: EngineConfig) -> bool:
-        """Whether one reduction a step is as exact as one for each backward."""
-        return True
 
     def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
         """Files for the run directory: name -> text."""

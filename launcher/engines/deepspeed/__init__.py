@@ -58,6 +58,7 @@ def check_hosts() -> Iterator[Finding]:
 class DeepSpeedKind(EngineKind):
     name = "ZeRO"
     module = "launcher.engines.deepspeed.engine"
+    sums_fp32 = False
     checks = (
         ("engine", check_version),
         ("extensions", check_extensions),
@@ -120,9 +121,6 @@ class DeepSpeedKind(EngineKind):
             # the bucket, and its copy in the type that is sent
             buffers=(bucketed + (sent if sent != bucketed else 0)) * reduce_bucket_elements(config),
         )
-
-    def sums_fp32(self, config: EngineConfig) -> bool:
-        return config.precision == "fp32"
 
     def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
         return {"ds_config.json": json.dumps(build_ds_config(config, facts), indent=2) + "\n"}
