@@ -64,11 +64,10 @@ def resolve(place: str) -> tuple[str, str | None]:
         return match[1], match[2]
     known = json.loads(_TAGS.read_text())
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        model = [each for each in known if each.startswith(f"{name.partition('/')[0]}/")]
-        likely = ", ".join(near or model[:3] or list(known)[:3])
+        near = difflib.get_close_matches(name, known, n=3) or list(known)[:3]
         raise UserError(
-            f"{place}: OpenCLIP has no such model and tag on the hub; did you mean {likely}?"
+            f"{place}: OpenCLIP has no such model and tag on the hub; did you mean "
+            f"{', '.join(near)}?"
         )
     return known[name], None
 
