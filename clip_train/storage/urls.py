@@ -93,7 +93,7 @@ def expand_glob(url: str | os.PathLike[str]) -> list[str]:
         return [url]
     if is_remote(url):
         folder = plain.rpartition("/")[0]
-        found = cast("RemoteStorage", open_storage(folder)).glob(url[len(folder) + 1 :])
+        found = cast("RemoteStorage", open_storage(f"{folder}/")).glob(url[len(folder) + 1 :])
     else:
         pattern = local_path(url)
         found = [url] if pattern.exists() else sorted(local_glob.glob(str(pattern), recursive=True))
