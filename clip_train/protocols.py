@@ -140,16 +140,13 @@ class FragmentSource(Protocol):
 
         Optional: `read` fetches what is missing, piece by piece. CheckpointError, on all ranks.
         """
-        ...
 
     def slots(self, name: str) -> set[str]:
         """What is stored for a parameter: "param" and, unless frozen, the optimizer's slots."""
-        ...
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter. CheckpointError if a part
         is missing."""
-        ...
 
 
 class Differentiable(Protocol):
@@ -163,11 +160,9 @@ class Differentiable(Protocol):
         seen: the result of an earlier call without a graph. Features of a tower that is not trained
         may be taken from it.
         """
-        ...
 
     def backward(self, features: Features, gradients: Features, last: bool) -> None:
         """Push `gradients` through the graph of `features`; adds to this step's gradient.
 
         last: no other backward follows in this step.
         """
-        ...

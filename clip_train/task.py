@@ -32,7 +32,6 @@ class Task(Protocol):
 
     def group(self, parameter: str) -> str | None:
         """The group of a parameter, by its name in the model's state dict; None for a scalar."""
-        ...
 
     def features(
         self, model: nn.Module, micro_batch: MicroBatch, only: Collection[str] | None = None
@@ -41,18 +40,15 @@ class Task(Protocol):
 
         only: names of the groups whose features are needed; None: all.
         """
-        ...
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
         """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs."""
-        ...
 
     def with_masters(self, features: Features, masters: Mapping[str, Tensor]) -> Features:
         """`features`, with scalars computed from the fp32 `masters` in place of rounded copies.
 
         Gradients still go to the copies, and are those of the masters.
         """
-        ...
 
 
 class ImageText:

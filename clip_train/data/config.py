@@ -179,11 +179,9 @@ class DataConfig(Settings):
         for key, most in (("aug_scale", 1.0), ("aug_ratio", math.inf)):
             low, high = getattr(self, key)
             if not 0 < low <= high <= most:
-                limit = " <= 1" if most == 1 else ""
-                default = type(self).model_fields[key].default
                 raise ValueError(
-                    f"data.{key} ({low}, {high}) must satisfy 0 < from <= to{limit}; OpenCLIP's is "
-                    f"{default}"
+                    f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
+                    f"OpenCLIP's is {type(self).model_fields[key].default}"
                 )
         return self
 

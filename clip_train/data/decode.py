@@ -212,5 +212,3 @@ def _strip_to_rgb(image: Image.Image) -> np.ndarray:
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise InvalidSample("image has too many pixels")
-    if width * height == 0:
-        raise InvalidSample("image does not decode")

@@ -30,7 +30,7 @@ from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
-from clip_train.data.worker import ImageMemory, Piece, PieceStream, Stage
+from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
 from clip_train.errors import DataError
 from clip_train.protocols import Batch, text_lengths
 from clip_train.stop import SIGNALS
@@ -150,7 +150,8 @@ class TrainLoader(Iterator[Batch]):
             for part, piece in zip(images.split(counts), pieces, strict=True):
                 made = piece.images
                 if memory is not None:
-                    made = memory.at(piece.worker, piece.number, len(part))
+                    slot = piece.number % memory.shape[1]
+                    made = memory[piece.worker, slot, : len(part)]
                 assert made is not None
                 part.copy_(made)
         texts = torch.cat([piece.texts for piece in pieces])
@@ -199,7 +200,7 @@ class TrainLoader(Iterator[Batch]):
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
         S = self._stream.transform.image_size
-        self._stream.memory = ImageMemory(len(workers), self._prefetch, largest, S)
+        self._stream.memory = shared_images(len(workers), self._prefetch, largest, S)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()

@@ -38,36 +38,27 @@ IDLE_STEPS = 100  # after which a stream that others have taken over is closed a
 MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
 
 
-class ImageMemory:
-    """Images in shared memory, [workers, slots, capacity, 3, S, S] of uint8, filled by workers over
-    and over.
+def shared_images(workers: int, prefetch: int, capacity: int, image_size: int) -> Tensor:
+    """uint8 [workers, slots, capacity, 3, S, S] in shared memory, filled by workers over and over.
 
     Sent through the loader's queue, every piece would be copied once more, into fresh pages that
     the kernel has to clear: a quarter of the whole cost of a 256 px image. A worker fills its slots
     in turn. It is asked for its k-th piece when the trainer has fetched piece k - prefetch, and the
     trainer is done with that one before it fetches the next: prefetch + 1 slots are enough.
 
-    Args:
-        capacity: samples in the largest piece.
+    capacity: samples in the largest piece.
     """
-
-    def __init__(self, workers: int, prefetch: int, capacity: int, image_size: int) -> None:
-        shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
-        # as torch's own collate allocates
-        storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
-        self._images = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
-
-    def at(self, worker: int, number: int, count: int) -> Tensor:
-        """The images of a worker's piece number `number` [count, 3, S, S], valid until the next
-        batch is asked for."""
-        return self._images[worker, number % self._images.shape[1], :count]
+    shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
+    # as torch's own collate allocates
+    storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 @dataclass
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in `ImageMemory`
+    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in `shared_images`
     worker: int
     number: int  # of this worker's pieces
     texts: Tensor  # int64 [p, context_length]
@@ -89,7 +80,7 @@ class PieceStream(IterableDataset):
     tokenizer: Tokenize
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
-    memory: ImageMemory | None = None  # for workers
+    memory: Tensor | None = None  # `shared_images`, for workers
     # from the first piece on: a byte that the trainer sets when it wants no more
     closing: Any = None
 
@@ -131,7 +122,7 @@ class PieceStream(IterableDataset):
             if self.memory is None:
                 images = torch.empty((count, 3, S, S), dtype=torch.uint8)
             else:
-                images = self.memory.at(worker, step, count)
+                images = self.memory[worker, step % self.memory.shape[1], :count]
             keys: list[str] = []
             captions: list[str] = []
             seeds: list[int] = []
