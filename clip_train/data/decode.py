@@ -68,9 +68,8 @@ def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, l
                 raise InvalidSample("member is too large")
             if value is None and name != "txt":
                 value = metadata(members, strict=True).get(name.removeprefix("json."))
-            if value is None:
-                raise InvalidSample("no caption")
-            usable[name] = _texts(value)
+            if value is not None:
+                usable[name] = _texts(value)
         except InvalidSample as e:
             reason = str(e) if reason == "no caption" else reason
         if usable and not isinstance(caption_key, Mapping):
