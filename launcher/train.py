@@ -23,7 +23,7 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.errors import RankError
-from clip_train.metrics.meters import BatchDigest
+from clip_train.metrics.meters import BatchDigest, GarbageCollections
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
@@ -256,6 +256,7 @@ def build_trainer(
         *([BatchDigest()] if config.log.batch_digest else []),
         sinks,
         progress,
+        GarbageCollections(),
     ]
     trainer = Trainer(
         engine=engine,

@@ -1,5 +1,6 @@
 """What is measured in a step, and the record that it goes into."""
 
+import gc
 import hashlib
 import resource
 import sys
@@ -65,3 +66,33 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class GarbageCollections(Callback):
+    """Python collects garbage at the same steps on all ranks.
+
+    Left to itself it interrupts each rank at another step, and every step waits for the slowest
+    rank (torchtitan does the same). A step leaves no cycles that hold tensors.
+    """
+
+    YOUNG, ALL = 50, 1000  # steps between collections of new objects, and of all but the first's
+
+    def __init__(self) -> None:
+        self.first = True
+
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
+        if self.first:  # what the start made lives as long as the run
+            self.first = False
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif record["step"] % self.ALL == 0:
+            gc.collect()
+        elif record["step"] % self.YOUNG == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        gc.unfreeze()
+        gc.enable()
