@@ -200,20 +200,13 @@ def check_limits() -> Iterator[Finding]:
         )
 
 
-def slurm_answers() -> bool:
-    """Whether this machine is part of a cluster that runs."""
-    return shutil.which("scontrol") is not None and bool(answer("scontrol", "show", "config"))
-
-
 def check_slurm() -> Iterator[Finding]:
     """Settings of the cluster that hurt a job which is to requeue itself."""
-    if shutil.which("scontrol") is None:
-        return
     shown = answer("scontrol", "show", "config")
     if not shown:
-        message = "scontrol does not answer, which matters only to jobs of a cluster"
-        remedy = "is this a login node, and is SLURM_CONF right?"
-        yield warning_if("SLURM_CONF" in os.environ, "slurm", message, remedy)
+        if "SLURM_CONF" in os.environ:
+            remedy = "is this a login node, and is SLURM_CONF right?"
+            yield warning("slurm", "scontrol does not answer", remedy)
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
@@ -297,7 +290,7 @@ def check_classes(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
-    if shutil.which("sbatch") is not None and slurm_answers():
+    if shutil.which("sbatch") is not None and answer("scontrol", "show", "config"):
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE
     if stop_file.exists():

@@ -31,7 +31,7 @@ from clip_train.storage.urls import open_storage
 
 SHOWN = 20  # shards named in a message
 BLOCK_BYTES = 4 << 20
-OUT_OF_ORDER = "members out of order"
+OUT_OF_ORDER = "members out of order (write the tar again with `tar --sort=name`)"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,9 +94,6 @@ def run_index(
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
-    if invalid[OUT_OF_ORDER]:
-        remedy = "write it again with `tar --sort=name`"
-        print(f"the files of a sample must be neighbors in the tar: {remedy}")
     damaged = {url: entry.damage for url, entry in entries.items()}
     refuse(damaged, "are damaged, and were counted up to there")
     if invalid.total() == samples:
