@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_train.checkpoint import restore
-from clip_train.checkpoint.inspect import open_to_look, places_of
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED, candidates
@@ -32,11 +31,12 @@ from launcher.config.memory import (
     memory_limit,
     predicted_profile,
 )
-from launcher.config.recipe import RunConfig, load_config
+from launcher.config.recipe import load_config
 from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
 from launcher.runtime.launch import local_ranks
+from launcher.runtime.log import log
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
@@ -214,7 +214,13 @@ def dry_run(args: argparse.Namespace) -> int:
     show(make_plan(resolved, device=device))
     precision = resolved.config.engine.precision
     config = resolved.given.updated("engine", precision=precision)
-    resumed = would_resume(config)
+    folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote
+    places = restore.Places(
+        LocalStorage(folder) if folder.is_dir() else None,
+        open_storage(remote) if remote is not None else None,
+    )
+    # without a cache a checkpoint is only looked at
+    resumed, _ = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
         notes = compare_with(config, resumed, ranks, resumed.state.get("teacher"))
         print("\n".join([resumed.describe(), *notes]))
@@ -223,28 +229,6 @@ def dry_run(args: argparse.Namespace) -> int:
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
     print("nothing was started or written: the same line without --dry-run trains")
     return 0
-
-
-def would_resume(config: RunConfig) -> restore.Resumed | None:
-    """The checkpoint that `train` would resume from, only looked at; None: it would start fresh.
-
-    UserError, CheckpointError."""
-    mode, remote = config.checkpoint.resume, config.checkpoint.remote
-    folder = config.run_dir / "checkpoints"
-    if mode == "never":
-        return None
-    local = LocalStorage(folder) if folder.is_dir() else None
-    places = restore.Places(local, open_storage(remote) if remote else None)
-    found = restore.resolve(places)[0] if any(places) else None
-    if found is not None or mode == "auto":
-        return found
-    if mode == "must":
-        raise UserError(
-            f"checkpoint.resume (must): there is no checkpoint under {folder}; set it to auto to "
-            "start fresh"
-        )
-    other, only = places_of(mode)
-    return open_to_look(other, only=only)
 
 
 def show(plan: dict[str, Any]) -> None:

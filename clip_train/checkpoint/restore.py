@@ -108,11 +108,11 @@ def is_shared(storage: LocalStorage) -> bool:
 
 
 def select(
-    mode: str, places: Places, cache: LocalStorage, log: Log
+    mode: str, places: Places, cache: LocalStorage | None, log: Log
 ) -> tuple[Resumed | None, list[Skipped]]:
     """The checkpoint to resume, None for a fresh start; and this run's damaged ones. Collective.
 
-    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared.
+    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look only.
 
     Another run's place is where this run begins; once it has a checkpoint of its own, it continues
     from that: a requeued job has the same line. log: takes progress, and what a user should know.
