@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     raw["data"] |= {"train": data.train, "val": data.val}
     raw["evaluate"]["zero_shot_classes"] = data.classes
     config = check_config(apply_overrides(raw, args.overrides), recipe)
-    status = train(config, args.outcome, args.stop, args.startup)
+    status = train(config, args.outcome, args.stop)
     log(
         f"zero-shot is over {data.num_val} images of {HELD_OUT} captions never seen in "
         f"training; chance is {1 / HELD_OUT:.1%}"

@@ -55,11 +55,11 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
     (
         "JobRequeue", "0", "jobs are not requeued by default",
-        "keep #SBATCH --requeue, or submit --template chain",
+        "keep #SBATCH --requeue, or submit several times with -- --dependency=singleton",
     ),
     (
         "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
-        "submit --template chain: the next job of the array goes on",
+        "submit several times with -- --dependency=singleton: the next job resumes",
     ),
     (
         "KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save",

@@ -5,7 +5,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,13 +71,12 @@ def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:
-    """Can the run be written, is there room for it, is the file server's clock right?"""
+    """Can the run be written, and is there room for it?"""
     run_dir = config.run_dir.absolute()
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     probe = folder / f".doctor-{os.getpid()}"
     try:
         probe.write_bytes(b"x")
-        skew = probe.stat().st_mtime - time.time()
         probe.unlink()
     except OSError as e:
         yield error(
@@ -87,9 +85,6 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
             "choose another, or mend its permissions",
         )
         return
-    if abs(skew) > 5:
-        message = f"files in {folder} are dated {skew:+.0f} s from this machine's clock"
-        yield warning("disk", message, "synchronise both clocks (chronyd)")
     # fp32 weights and two moments of each parameter, in the checkpoints that are kept and one more
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free

@@ -13,7 +13,7 @@ from clip_train.contrastive.build import build_loss
 from clip_train.data.config import order_keys
 from clip_train.data.count import count_missing
 from clip_train.data.index import ShardIndex, index_of, resume_data
-from clip_train.data.invalid import Invalid, table_of
+from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
@@ -58,7 +58,8 @@ def shared_index(
         if each
     ]
     first, its = looked[0]
-    if others := sorted({node for node, each in looked if each != its}):
+    others = sorted({node for node, each in looked if each != its})
+    if others:
         error = RankError(
             f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and "
             f"{first} differ; mount it on all"
@@ -173,7 +174,8 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
         return build_loss(config.loss), None
     teacher, digest = loaded
     (first, own), *others = dist.gather_objects((node_name(), digest))
-    if other := next((node for node, each in others if each != own), None):
+    other = next((node for node, each in others if each != own), None)
+    if other is not None:
         raise RankError(
             f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it "
             "on all"
@@ -225,15 +227,9 @@ def evaluation(
     def run_once() -> dict[str, float]:
         loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data")]
         val, labelled = loaders
-
-        def found() -> list[Invalid]:
-            return [sample for loader in loaders if loader for sample in loader.invalid]
-
-        try:
-            out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
-        except UserError as e:
-            raise UserError(f"{e}\n{table_of(found())}" if found() else str(e)) from e
-        invalid = [each for rank in dist.gather_objects(found()) for each in rank]
+        out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
+        own = [sample for each in loaders if each is not None for sample in each.invalid]
+        invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():
             warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")
         return out | {"unusable_samples": float(len(invalid))} if invalid else out

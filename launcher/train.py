@@ -6,8 +6,13 @@ Nothing below this file knows more than its own part; nothing here computes.
 """
 
 import importlib
+import itertools
+import logging
 import os
+import platform
 import secrets
+import shlex
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,7 +22,6 @@ from typing import Any
 import torch
 
 from clip_train import dist
-from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.invalid import InvalidLog
@@ -31,6 +35,7 @@ from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
+from clip_train.storage.redact import redact
 from clip_train.trainer import Trainer
 from launcher import engines, parts
 from launcher.config.memory import decide, memory_limit
@@ -39,9 +44,8 @@ from launcher.config.resolve import Resolved, advice, engine_facts, resolve
 from launcher.config.resume import compare_with
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
-from launcher.runtime.facts import facts
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.log import Startup, is_quiet, log, warn
+from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
@@ -51,7 +55,7 @@ from launcher.weights import weights_here
 SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS caches folders for 30 s
 
 
-def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Startup) -> int:
+def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish`
     explains.
 
@@ -59,26 +63,17 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
     """
     env = ranks.detect(os.environ)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
-
-    def first_step() -> None:
-        startup.done("first step")
-        if env.rank == 0:
-            log(startup.describe())
-
     outcome.watchdog = watchdog = Watchdog(
         config.launch,
         stop,
         heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
-        on_first_step=first_step,
     )
     watchdog.start()
     importlib.import_module(engines.find_engine(config.engine.kind).module)
-    startup.done("imports")
     # what can be wrong without the other ranks; one of them looks at the shards
     resolved = resolve(config, env.world_size, read_data=env.rank == 0, is_rank=True)
     device, workers = ranks.take_device(env, config.data.workers)
-    startup.done("checks")
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
@@ -92,101 +87,103 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest, startup: Start
         recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
-        timeout_seconds=2
-        * max(
-            config.launch.hang_start_seconds,
-            config.launch.hang_step_seconds or 0.0,
-            config.launch.hang_save_seconds,
-            config.launch.hang_evaluate_seconds,
-        ),
+        timeout_seconds=2 * config.launch.longest_limit,
     )
-    startup.done("process group")
-    dist.on_main(partial(make_run_dir, config))
+    token = dist.on_main(partial(make_run_dir, config.run_dir))
     if config.checkpoint.remote is None:
-        refuse_unshared(config.run_dir / "checkpoints", SHARED_SECONDS)
+        refuse_unshared(token, SHARED_SECONDS)
+    elif dist.is_main():
+        token.unlink(missing_ok=True)
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated("data", workers=workers))
     if config.chosen:
         resolved = decide(resolved, memory_limit(config, device))
-    described = facts(resolved.given, env, device) if env.rank == 0 else {}
-    trainer = build_trainer(resolved, device, outcome, stop, watchdog, described)
-    startup.done("model, engine and data")
+    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog)
+    rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
     stop.listen()  # again: a library may have taken the signals over
-    outcome.succeed(trainer.run())
+    trainer.run()
+    outcome.succeed()
     return 0
 
 
-class Watched(Callback):
-    """Tells the watchdog where the loop is."""
+def make_run_dir(run_dir: Path) -> Path:
+    """Rank 0, before anything is built: it fails now rather than after a model has been loaded.
 
-    def __init__(self, watchdog: Watchdog) -> None:
-        self.watchdog = watchdog
-
-    def phase(self, name: str) -> None:
-        self.watchdog.phase(name)
-
-
-def make_run_dir(config: RunConfig) -> None:
-    """Rank 0, before anything is built: it fails now rather than after a model has been loaded."""
+    Returns a file there that all ranks should see.
+    """
+    token = run_dir / f".shared-{secrets.token_hex(8)}"
     try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        token.touch()
     except OSError as e:
-        raise unwritable(config.run_dir, e) from e
+        raise unwritable(run_dir, e) from e
+    return token
 
 
 def unwritable(run_dir: Path, e: OSError) -> RankError:
     return RankError(f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another")
 
 
-def refuse_unshared(folder: Path, seconds: float) -> None:
-    """Collective: RankError unless every rank sees a file that rank 0 makes in `folder`, within
-    `seconds`: NFS may show a new folder late."""
-    if dist.world_size() == 1:
-        return
-
-    def make_token() -> str:
-        name = f".shared-{secrets.token_hex(8)}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
-        except OSError as e:
-            raise unwritable(folder.parent, e) from e
-        return name
-
-    token = folder / dist.on_main(make_token)
+def refuse_unshared(token: Path, seconds: float) -> None:
+    """Collective: RankError unless every rank sees `token` within `seconds`: NFS may show a new
+    file late. Removes it."""
     end = time.monotonic() + seconds
-    sees = token.exists()
-    while not sees and time.monotonic() < end:
+    while not token.exists() and time.monotonic() < end:
         time.sleep(0.2)
-        sees = token.exists()
-    blind = dict.fromkeys(dist.gather_objects(None if sees else node_name()))
-    blind.pop(None, None)
+    here = [] if token.exists() else [node_name()]
+    blind = dict.fromkeys(itertools.chain(*dist.gather_objects(here)))
     if dist.is_main():
         token.unlink(missing_ok=True)
     error = None
-    if not sees:
+    if here:
         error = RankError(
-            f"run.dir ({folder.parent}) is not shared: {', '.join(map(str, blind))} cannot see "
-            "what rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
-            "checkpoint.remote"
+            f"run.dir ({token.parent}) is not shared: {', '.join(blind)} cannot see what rank 0 "
+            "writes; choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
         )
     dist.raise_agreed(error)
 
 
-def describe_run_dir(resolved: Resolved, start: int, described: dict[str, Any]) -> None:
+def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
+    """What an attempt runs with, for its line in attempts.jsonl. config: as the user gave it."""
+    if device.type == "cuda":
+        version, what = torch.version.cuda, torch.cuda.get_device_name(device)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        what = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+        version = None
+    plural = "s" if env.world_size > 1 else ""
+    size = f"{env.world_size} rank{plural} on {device.type}, {env.local_world_size} on each host"
+    differing = redact(config.model_dump(mode="json", exclude_defaults=True)).items()
+    return {
+        "steps": config.steps,
+        "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),
+        "commit": rendezvous.commit(),
+        "hardware": f"{size}; {node_name()}: {what}",
+        "versions": rendezvous.versions() | ({"CUDA": version} if version else {}),
+        "changed": {
+            f"{section}.{key}": value for section, keys in differing for key, value in keys.items()
+        },
+    }
+
+
+def describe_run_dir(
+    resolved: Resolved, start: int, env: ranks.RankEnv, device: torch.device
+) -> None:
     """Rank 0, once it is certain that the run is this recipe's: the recipe as given, the engine's
-    own files, and that an attempt begins after step `start`. described: its facts."""
+    own files, and that an attempt begins after step `start`."""
     config = resolved.config
     try:
         before = read_verdict(config.run_dir)
         previous = [before[0], before[1]["reason"]] if before else None
-        History(config.run_dir).append("start", step=start, previous=previous, **described)
+        History(config.run_dir).append(
+            "start", step=start, previous=previous, **facts(resolved.given, env, device)
+        )
         (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         folder = LocalStorage(config.run_dir)
         folder.put_bytes("recipe.yaml", resolved.given.to_yaml().encode())
-        facts = engine_facts(config, resolved.plan, resolved.plan.world_size)
+        sizes = engine_facts(config, resolved.plan, resolved.plan.world_size)
         for name, text in (
-            engines.find_engine(config.engine.kind).artifacts(config.engine, facts).items()
+            engines.find_engine(config.engine.kind).artifacts(config.engine, sizes).items()
         ):
             folder.put_bytes(name, text.encode())
     except OSError as e:
@@ -195,11 +192,11 @@ def describe_run_dir(resolved: Resolved, start: int, described: dict[str, Any]) 
 
 def build_trainer(
     resolved: Resolved,
+    env: ranks.RankEnv,
     device: torch.device,
     outcome: Outcome,
     stop: StopRequest,
     watchdog: Watchdog,
-    described: dict[str, Any],
 ) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     config = resolved.config
@@ -221,7 +218,7 @@ def build_trainer(
     )
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
-    dist.on_main(partial(describe_run_dir, resolved, start, described))
+    dist.on_main(partial(describe_run_dir, resolved, start, env, device))
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     engine = parts.build_engine(resolved, device)
     if resumed is None:
@@ -247,11 +244,11 @@ def build_trainer(
     )
     progress = ProgressLine(
         steps,
-        enabled=dist.is_main() and config.log.progress and not is_quiet(),
+        enabled=dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO),
         every_steps=config.log.every_steps,
     )
     callbacks = [
-        Watched(watchdog),
+        watchdog,
         InvalidLog(loader.epoch, progress.message, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
         sinks,

@@ -68,14 +68,9 @@ def test_what_the_recipe_says_stays():
     assert choose(N, 1, Room(1000, 0), {False: CACHE}, kept_graphs=2).plan.kept_graphs == 2
 
 
-def test_one_reduction_where_a_whole_gradient_fits():
-    def chosen(limit: float) -> bool:
-        room = Room(
-            limit, 0, whole_gradient=500, reductions=(True, False), each_backward_costs=True
-        )
-        return choose(N, 2, room, {False: CACHE}).reduce_once
-
-    assert chosen(1200) and not chosen(500)
+def test_reductions_in_each_backward_cost():
+    once, often = (choose(N, 2, Room(1200, 0, many), {False: CACHE}) for many in (False, True))
+    assert often.cost > once.cost and often.plan.accum_steps <= once.plan.accum_steps
 
 
 def test_too_little_is_told_with_what_is_needed():

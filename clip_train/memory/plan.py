@@ -78,18 +78,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Room:
-    """The memory and the choices that the planner has, the same on each rank."""
+    """The memory that the planner has, the same on each rank."""
 
     limit: float  # bytes
-    # Independent of the micro-batch; with reductions in each backward if there is a choice.
-    fixed: float
-    whole_gradient: float = (
-        0.0  # what a reduction once per step needs beyond that; see `reductions`
-    )
-    reductions: tuple[bool, ...] = (True,)  # allowed values of `reduce_once`
-    each_backward_costs: bool = (
-        False  # k reductions instead of one: stages 2 and 3 on several ranks
-    )
+    fixed: float  # bytes that do not depend on the micro-batch
+    reduces_often: bool = False  # gradients over ranks in each of the k backwards
 
 
 @dataclass(frozen=True)
@@ -98,18 +91,13 @@ class Layout:
 
     plan: BatchPlan
     activation_checkpointing: bool
-    reduce_once: bool  # stages 2 and 3
     profile: Profile  # of this activation checkpointing
     room: Room
 
     @property
-    def fixed(self) -> float:
-        return self.room.fixed + (self.room.whole_gradient if self.reduce_once else 0.0)
-
-    @property
     def bytes(self) -> float:
         """On one rank, at the highest point."""
-        return self.fixed + self.profile.bytes_for(self.plan)
+        return self.room.fixed + self.profile.bytes_for(self.plan)
 
     @property
     def forwards_per_sample(self) -> float:
@@ -122,19 +110,17 @@ class Layout:
         calls = (
             k + k + (k - min(self.plan.kept_graphs, k))
         )  # forwards, backwards, and forwards again
-        reductions = k - 1 if self.room.each_backward_costs and not self.reduce_once else 0
+        reductions = k - 1 if self.room.reduces_often else 0
         return n * (self.forwards_per_sample + BACKWARD) + CALL * calls + REDUCTION * reductions
 
     def describe(self) -> str:
         plan, profile = self.plan, self.profile
         more = ", activation checkpointing" if self.activation_checkpointing else ""
-        if self.room.each_backward_costs:
-            more += f", gradients reduced {'once' if self.reduce_once else 'in each backward'}"
         return (
             f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs "
             f"kept{more}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
-            f"fits: {gib(self.bytes)} of {gib(self.room.limit)} a rank, {gib(self.fixed)} fixed; a "
-            f"sample takes {gib(profile.graph)} with its "
+            f"fits: {gib(self.bytes)} of {gib(self.room.limit)} a rank, {gib(self.room.fixed)} "
+            f"fixed; a sample takes {gib(profile.graph)} with its "
             f"graph, {gib(profile.peak)} at its highest, {gib(profile.forward)} without a graph"
         )
 
@@ -160,10 +146,8 @@ def candidates(
         if micro_size is None
         else [min(micro_size, n)]
     )
-    for b, (checkpointing, profile), once in itertools.product(
-        sizes, profiles.items(), room.reductions
-    ):
-        one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, once, profile, room)
+    for b, (checkpointing, profile) in itertools.product(sizes, profiles.items()):
+        one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room)
         k = one.plan.accum_steps
         if checkpointing:  # all graphs: it and the cache would pay for the same forward twice
             counts = {k} if kept_graphs is None or kept_graphs >= k else set()

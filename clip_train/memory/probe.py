@@ -3,7 +3,6 @@
 The step runs on fake tensors: no memory, no arithmetic, no weights.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -62,36 +61,22 @@ def fake_profile(
     """The profile of `make_model()` in training, on fake tensors: allocates nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    collects = gc.isenabled()
-    gc.disable()  # collections took a fifth of the time, and found nothing
-    try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode():
-            points = _fake_step(make_model().train(), micro_batch(FAKE_SIZE))
-    finally:
-        if collects:
-            gc.enable()
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        model, inputs = make_model().train(), micro_batch(FAKE_SIZE)
+        batch = (inputs.images, inputs.texts, inputs.sample_seeds)
+        with LiveBytes([*model.parameters(), *model.buffers(), *batch]) as count:
+            with torch.no_grad():
+                out = IMAGE_TEXT.features(model, inputs)
+            forward = count.highest
+            del out
+            count.highest = count.live
+            features = IMAGE_TEXT.features(model, inputs)
+            graph, building = count.live, count.highest
+            count.highest = count.live
+            ones = {name: torch.ones_like(x) for name, x in features.items()}
+            total = surrogate(features, ones)
+            del features, ones
+            total.backward()
+            backward = count.highest
+    points = (forward, graph, building, backward)
     return Profile(*(round(point / FAKE_SIZE) for point in points))
-
-
-def _fake_step(model: torch.nn.Module, inputs: MicroBatch) -> tuple[int, int, int, int]:
-    """Bytes: peak without a graph, size of the graph, peak with it, and peak of its backward."""
-    known = [
-        *model.parameters(),
-        *model.buffers(),
-        inputs.images,
-        inputs.texts,
-        inputs.sample_seeds,
-    ]
-    with LiveBytes(known) as count:
-        with torch.no_grad():
-            out = IMAGE_TEXT.features(model, inputs)
-        forward = count.highest
-        del out
-        count.highest = count.live
-        features = IMAGE_TEXT.features(model, inputs)
-        graph, building = count.live, count.highest
-        count.highest = count.live
-        total = surrogate(features, {name: torch.ones_like(x) for name, x in features.items()})
-        del features
-        total.backward()
-    return forward, graph, building, count.highest

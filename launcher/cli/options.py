@@ -68,7 +68,7 @@ class Verb:
 DRY_RUN = "clip_tools.plan:dry_run"  # of `train --dry-run`
 VERBS = {
     "train": Verb(
-        "launcher.cli.train:run",
+        "launcher.runtime.launch:run",
         "train, or resume training",
         """\
     Train the recipe; if its run directory has a checkpoint, resume from the newest complete
@@ -140,12 +140,10 @@ VERBS = {
             ("time", "HH:MM:SS", "limit of one attempt (default: the site's, else 24:00:00)"),
             ("partition", "NAME", "where to (default: the site's, else the cluster's)"),
             ("account", "NAME", "whom to charge"),
-            ("qos", "NAME", "quality of service"),
-            ("exclude", "NODES", "nodes to leave out, as sbatch writes them"),
             (
                 "template",
-                ["train", "chain", "torchrun"],
-                "of slurm/ (default: train); chain: where jobs may not requeue",
+                ["train", "torchrun"],
+                "of slurm/ (default: train)",
             ),
             (
                 "site",

@@ -149,20 +149,12 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
     wanted = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
     options = (False, True) if wanted == "auto" else (bool(wanted),)
-    ways = [
-        engine.model_copy(update={"reduce_gradients": way}) for way in ("each_backward", "once")
-    ]
-    each, once = (estimate_memory(config, way, plan, architecture, None).total for way in ways)
-    reductions: tuple[bool, ...] = (engine.zero_stage >= 2 and engine.reduce_gradients == "once",)
-    if engine.zero_stage >= 2 and engine.reduce_gradients == "auto":
-        exact = engine.precision == "fp32" or find_engine(engine.kind).sums_fp32
-        reductions = (True, False) if exact else (False,)
     room = Room(
         limit,
-        each,
-        whole_gradient=once - each,
-        reductions=reductions,
-        each_backward_costs=engine.zero_stage >= 2 and plan.world_size > 1,
+        estimate_memory(config, engine, plan, architecture, None).total,
+        reduces_often=engine.zero_stage >= 2
+        and plan.world_size > 1
+        and engine.reduce_gradients == "each_backward",
     )
     layout = choose(
         plan.global_size,
@@ -172,11 +164,7 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,
     )
-    config = config.updated(
-        "engine",
-        activation_checkpointing=layout.activation_checkpointing,
-        reduce_gradients="once" if layout.reduce_once else "each_backward",
-    )
+    config = config.updated("engine", activation_checkpointing=layout.activation_checkpointing)
     sizes = {"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs}
     config = config.updated("batch", **sizes)
     return replace(resolved, config=config, plan=layout.plan, layout=layout)

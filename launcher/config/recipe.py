@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
-from clip_train.data.config import DataConfig
+from clip_train.data.config import DataConfig, existing
+from clip_train.data.index import index_of
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.metrics.config import LogConfig
@@ -87,7 +88,12 @@ class RunConfig(Settings):
     launch: Annotated[LaunchConfig, Silent] = Field(default_factory=LaunchConfig)
 
     @model_validator(mode="after")
-    def _lengths_fit_together(self) -> RunConfig:
+    def _sections_fit_together(self) -> RunConfig:
+        if self.model.teacher is not None and self.loss.kind != "info_nce":
+            raise ValueError(
+                f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
+                f"not with {self.loss.kind}"
+            )
         if self.run.epochs is not None and self.data.num_samples is None:
             return self  # `resolve` counts them
         if (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST:
@@ -114,15 +120,6 @@ class RunConfig(Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _objectives_fit_together(self) -> RunConfig:
-        if self.model.teacher is not None and self.loss.kind != "info_nce":
-            raise ValueError(
-                f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
-                f"not with {self.loss.kind}"
-            )
-        return self
-
     @property
     def chosen(self) -> list[str]:
         """The keys that say `auto` and are chosen by memory (see `launcher.config.memory`)."""
@@ -130,7 +127,6 @@ class RunConfig(Settings):
             "batch.micro_size",
             "batch.kept_graphs",
             "engine.activation_checkpointing",
-            "engine.reduce_gradients",
         )
         return [
             key
@@ -267,6 +263,28 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
         lines = explain(e, RunConfig, raw, unknown=nearest)
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
+
+
+def with_samples(config: RunConfig) -> RunConfig:
+    """Read data.num_samples from the index beside the shards if run.epochs needs it and the recipe
+    lacks it. UserError.
+    """
+    data = config.data
+    if config.run.epochs is None or data.num_samples is not None:
+        return config
+    counted = None
+    if data.train_weights is None and not data.resampled:  # else no epoch has each sample once
+        counted = index_of(data.train, data.verify, config.storage).num_samples
+        if counted is None:
+            existing(data.train, "data.train")  # shards that are missing: the clearer error
+    if counted is None:
+        raise UserError(
+            f"run.epochs ({config.run.epochs}) needs data.num_samples, the samples in one epoch, "
+            "or shards with an index (`clip-train index`); or give run.steps"
+        )
+    raw = config.model_dump(exclude_unset=True)
+    raw["data"]["num_samples"] = counted
+    return check_config(raw, "the recipe")
 
 
 def nearest(path: str) -> str:

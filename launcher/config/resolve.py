@@ -30,8 +30,7 @@ from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
-from launcher.config.recipe import RunConfig
-from launcher.config.samples import with_samples
+from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 

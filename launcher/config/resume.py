@@ -89,9 +89,8 @@ def compare_with(
     """What to report about resuming from this checkpoint, below where it is from. UserError where
     it is another run's, but with `checkpoint.allow_changed_recipe`."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
-    if (
-        before := resumed.state.get("teacher")
-    ) != teacher:  # its digest: what lies at a place may change
+    before = resumed.state.get("teacher")
+    if before != teacher:  # its digest: what lies at a place may change
         found.append(
             Change(
                 f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"

@@ -48,7 +48,6 @@ class EngineKind(abc.ABC):
     module: str
     """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
     It alone imports what holds the model."""
-    sums_fp32 = True  # in low precision one reduction a step is as exact as one for each backward
     checks: tuple[tuple[str, Callable[[], Iterator[Any]]], ...] = ()  # for `clip-train doctor`
 
     @abc.abstractmethod

@@ -43,13 +43,10 @@ class EngineConfig(Settings):
     batch.memory_limit)."""
     offload: Annotated[Literal["none", "optimizer"], Rounding] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
-    reduce_gradients: Annotated[Literal["once", "each_backward", "auto"], Rounding] = (
-        "each_backward"
-    )
+    reduce_gradients: Annotated[Literal["once", "each_backward"], Rounding] = "each_backward"
     """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per
     step, holding a whole gradient on every rank until then (with DeepSpeed summed in the model's
-    precision, with FSDP in fp32). Stages 0 and 1 always do it once. auto: by the memory that there
-    is, where the order of the sums is all that differs."""
+    precision, with FSDP in fp32). Stages 0 and 1 always do it once."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"], Rounding] = "fp32"
     """The type in which ranks send and sum gradients. bf16, with engine.precision bf16 only: half
     the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). Where

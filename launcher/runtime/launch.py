@@ -1,9 +1,10 @@
-"""`clip-train train` alone on a machine: one rank for each device, each a process that gets every
-signal once.
+"""`clip-train train`: run this rank, or without a launcher start one rank for each device.
 
-Ranks end each other (`heartbeat`); this process only waits for them.
+Each rank is a process that gets every signal once. Ranks end each other (`heartbeat`); the process
+that started them only waits.
 """
 
+import argparse
 import contextlib
 import os
 import signal
@@ -16,11 +17,23 @@ from types import FrameType
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
+from launcher.config.recipe import load_config, with_samples
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
 # For all ranks to end once one has; they do within 30 s, or close what they have open.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
+
+
+def run(args: argparse.Namespace) -> int:
+    """The `train` verb. torch is imported below, after the mistakes of a recipe."""
+    config = with_samples(load_config(args.recipe, args.overrides))
+    ranks = local_ranks(args.ranks, os.environ)
+    if ranks > 1:
+        return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
+    from launcher.train import train
+
+    return train(config, args.outcome, args.stop)
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""What a process logs on stderr, and how long it took from its start to the first step."""
+"""What a process logs on stderr."""
 
 import contextlib
 import io
@@ -6,17 +6,17 @@ import logging
 import os
 import sys
 import time
-from pathlib import Path
 
 from clip_train.errors import RankError
 from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 
-OURS = [logging.getLogger(name) for name in ("clip_train", "launcher", "clip_tools")]
+LOGGER = logging.getLogger("launcher")
+OURS = (LOGGER, logging.getLogger("clip_train"), logging.getLogger("clip_tools"))
 
 
 def log(message: str, level: int = logging.INFO) -> None:
-    OURS[1].log(level, message)
+    LOGGER.log(level, message)
 
 
 def warn(message: str) -> None:
@@ -69,26 +69,3 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
         others = [each for each in logger.handlers if not isinstance(each, Lines)]
         logger.handlers = [*others, handler]
         logger.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
-
-
-def is_quiet() -> bool:
-    return not OURS[1].isEnabledFor(logging.INFO)
-
-
-class Startup:
-    """`done("imports")` at the end of each phase; the phases follow each other."""
-
-    def __init__(self) -> None:
-        started = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # ticks since the boot
-        self._started = self._before = started / os.sysconf("SC_CLK_TCK")
-        self._phases: list[str] = []
-
-    def done(self, phase: str) -> None:
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._phases.append(f"{phase} {now - self._before:.1f}")
-        self._before = now
-
-    def describe(self) -> str:
-        return f"first step after {self._before - self._started:.1f} s: {', '.join(self._phases)}"

@@ -68,24 +68,20 @@ class Outcome:
         self.run_dir: Path | None = None
         self.trainer: Trainer | None = None
 
-    def succeed(self, results: dict[str, float]) -> None:
+    def succeed(self) -> None:
         """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
         report."""
         import torch.distributed as torch_dist
 
         from clip_train import dist
-        from clip_train.metrics.progress import headline
 
         assert self.run_dir is not None and self.trainer is not None
         self.trainer.close()
         if dist.is_main():
+            self._plot()  # before VERDICT, which lists what failed
             self._write_verdict("DONE", DONE)
-            if not self._plot():  # which VERDICT lists
-                self._write_verdict("DONE", DONE)
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")
-            if results:
-                log(f"the last evaluation: {headline(results)}")
             log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
             log(f"next: clip-train export {self.run_dir / 'recipe.yaml'}")
         self.trainer.stop.ignore()  # a launcher's hurry must not look like a crash
@@ -163,7 +159,7 @@ class Outcome:
         if self.heartbeat is not None:
             self.heartbeat.leave()
         if self.watchdog is not None:
-            self.watchdog.close()
+            self.watchdog.end()
 
     def _describe(self, error: BaseException, rank: int) -> tuple[Failure, str]:
         """What this error means for the run, and the traceback if nobody has foreseen it."""
@@ -230,16 +226,15 @@ class Outcome:
             step, skipped = self.trainer.step, self.trainer.skipped.lines()
         write_verdict(self.run_dir, word, step, reason, skipped=skipped)
 
-    def _plot(self) -> bool:
-        """Rank 0, once a step is made: report.html, and whether it was written. After all that
-        there is to print: a long run's takes seconds."""
+    def _plot(self) -> None:
+        """Rank 0, once a step is made: report.html. A long run's takes seconds."""
         if self.trainer is None or self.run_dir is None or not self.trainer.step:
-            return False
+            return
         from clip_train.metrics.report import write_report as plot
 
         remedy = f"mend the cause, then: clip-train report {self.run_dir}"
         plotted = partial(plot, self.run_dir)
-        return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
+        self.trainer.skipped.attempt("report.html", plotted, remedy=remedy)
 
 
 LOST = re.compile(

@@ -27,7 +27,7 @@ import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import SLURM_STEP, RankEnv, backend, free_port
+from launcher.runtime.environment import RankEnv, backend, free_port
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
@@ -212,24 +212,14 @@ def meet(
 
 
 def joined(env: RankEnv, store: Store) -> str:
-    """How many ranks have joined, and which have not; in a Slurm step also the nodes from which
-    none has."""
+    """How many ranks have joined, and which have not."""
     world = range(env.world_size)
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
-    text = (
+    return (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
         f"{env.master_addr}:{env.master_port}; missing: rank{'s' * (len(absent) > 1)} "
         f"{', '.join(map(str, absent[:20]))}{', ...' * (len(absent) > 20)}"
     )
-    nodelist = os.environ.get("SLURM_STEP_NODELIST") if env.found == SLURM_STEP else None
-    if nodelist and absent:
-        present = [rank for rank in world if rank not in absent]
-        nodes = [json.loads(store.get(f"here/{rank}"))["node"] for rank in present]
-        hosts = answer("scontrol", "show", "hostnames", nodelist).split()
-        silent = [node for node in hosts if node not in nodes]
-        if silent:
-            text += f"; no rank of {', '.join(silent[:20])} has joined (SLURM_STEP_NODELIST)"
-    return text
 
 
 def own_address(host: str) -> str:
@@ -276,6 +266,18 @@ def code_version() -> str:
                 file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
             )
     return digest.hexdigest()[:12]
+
+
+def commit() -> str | None:
+    """The git commit, with `-dirty` if files differ. Frozen code has the commit of its submission.
+    None if there is none."""
+    if (ROOT / ".git").exists():
+        return (
+            answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None
+        )
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((ROOT.parent / "submit.json").read_text()).get("commit")
+    return None
 
 
 def versions() -> dict[str, str]:

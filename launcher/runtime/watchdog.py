@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
+from clip_train.callbacks import Callback
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
@@ -31,6 +31,8 @@ from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
+# For a rank to end by itself once another one has failed.
+GRACE_SECONDS = 5.0
 CLOSE_SECONDS = 300.0  # for a checkpoint that is under way when another rank fails
 # From a stop during the start: the main thread may come to the first step by itself.
 EARLY_SECONDS = 3.0
@@ -47,20 +49,13 @@ class Phase(str, enum.Enum):
     FINISH = "finish"  # an error is being reported
 
 
-class Limits(NamedTuple):
-    """The limits of a phase."""
-
-    key: str | None  # of the `launch` section: seconds until it counts as a hang
-    grace_seconds: float  # to end by itself once another rank has failed
-
-
+# The key of the `launch` section that says after how many seconds a phase counts as a hang.
 LIMITS = {
-    Phase.START: Limits("hang_start_seconds", 5.0),
-    Phase.STEP: Limits("hang_step_seconds", 5.0),
-    Phase.SAVE: Limits("hang_save_seconds", 5.0),
-    Phase.EVALUATE: Limits("hang_evaluate_seconds", 5.0),
-    Phase.END: Limits("hang_save_seconds", CLOSE_SECONDS),
-    Phase.FINISH: Limits(None, float("inf")),
+    Phase.START: "hang_start_seconds",
+    Phase.STEP: "hang_step_seconds",
+    Phase.SAVE: "hang_save_seconds",
+    Phase.EVALUATE: "hang_evaluate_seconds",
+    Phase.END: "hang_save_seconds",
 }
 FINISH_SECONDS = 300.0  # until FINISH counts as a hang
 
@@ -83,9 +78,15 @@ class LaunchConfig(Settings):
     """A batch job that failed without a new checkpoint waits this long before its next attempt, and
     twice as long after each further failure."""
 
+    @property
+    def longest_limit(self) -> float:
+        """Seconds; after these a phase counts as a hang, whichever it is."""
+        limits = [self.hang_start_seconds, self.hang_save_seconds, self.hang_evaluate_seconds]
+        return max(*limits, self.hang_step_seconds or 0.0)
 
-class Watchdog:
-    """The trainer sets its `phase`; started by `start`, ended by `close`."""
+
+class Watchdog(Callback):
+    """The trainer sets its `phase`; started by `start`, ended by `end`."""
 
     def __init__(
         self,
@@ -95,18 +96,15 @@ class Watchdog:
         *,
         run_dir: Path | None = None,
         environ: Mapping[str, str] = os.environ,
-        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. on_first_step:
-        called when it is done."""
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
-        self._on_first_step = on_first_step
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
-        self._limit = config.hang_start_seconds
+        self.limit = config.hang_start_seconds  # of the phase: from then on it counts as a hang
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
@@ -118,7 +116,7 @@ class Watchdog:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """The rank ends; also writes the last PROGRESS. A second call does nothing."""
         if not self._closed.is_set():
             self._closed.set()
@@ -129,16 +127,13 @@ class Watchdog:
     def phase(self, name: str) -> None:
         """A phase begins, or the next step: a value of `Phase`."""
         now, phase = time.monotonic(), Phase(name)
-        if self._phase is Phase.START:
-            if phase is Phase.STEP and not self._begun:
-                self._begun = True
-                return  # the first step still belongs to the start
-            if self._begun and phase not in (Phase.END, Phase.FINISH):
-                self._on_first_step()
+        if self._phase is Phase.START and phase is Phase.STEP and not self._begun:
+            self._begun = True
+            return  # the first step still belongs to the start
         if phase is self._phase is Phase.STEP:
             self._steps.append(now - self._since)
         self._phase, self._since = phase, now
-        self._limit = phase_limit(self.config, phase, self._steps)
+        self.limit = phase_limit(self.config, phase, self._steps)
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -173,13 +168,14 @@ class Watchdog:
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None:
             # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
-            grace = LIMITS[Phase.STEP if abort.lost else self._phase].grace_seconds
+            closes = self._phase is Phase.END and not abort.lost
+            grace = CLOSE_SECONDS if closes else GRACE_SECONDS
             if self._phase is not Phase.FINISH and now - self._heartbeat.aborted_at > grace:
                 self._exit(abort)
         self._write_progress()
         # once a rank has failed, a rank that waits for it is no second hang
         watched = abort is None or self._phase is Phase.FINISH
-        if watched and now - self._since > self._limit:
+        if watched and now - self._since > self.limit:
             self._fire(now - self._since)
 
     def _exit(self, abort: Failure) -> None:
@@ -201,7 +197,7 @@ class Watchdog:
         where, waiting = position(sys._current_frames().get(self._main or 0))
         message = (
             f"no progress for {seconds:.0f} s in phase {self._phase.value} (its limit is "
-            f"{self._limit:.0f} s), {where}"
+            f"{self.limit:.0f} s), {where}"
         )
         rank, node = self._heartbeat.env.rank, node_name()
         log(f"[rank {rank} on {node}] {message}", logging.ERROR)
@@ -215,10 +211,9 @@ class Watchdog:
 
 def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> float:
     """Seconds until a phase counts as a hang. steps: seconds of the latest."""
-    key = LIMITS[phase].key
-    if key is None:
+    if phase is Phase.FINISH:
         return FINISH_SECONDS
-    limit: float | None = getattr(config, key)
+    limit: float | None = getattr(config, LIMITS[phase])
     if limit is None:  # of a step
         return max(300.0, 20 * statistics.median(steps or [0.0]))
     return limit

@@ -10,11 +10,11 @@ the ranks resumed.
 import json
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.storage.local import open_own
 from launcher.runtime.verdict import Failure
 
@@ -49,19 +49,12 @@ class Decision:
 
 
 class History:
-    """The run's `attempts.jsonl`. Lines that a power loss has torn are skipped."""
+    """The run's `attempts.jsonl`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path, self.folder = run_dir / FILE, run_dir / "attempts"
-        self.lines: list[dict[str, Any]] = []
-        if self.path.exists():
-            for text in self.path.read_text(errors="replace").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    continue
-                if isinstance(line, dict):
-                    self.lines.append(line)
+        # without lines that a power loss has torn
+        self.lines = list(iter_jsonl(self.path)) if self.path.exists() else []
 
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
@@ -77,9 +70,8 @@ class History:
         return [line for line in self.lines if line.get("event") == event]
 
     def next_number(self) -> int:
-        """Above every attempt that is known or has left a folder."""
+        """Above every attempt that is known, or has left a folder or (earlier) `0001.log`."""
         known = [line["attempt"] for line in self.of("begin") + self.of("end")]
-        # an earlier version left `0001.log` too
         left = [int(file.name[:4]) for file in self.folder.glob("[0-9][0-9][0-9][0-9]*")]
         return 1 + max([*known, *left], default=0)
 
@@ -101,11 +93,6 @@ class History:
         if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
-
-    def suspects(self) -> list[str]:
-        """Nodes that were blamed more than once."""
-        blamed = Counter(node for end in self.of("end") for node in end["blamed"])
-        return sorted(node for node, count in blamed.items() if count > 1)
 
 
 def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:

@@ -13,7 +13,6 @@ submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -42,7 +41,7 @@ from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
 if TYPE_CHECKING:
     from launcher.config.recipe import RunConfig
 
-USAGE = "[--chain] RECIPE [key.path=value ...] -- srun ..."
+USAGE = "RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
 RETRY_SECONDS = 15.0  # between requests to requeue, at most
 
@@ -53,36 +52,25 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
     # --signal=B:USR1, to this script alone
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    parser = argparse.ArgumentParser(
-        prog="python -m launcher.slurm.controller", usage="%(prog)s [-h] " + USAGE
-    )
-    parser.add_argument(
-        "--chain", action="store_true", help="the next job of an array resumes instead"
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    args, command = parser.parse_args(arguments[:split]), list(arguments[split + 1 :])
-    if not command or "SLURM_JOB_ID" not in os.environ:
-        parser.error(
-            "SLURM_JOB_ID is not set, or no command follows --: this belongs in a batch script, "
-            "see slurm/"
-        )
-    if "SLURM_ARRAY_JOB_ID" in os.environ and not args.chain:
+    line = list(arguments)
+    if "--" not in line[1:-1] or "SLURM_JOB_ID" not in os.environ:
+        say(f"error: SLURM_JOB_ID is not set, or the arguments are not {USAGE}; see slurm/")
+        return 2
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
         say(f"error: {NO_ARRAY}")
         return 2
     from clip_train.errors import UserError
-    from launcher.config.recipe import load_config
-    from launcher.config.samples import with_samples
+    from launcher.config.recipe import load_config, with_samples
 
     try:
-        config = with_samples(load_config(args.recipe, args.overrides))
+        split = line.index("--")
+        config = with_samples(load_config(line[0], line[1:split]))
     except UserError as e:
         say(f"error: {e}")
         return 2
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        return Controller(config, terminated, chain=args.chain).run([*command, *config.counted])
+        return Controller(config, terminated).run([*line[split + 1 :], *config.counted])
     except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
         say(
             f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. "
@@ -99,12 +87,9 @@ def say(message: str) -> None:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(
-        self, config: RunConfig, terminated: threading.Event, *, chain: bool = False
-    ) -> None:
+    def __init__(self, config: RunConfig, terminated: threading.Event) -> None:
         self.config, self.run_dir = config, config.run_dir
-        self.terminated, self.chain = terminated, chain
-        self.job = os.environ["SLURM_JOB_ID"]
+        self.terminated, self.job = terminated, os.environ["SLURM_JOB_ID"]
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
         self.nodes = answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
         self.history = History(self.run_dir)
@@ -127,7 +112,6 @@ class Controller:
                 return self._act(decision, outcome)
         verdict = read_verdict(self.run_dir)
         if verdict and verdict[0] == "DONE" and verdict[1]["step"] >= self.config.steps:
-            self._end_chain()
             say(f"{self.run_dir} is done already")
             return 0
         number, before = self.history.next_number(), committed_step(self.run_dir)
@@ -206,8 +190,6 @@ class Controller:
         """The batch job's exit status."""
         if decision.decision == "requeue":
             return self._requeue(decision)
-        if decision.decision != "leave" or outcome.stop_file:
-            self._end_chain()
         if decision.decision == "give up":
             say(f"GIVING UP: {decision.why}")
             write_verdict(self.run_dir, "FAILED", outcome.step, f"gave up: {decision.why}")
@@ -222,9 +204,6 @@ class Controller:
     def _requeue(self, decision: Decision) -> int:
         """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it
         soon."""
-        if self.chain:
-            say(f"the next job of the chain resumes: {decision.why}")
-            return 0
         wait, refusals = 2.0, 0
         while not self.terminated.is_set():
             # Slurm sends TERM to the job, scontrol included
@@ -232,12 +211,6 @@ class Controller:
             failed = slurm(*line)[1]
             if not failed:
                 say(f"requeued: {decision.why}")
-                suspects = ",".join(self.history.suspects())
-                if suspects:
-                    say(
-                        f"{suspects} failed twice or more; to exclude it from the next attempts: "
-                        f"scontrol update JobId={self.job} ExcNodeList={suspects}"
-                    )
                 if decision.failures:  # what failed may need time to recover
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
                     start = f"StartTime=now+{round(seconds)}"
@@ -255,12 +228,6 @@ class Controller:
         # a requeue now would restart what the user has cancelled
         say("not requeued: Slurm ended the job in the meantime")
         return 143
-
-    def _end_chain(self) -> None:
-        """Nothing is left for the other jobs of the array."""
-        array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        if self.chain and array:
-            slurm("scancel", "--state=PENDING", array)
 
 
 def committed_step(run_dir: Path) -> int:

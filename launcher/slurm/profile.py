@@ -23,8 +23,6 @@ class Site(Settings):
     """Where to submit; null: the cluster's default."""
     account: str | None = None
     """Whom to charge."""
-    qos: str | None = None
-    """Quality of service."""
     nodes: PositiveInt = 1
     """Nodes of a job."""
     gpus_per_node: NonNegativeInt = 8
@@ -38,17 +36,13 @@ class Site(Settings):
     warn_seconds: PositiveInt = 300
     """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30
     s early."""
-    template: Literal["train", "chain", "torchrun"] = "train"
+    template: Literal["train", "torchrun"] = "train"
     """Of slurm/."""
-    exclude: str | None = None
-    """Nodes to leave out, as sbatch writes them."""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines before the ranks start: module load, conda activate, a virtual environment."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """Variables to export: NCCL_SOCKET_IFNAME, HF_HOME, ..."""
+    """Shell lines before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Other options of sbatch, such as constraint: h100; true for an option without a value, such
-    as exclusive."""
+    """Other options of sbatch, such as constraint: h100 or qos: large; true for an option that takes
+    no value, such as exclusive."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
@@ -58,10 +52,6 @@ class Site(Settings):
     def tasks(self) -> int:
         """Ranks of a node."""
         return self.tasks_per_node or self.gpus_per_node
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.tasks
 
 
 def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:

@@ -19,11 +19,16 @@ OUTAGE = re.compile(
 )
 
 
-def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
+def slurm(*command: str) -> tuple[str, str]:
     """The output of one of Slurm's commands, empty where it failed, and then its error message."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, input=stdin
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         return "", f"{shlex.join(command)}: {e}"

@@ -23,32 +23,16 @@ from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.storage.urls import is_remote, local_path
 from launcher.checks import check_places, require_places
-from launcher.config.recipe import RunConfig, load_config
+from launcher.config.recipe import RunConfig, load_config, with_samples
 from launcher.config.resolve import resolve
-from launcher.config.samples import with_samples
-from launcher.runtime.facts import commit
-from launcher.runtime.log import warn
-from launcher.runtime.rendezvous import ROOT, SOURCES, code_version
+from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, load_site
-from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
+from launcher.slurm.scheduler import NO_ARRAY, answer
 
 FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
 
 # -- checks
-
-
-def parse_time(text: str) -> int:
-    """Seconds of sbatch's `minutes`, `minutes:seconds`, `hours:minutes:seconds` or
-    `days-hours[:minutes[:seconds]]`."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise UserError(
-            f"--time ({text}) is none of minutes, hours:minutes:seconds, days-hours; write 24:00:00"
-        )
-    days, _, _, third = match.groups()
-    units = (86400, 3600, 60, 1) if days is not None or third is not None else (0, 60, 1, 0)
-    return sum(int(part or 0) * unit for part, unit in zip(match.groups(), units, strict=True))
 
 
 def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
@@ -65,14 +49,7 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
             "rank for each GPU; leave it out"
         )
-    seconds = parse_time(job.time)
-    if seconds <= 2 * job.warn_seconds:
-        raise UserError(
-            f"--time ({job.time}, {seconds} s) leaves no time to train before the warning "
-            f"{job.warn_seconds} s ahead of its end: ask for more than "
-            f"{2 * job.warn_seconds // 60} minutes, or lower the site file's warn_seconds"
-        )
-    resolve(config, job.world_size, read_data=not offline)
+    resolve(config, job.nodes * job.tasks, read_data=not offline)
     if config.checkpoint.resume == "never":
         raise UserError(
             "checkpoint.resume (never): each time that the job is requeued it would begin anew; "
@@ -84,13 +61,15 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
     require_places(config, store=not offline)
 
 
-def check_slurm(run_dir: Path) -> None:
-    """UserError without an sbatch, or if another job trains the same run."""
+def check_slurm(run_dir: Path, options: Sequence[str] = ()) -> None:
+    """UserError without an sbatch, or if another job trains the same run; with options such as
+    --dependency=singleton the new job may wait for that one."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not here: submit from a login node, or look at the script with --dry-run"
         )
-    for file in sorted(run_dir.glob("submit/*/submit.json")):
+    waits = any(option.startswith("--dependency") for option in options)
+    for file in [] if waits else sorted(run_dir.glob("submit/*/submit.json")):
         number = json.loads(file.read_text()).get("job")
         if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
             raise UserError(
@@ -140,11 +119,9 @@ def render(
         "cpus-per-task": job.cpus_per_task * (job.tasks if torchrun else 1),
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
-        "output": f"{escaped}/%x-%{'A-%a' if job.template == 'chain' else 'j'}.log",
+        "output": f"{escaped}/%x-%j.log",
         "partition": job.partition,
         "account": job.account,
-        "qos": job.qos,
-        "exclude": job.exclude,
         **job.sbatch,
     }
     for word in [*(f"--{key}" for key in job.sbatch), *options]:
@@ -168,7 +145,6 @@ def render(
             if torchrun
             else []
         ),
-        *(f"export {key}={shlex.quote(value)}" for key, value in job.environment.items()),
         *job.setup,
         f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}",
         "# --",
@@ -228,13 +204,8 @@ def run(args: argparse.Namespace) -> int:
     script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
         print(script, end="")
-        refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
-        if refused and not OUTAGE.search(refused):
-            raise UserError(f"sbatch --test-only refuses this script: {refused}")
-        if refused:
-            warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
         return 0
-    check_slurm(run_dir)
+    check_slurm(run_dir, args.sbatch_options)
     described = freeze(folder, script, frozen_recipe(config, base), job)
     line = ["sbatch", "--parsable", str(folder / "job.sbatch")]
     sent = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
@@ -270,7 +241,7 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
             "code": code_version(),
             "commit": commit(),
             "python": sys.executable,
-            "world_size": job.world_size,
+            "world_size": job.nodes * job.tasks,
         }
         (folder / "submit.json").write_text(json.dumps(described, indent=2) + "\n")
         return described

@@ -41,8 +41,7 @@ from clip_train.errors import DataError, UserError
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
-from launcher.config.samples import with_samples
+from launcher.config.recipe import load_config, with_samples
 from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096

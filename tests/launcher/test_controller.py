@@ -152,24 +152,16 @@ BAD_NODE = (
 )
 
 
-def blame(run_dir: Path, node: str) -> None:
-    """An attempt before this one that failed on a node."""
-    run_dir.mkdir()
-    end = {"decision": "requeue", "failures": 0, "fruitless": 0}
-    History(run_dir).append("end", attempt=1, blamed=[node], **end)
-
-
 def play(bin: Path, **commands: str) -> None:
     for name, line in commands.items():
         (bin / name).write_text(f"#!/bin/sh\n{line}\n")
         (bin / name).chmod(0o755)
 
 
-def test_a_node_that_fails_again_is_named_after_the_requeue(recipe, bin, tmp_path):
-    blame(tmp_path / "run", "n1")
+def test_a_failure_waits_after_the_requeue_and_names_its_node(recipe, bin, tmp_path):
     play(bin, scontrol='echo "$*" >> "$SAID"')
     status, out = supervise(recipe, bin, *BAD_NODE)
-    assert status == 0 and "scontrol update JobId=7 ExcNodeList=n1" in out, out
+    assert status == 0 and "rank 1 on n1: no GPU" in out, out
     said = (bin / "said").read_text().splitlines()
     # after the requeue: Slurm takes it for pending jobs only
     assert said.index("update JobId=7 StartTime=now+60") > said.index("requeue 7")

@@ -12,9 +12,8 @@ from clip_train.data.tar import write_shards
 from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
+from launcher.config.recipe import load_config, with_samples
 from launcher.config.resolve import resolve
-from launcher.config.samples import with_samples
 from tests.launcher.conftest import run
 
 

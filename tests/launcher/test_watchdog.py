@@ -63,7 +63,7 @@ def test_the_stop_file_and_progress(tmp_path):
         assert until(lambda: stop.reason is not None)
         assert "STOP" in stop.reason
     finally:
-        watchdog.close()
+        watchdog.end()
 
 
 def test_nothing_that_goes_wrong_in_a_look_ends_the_watch(tmp_path):
@@ -74,7 +74,7 @@ def test_nothing_that_goes_wrong_in_a_look_ends_the_watch(tmp_path):
     try:
         assert until(lambda: len(beats) > 2)
     finally:
-        watchdog.close()
+        watchdog.end()
 
 
 def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
@@ -87,24 +87,19 @@ def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
     try:
         assert until(lambda: len(beats) > 2)
     finally:
-        watchdog.close()
+        watchdog.end()
 
 
 def test_the_first_step_belongs_to_the_start():
-    told = []
-    watchdog = Watchdog(
-        LaunchConfig(), StopRequest(), environ={}, on_first_step=lambda: told.append("first")
-    )
+    config = LaunchConfig()
+    watchdog = Watchdog(config, StopRequest(), environ={})
     try:
-        watchdog.phase("step")
-        assert told == []
-        watchdog.phase("step")
-        assert told == ["first"]
-        watchdog.phase("save")
-        watchdog.phase("step")
-        assert told == ["first"]
+        for phase, limit in (("step", 3600), ("step", 300), ("save", 3600), ("step", 300)):
+            watchdog.phase(phase)
+            assert watchdog.limit == limit
+        assert config.hang_start_seconds == config.hang_save_seconds == config.longest_limit / 2
     finally:
-        watchdog.close()
+        watchdog.end()
 
 
 def test_where_a_rank_stands():

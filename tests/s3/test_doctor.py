@@ -222,7 +222,6 @@ def test_submit_tries_the_store(
 
     assert submit(f"checkpoint.remote={view.url}/run") == 0
     script = capsys.readouterr()
-    # where Slurm is installed without a cluster, sbatch --test-only is a warning
     assert script.out.startswith("#!") and "] error:" not in script.err and view.keys() == before
     assert submit("checkpoint.remote=s3://nowhere-at-all/run") == 2
     assert "create the bucket" in capsys.readouterr().err

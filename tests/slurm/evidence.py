@@ -65,11 +65,8 @@ def _sent_again(story: list[Told]) -> Told | None:
     return stopped[0] if stopped else None
 
 
-def check_story(
-    job: Job, *expected: tuple[str, str, list[str] | str], restarts: bool = True
-) -> list[Told]:
-    """expected: of each attempt the verdict, the decision and the nodes to blame. restarts: by
-    requeues of one job.
+def check_story(job: Job, *expected: tuple[str, str, list[str] | str]) -> list[Told]:
+    """expected: of each attempt the verdict, the decision and the nodes to blame.
 
     Each attempt begins at the newest step that was committed when the last one ended, and goes on
     from there. After a node was lost with its disk that may be an older one, but none older than
@@ -91,8 +88,7 @@ def check_story(
         )  # a save that was under way may have been committed since
         at = each.begin["step"]
         assert len(each.begin["nodes"]) == NODES[job.layout]
-        if restarts:
-            assert (each.begin["job"], each.begin["restart"]) == (job.number, number), each.begin
+        assert (each.begin["job"], each.begin["restart"]) == (job.number, number), each.begin
         if each.resumed is None:
             assert each.end["verdict"] != "DONE" and each.end["step"] == at, each.end
         elif number == 0 or whole[number - 1].end["verdict"] == "PREEMPTED":

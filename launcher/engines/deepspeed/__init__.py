@@ -58,7 +58,6 @@ def check_hosts() -> Iterator[Finding]:
 class DeepSpeedKind(EngineKind):
     name = "ZeRO"
     module = "launcher.engines.deepspeed.engine"
-    sums_fp32 = False
     checks = (
         ("engine", check_version),
         ("extensions", check_extensions),
