@@ -101,7 +101,7 @@ def to_evaluate(
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
         return (
             config,
-            parse_saved(found.state["architecture"]),
+            parse_saved(found.state["architecture"], config.model.name),
             source,
             f"step {found.step} of {found.path}",
         )
@@ -176,6 +176,12 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
                 f"so: add {name}={url}, another, or {name}=null"
             )
     config = check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}")
+    own = found.state["architecture"].get("own")
+    if own is not None and f"model.name={own}" not in overrides:
+        raise UserError(
+            f"the model in {found.path} is a class ({own}), which is imported only if you say so: "
+            f"add model.name={own}"
+        )
     if is_remote(place):
         check_names(found, config.model.name, said="model.name" in said)
     return config, found

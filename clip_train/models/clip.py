@@ -21,6 +21,7 @@ from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
+from clip_train.settings import import_path, shown
 
 
 class CLIP(nn.Module):
@@ -123,12 +124,21 @@ class CLIP(nn.Module):
         return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
 
 
-def parse_saved(dump: Mapping[str, Any]) -> AnyArchitecture:
+def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitecture:
     """The architecture that a checkpoint describes. CheckpointError if it does not describe one.
 
-    Earlier versions saved `patch_size` with ResNets and `norm` with ViTs.
+    name: `model.name`, which the user has given. A checkpoint alone cannot make a class be
+    imported. Earlier versions saved `patch_size` with ResNets and `norm` with ViTs.
     """
     try:
+        own = dump.get("own")
+        if own not in (None, name):
+            raise CheckpointError(
+                f"the checkpoint's model is a class of your own ({shown(own)}), which model.name "
+                f"({name}) does not name: give the recipe of its run"
+            )
+        if own is not None:
+            return import_path("model.name", own, Architecture).model_validate(dump)
         if "open_clip" in dump:
             return OpenCLIPArchitecture.model_validate(dump)
         resnet = is_resnet(dump)
@@ -161,8 +171,7 @@ def build_model(
         from clip_train.models.openclip.model import build
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
-    return CLIP(
-        architecture,
+    return architecture.build(
         dropout=dropout,
         patch_dropout=patch_dropout,
         activation_checkpointing=activation_checkpointing,

@@ -6,9 +6,10 @@ import difflib
 import json
 import math
 import os
+import re
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -28,8 +29,20 @@ from clip_train.models.openclip.config import (
     named_model,
     parse_openclip,
 )
-from clip_train.settings import Allowed, Refused, Settings, clipped, explain, shown
+from clip_train.settings import (
+    IMPORT_PATH,
+    Allowed,
+    Refused,
+    Settings,
+    clipped,
+    explain,
+    import_path,
+    shown,
+)
 from clip_train.storage.urls import is_remote, local_path
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    from torch import nn
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -143,6 +156,16 @@ class Architecture(Described):
     # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
     image_std: tuple[float, float, float] = IMAGE_STD
+    own: str | None = None  # the import path of a subclass, where `model.name` is one
+
+    def build(self, **options: Any) -> nn.Module:
+        """A `CLIP`. A subclass may return any module with the same `forward`.
+
+        options: `dropout`, `patch_dropout`, `activation_checkpointing`, as `CLIP` takes them.
+        """
+        from clip_train.models.clip import CLIP
+
+        return CLIP(self, **options)
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
@@ -177,7 +200,7 @@ class ModelConfig(Settings):
 
     name: Annotated[str, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
-    (docs/models.md)."""
+    (docs/models.md); or the import path of a subclass of `clip_train.models.config.Architecture`."""
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
     the JSON says."""
@@ -308,6 +331,8 @@ def load_architecture(name: str) -> AnyArchitecture:
         return parse_architecture(content, str(path))
     if name.startswith(PREFIX):
         return named_model(said)
+    if re.fullmatch(IMPORT_PATH, name):
+        return import_path("model.name", name, Architecture)(own=name)
     by_lower = {preset.lower(): preset for preset in known}
     near = [PREFIX + name] if any(name.startswith(f"{preset}-") for preset in known) else []
     close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)

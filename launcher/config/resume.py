@@ -72,9 +72,16 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
         own = {
             key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")
         }
-        return towers | own | {"built by OpenCLIP": "open_clip" in architecture}
+        return (
+            towers
+            | own
+            | {
+                "built by OpenCLIP": "open_clip" in architecture,
+                "class": architecture.get("own"),
+            }
+        )
 
-    before = parts(parse_saved(then).model_dump(mode="json"))
+    before = parts(parse_saved(then, config.model.name).model_dump(mode="json"))
     after = parts(config.model.architecture().model_dump(mode="json"))
     return [
         Change(f"model.name ({config.model.name}): {key}", before[key], after[key], "refused")

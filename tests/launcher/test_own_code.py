@@ -1,4 +1,4 @@
-"""A loss and a schedule that a recipe names by their import paths: classes and functions of this file."""
+"""What a recipe names by its import path: a loss, a schedule and a model of this file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import pytest
 from clip_train import dist
 from clip_train.contrastive.exchange import share_counts
 from clip_train.errors import UserError
+from clip_train.models.clip import CLIP
+from clip_train.models.config import Architecture, TextConfig, VisionConfig
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
 from launcher.cli.main import main
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 
+MODEL = f"model.name={__name__}.Bag"
 LOSS = f"loss.kind={__name__}.Distance"
 HALF_LIFE = f"schedule.name={__name__}.half_life"
 
@@ -42,6 +45,43 @@ def half_life(peak: float, step: int, steps: int, half: float) -> float:
 
 def endless(peak: float, step: int, steps: int) -> float:
     return peak / (steps - 1 - step or 1e-320)
+
+
+class BagOfWords(CLIP):
+    """The mean of the words' embeddings for a text tower."""
+
+    def _text_features(self, texts, sample_seeds):
+        return self.token_embedding(texts).mean(1) @ self.text_projection
+
+
+class Bag(Architecture):
+    embed_dim: int = 32
+    vision_cfg: VisionConfig = VisionConfig(image_size=32, layers=2, width=64, patch_size=8)
+    text_cfg: TextConfig = TextConfig(context_length=16, width=32, heads=2, layers=1)
+
+    def build(self, **options):
+        return BagOfWords(self, **options)
+
+
+@pytest.mark.engine
+def test_a_model_trains_resumes_and_is_evaluated_by_its_recipe(recipe, tmp_path, data):
+    common = (MODEL, "schedule.warmup_steps=0", "engine.kind=fsdp")
+    for steps in (3, 4):
+        status, out = run(recipe, *common, f"run.steps={steps}", ranks=steps - 2)
+        assert status == 0, out
+    assert "resuming from step 3" in out and len(metrics(tmp_path / "run")) == 4
+    status, out = run(recipe, *common[1:], "run.steps=5")
+    assert status != 0 and f"is a class of your own ({__name__}.Bag)" in out, out
+    seen = (f"data.val={data.train}", "evaluate.linear_probe=null")
+    status, out = run(recipe, MODEL, *seen, verb="evaluate")
+    assert status == 0 and "i2t" in out, out
+    checkpoints = tmp_path / "run" / "checkpoints"  # whose recipe nobody has given
+    status, out = run(checkpoints, *seen, verb="evaluate")
+    assert status == 2 and f"imported only if you say so: add {MODEL}" in out, out
+    status, out = run(checkpoints, MODEL, *seen, verb="evaluate")
+    assert status == 0 and "i2t" in out, out
+    status, out = run(recipe, MODEL, verb="export")
+    assert status != 0 and "is a class of your own" in out, out
 
 
 @pytest.mark.engine
@@ -80,13 +120,14 @@ def test_a_schedule_trains(recipe, tmp_path):
 
 @pytest.mark.parametrize("verb", [("plan",), ("train", "--dry-run"), ("doctor",)])
 def test_other_verbs_take_both(recipe, verb, capsys):
-    own = (LOSS, "loss.options={weight: 2}", HALF_LIFE, "schedule.options={half: 2}")
+    own = (MODEL, LOSS, "loss.options={weight: 2}", HALF_LIFE, "schedule.options={half: 2}")
     assert main([*verb, str(recipe), *own]) == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize(
     "overrides, said",
     [
+        (("model.name=torch.nn.Linear",), "not a subclass of clip_train.models.config.Archit"),
         ((f"{LOSS}s",), "cannot be imported: module 'tests.launcher.test_own_code' has no"),
         (("loss.kind=torch.nn.Linear",), "is not a subclass of clip_train.task.Objective"),
         ((LOSS, "loss.options={height: 2}"), "cannot be used with loss.options ({height: 2})"),
