@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from clip_train.errors import CheckpointError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.dropout import TEXT_DROPOUT_ID
@@ -126,14 +126,15 @@ class CLIP(nn.Module):
 
 def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitecture:
     """The architecture that a checkpoint describes. CheckpointError if it does not describe one.
+    UserError for a class of the user's own that `name` does not name.
 
-    name: `model.name`, which the user has given. A checkpoint alone cannot make a class be
+    name: `model.name`, if the user has given it. A checkpoint alone cannot make a class be
     imported. Earlier versions saved `patch_size` with ResNets and `norm` with ViTs.
     """
     try:
         own = dump.get("own")
         if own not in (None, name):
-            raise CheckpointError(
+            raise UserError(
                 f"the checkpoint's model is a class of your own ({shown(own)}), which model.name "
                 f"({name}) does not name: give the recipe of its run"
             )
