@@ -1,4 +1,4 @@
-"""Checkpoints of other versions of this program, and the listing of whatever may lie in a folder."""
+"""Checkpoints of other versions of this program; the list of what a folder holds."""
 
 import hashlib
 import json
@@ -45,7 +45,10 @@ def test_a_newer_format_names_version_and_remedy(
         del commit["sha256"]
         body = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode()
         marker.write_text(json.dumps({**commit, "sha256": hashlib.sha256(body).hexdigest()}))
-    says = r"format 4, and this clip-train reads format 3: update clip-train, or name an older checkpoint"
+    says = (
+        "format 4, and this clip-train reads format 3: update clip-train, or name an older "
+        "checkpoint"
+    )
     with pytest.raises(CheckpointError, match=says):
         Run(tmp_path).resume()
     older = Run(

@@ -1,4 +1,7 @@
-"""A crash, a pause or another process between two steps of the protocol: nothing that is committed is ever lost."""
+"""A crash, a pause or another process between two steps of the protocol.
+
+No committed checkpoint is ever lost.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,7 @@ def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(
 
 
 def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -> None:
-    """Its own process's: rank 1 may have begun to write before rank 0's checkpoint writer has heard of it."""
+    """An attempt of the same process: rank 1 may begin to write before rank 0's writer knows it."""
     Run(tmp_path, keep_last=9).save(1)
     attempts = ["ckpt/s0000000002/e000000-0123abcd", "ckpt/s0000000002/e000000-0123abce"]
     over = tmp_path / "ckpt/s0000000000/e000000-0123abcd/rank00000.safetensors"

@@ -285,7 +285,7 @@ def test_a_block_is_fetched_once_by_ranks_on_one_disk_and_once_by_each_on_its_ow
 
 
 def changed_since(root: Path) -> str:
-    """The store's files have changed after every block was verified, and before each rank fetches the others'."""
+    """The store changes after every block was verified, before ranks fetch the others' blocks."""
     saved_apart(root, [0, 1], BANK, 1)
     disk = root / f"empty{dist.rank()}"
     resumed = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk).resume()

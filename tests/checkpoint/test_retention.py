@@ -15,7 +15,7 @@ def attempt(step: int, name: str, epoch: int = 0) -> str:
 
 
 def test_a_disk_of_ones_own_is_cleared_of_what_earlier_processes_left(tmp_path: Path) -> None:
-    """What was staged or fetched before goes; what is under way and what was committed there stays."""
+    """Files staged or fetched before go; saves under way and committed ones stay."""
     storage = LocalStorage(tmp_path)
     committed_there, left, under_way = attempt(1, "a"), attempt(2, "b"), attempt(3, "c", epoch=1)
     marker = CommitRef(0, 1).name

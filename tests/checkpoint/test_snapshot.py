@@ -13,7 +13,7 @@ from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 
 
 class FakeCuda:
-    """As CUDA's runtime under torch: a call that fails leaves an error, which the next kernel's check raises."""
+    """CUDA's runtime under torch: a failed call leaves an error that the next kernel raises."""
 
     def __init__(self, status: int) -> None:
         self.status, self.last_error, self.kernels, self.registered = status, 0, 0, 0
