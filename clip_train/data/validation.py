@@ -39,9 +39,6 @@ class ValBatch:
     keys: list[str]
     metadata: list[dict[str, Any]]  # the keys of the .json, and the .cls as "cls"
 
-    def __len__(self) -> int:
-        return len(self.images)
-
 
 @dataclass(frozen=True)
 class ImageFolder:
