@@ -112,7 +112,8 @@ def select(
 ) -> tuple[Resumed | None, list[Skipped]]:
     """The checkpoint to resume, None for a fresh start; and this run's damaged ones. Collective.
 
-    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look only.
+    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
+    only.
 
     Another run's place is where this run begins; once it has a checkpoint of its own, it continues
     from that: a requeued job has the same line. log: takes progress, and what a user should know.
