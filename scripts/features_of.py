@@ -10,6 +10,7 @@ images (*.png, of the model's size) and texts.json. OUT: [2, n, D], normalised, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -31,7 +32,7 @@ def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     from clip_train.engine import PlainEngine
     from clip_train.models.clip import build_model, parse_saved
 
-    _, found = run_at(recipe, [])
+    _, found = run_at(argparse.Namespace(place=recipe, overrides=[], step=None))
     architecture = parse_saved(found.state["architecture"])
     model = build_model(architecture)
     PlainEngine(model).load_fragments(found.reader, {})
