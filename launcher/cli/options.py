@@ -283,7 +283,9 @@ VERBS = {
         "a run as a page",
         "Write report.html of a run anew, which training keeps up to date by itself: health, "
         "curves, evaluations, attempts, what differs from the defaults.",
-        "    clip-train report runs/clip",
+        """\
+    clip-train report runs/clip
+    clip-train report my.yaml                               the run of that recipe""",
         positions=("run",),
     ),
     "import-args": Verb(
