@@ -52,13 +52,9 @@ def shared_index(
         return known or index_of(spec, config.data.verify, config.storage, key)
 
     found = dist.agreed(look)
-    looked = [
-        (node, each)
-        for node, each in dist.gather_objects((node_name(), found and found.fingerprint()))
-        if each
-    ]
-    first, its = looked[0]
-    others = sorted({node for node, each in looked if each != its})
+    looked = dist.gather_objects((node_name(), found and found.fingerprint()))
+    first, its = looked[0]  # rank 0 looks
+    others = sorted({node for node, each in looked if each and each != its})
     if others:
         error = RankError(
             f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and "

@@ -80,12 +80,6 @@ class History:
         ended = [line["attempt"] for line in self.of("end")]
         return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
 
-    def resumed(self) -> int | None:
-        """The step after which the newest attempt resumed, 0: from the start; None: it ended
-        earlier."""
-        begun = [line for line in self.lines if line.get("event") in ("begin", "start")]
-        return begun[-1]["step"] if begun and begun[-1]["event"] == "start" else None
-
     def counts(self) -> tuple[int, int]:
         """Failures and fruitless attempts in a row; a user who submits again after a stop starts
         anew."""

@@ -143,10 +143,7 @@ class Controller:
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
         decision = decide(outcome, *self.history.counts())
-        resumed = History(self.run_dir).resumed()  # as rank 0 has noted it since
-        self.history.append(
-            "end", attempt=number, resumed=resumed, **asdict(outcome), **asdict(decision), **more
-        )
+        self.history.append("end", attempt=number, **asdict(outcome), **asdict(decision), **more)
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
         )

@@ -41,8 +41,8 @@ class Site(Settings):
     setup: list[str] = Field(default_factory=list)
     """Shell lines before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Other options of sbatch, such as constraint: h100 or qos: large; true for an option that takes
-    no value, such as exclusive."""
+    """Other options of sbatch, such as constraint: h100 or qos: large; true for an option without
+    a value, such as exclusive."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )

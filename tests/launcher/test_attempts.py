@@ -124,20 +124,6 @@ def test_the_first_report_of_an_attempt_stays_and_is_torchelastics(tmp_path, mon
     assert read_report(tmp_path / "0002") is None
 
 
-def test_the_step_that_an_attempt_resumed_from(tmp_path):
-    def resumed(event: str, **values) -> int | None:
-        History(tmp_path).append(event, **values)
-        return History(tmp_path).resumed()
-
-    assert History(tmp_path).resumed() is None
-    assert resumed("start", step=7) == 7  # without a batch script
-    assert resumed("begin", attempt=1, nodes=["n1"], step=9) is None
-    assert resumed("start", step=5) == 5  # the newest checkpoint was damaged
-    assert resumed("start", step=8) == 8  # torchrun has restarted the ranks
-    assert resumed("terminated", attempt=1) == 8
-    assert resumed("begin", attempt=2, nodes=["n1"], step=9) is None
-
-
 def test_a_node_goes_by_the_name_that_slurm_knows(monkeypatch):
     """--exclude takes no hostname that is not Slurm's own name for the node."""
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)

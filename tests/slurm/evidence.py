@@ -45,16 +45,23 @@ def read_story(job: Job) -> list[Told]:
     assert order == [(n, event) for n in range(1, len(begins) + 1) for event in ("begin", "end")], (
         order
     )
+    resumed: dict[int, int] = {}  # attempt -> the step of its newest `start`
+    for line in lines:
+        if line["event"] == "begin":
+            attempt = line["attempt"]
+        elif line["event"] == "start":
+            resumed[attempt] = line["step"]
     story = []
     for begin, end in zip(begins, ends, strict=True):
+        step = resumed.get(begin["attempt"])
         _, _, log = job.told().partition(f"] attempt {begin['attempt']} of ")
         found = RESUMED.search(log.partition("] attempt ")[0])
-        if end["resumed"] is not None:
-            assert end["resumed"] == (int(found[1]) if found else 0), (
+        if step is not None:
+            assert step == (int(found[1]) if found else 0), (
                 f"{end}, but its log says {found and found[0]}"
             )
         from_bucket = bool(found and found[2].startswith("s3://") and "fetched" in found[3])
-        story.append(Told(begin, end, end["resumed"], from_bucket))
+        story.append(Told(begin, end, step, from_bucket))
     return story
 
 
@@ -223,7 +230,6 @@ SHOWN = [
     "restart",
     "nodes",
     "step",
-    "resumed",
     "verdict",
     "reason",
     "blamed",
