@@ -115,9 +115,13 @@ class Controller:
             say(f"{self.run_dir} is done already")
             return 0
         number, before = self.history.next_number(), committed_step(self.run_dir)
-        restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.history.append(
-            "begin", attempt=number, job=self.job, restart=restart, nodes=self.nodes, step=before
+            "begin",
+            attempt=number,
+            job=self.job,
+            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            nodes=self.nodes,
+            step=before,
         )
         folder = self.run_dir / "attempts" / f"{number:04d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +132,8 @@ class Controller:
         started = time.time()
         status = self._run_ranks(command, number, folder)
         outcome = self._outcome(status, before, folder)
-        seconds = time.time() - started
-        decision = self._end(number, outcome, seconds=round(seconds, 1), status=status)
+        seconds = round(time.time() - started, 1)
+        decision = self._end(number, outcome, seconds=seconds, status=status)
         return self._act(decision, outcome)
 
     def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
@@ -153,8 +157,7 @@ class Controller:
         """Run to the end, whatever signals come. Returns the exit status."""
         environ = {**os.environ, ATTEMPT: str(folder.absolute())}
         # rank 0 runs on this node; another attempt starts with another port
-        ports = candidates(f"{self.job}.{number}")
-        environ.setdefault("MASTER_PORT", str(free_port(ports)))
+        environ.setdefault("MASTER_PORT", str(free_port(candidates(f"{self.job}.{number}"))))
         try:
             process = subprocess.Popen(command, env=environ, stderr=subprocess.STDOUT)
         except OSError as e:
@@ -171,11 +174,9 @@ class Controller:
     def _outcome(self, status: int, before: int, folder: Path) -> Outcome:
         """By the verdict; without one, or after a failure, by the failed rank's report."""
         verdict, report = read_verdict(self.run_dir), read_report(folder)
-        blamed: tuple[str, ...] = ()
+        word, reason, blamed = explain(report, status)
         if verdict is not None and (report is None or verdict[0] in ("DONE", "PREEMPTED")):
-            word, reason = verdict[0], verdict[1]["reason"]
-        else:
-            word, reason, blamed = explain(report, status)
+            word, reason, blamed = verdict[0], verdict[1]["reason"], ()
         terminated = self.terminated.is_set()
         if terminated:  # a rank that is killed while it saves says nothing about its node
             blamed = ()
