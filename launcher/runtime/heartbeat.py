@@ -207,6 +207,6 @@ class Heartbeat:
         self.abort = failure
         # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well,
         # one for each node.
-        elsewhere = self.env.local_rank == 0 and failure.node != node_name()
+        elsewhere = self.env.rank > self.env.local_rank == 0 and failure.node != node_name()
         if self.env.rank == 1 or elsewhere:
             self._publish(failure, "")
