@@ -176,12 +176,8 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
                 f"so: add {name}={url}, another, or {name}=null"
             )
     config = check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}")
-    own = found.state["architecture"].get("own")
-    if own is not None and f"model.name={own}" not in overrides:
-        raise UserError(
-            f"the model in {found.path} is a class ({own}), which is imported only if you say so: "
-            f"add model.name={own}"
-        )
+    # a class of the user's own is imported only if the command line names it
+    parse_saved(found.state["architecture"], config.model.name if "model.name" in said else None)
     if is_remote(place):
         check_names(found, config.model.name, said="model.name" in said)
     return config, found

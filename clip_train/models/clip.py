@@ -21,7 +21,7 @@ from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.models.vision import VisionTower
 from clip_train.protocols import text_ends
-from clip_train.settings import import_path, shown
+from clip_train.settings import clipped, import_path
 
 
 class CLIP(nn.Module):
@@ -135,8 +135,8 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
         own = dump.get("own")
         if own not in (None, name):
             raise UserError(
-                f"the checkpoint's model is a class of your own ({shown(own)}), which model.name "
-                f"({name}) does not name: give the recipe of its run"
+                f"the checkpoint's model is a class ({clipped(str(own))}), which is imported only if "
+                f"you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
             )
         if own is not None:
             return import_path("model.name", own, Architecture).model_validate(dump)

@@ -77,17 +77,17 @@ def test_a_model_trains_resumes_and_is_evaluated_by_its_recipe(recipe, tmp_path,
         assert status == 0, out
     assert "resuming from step 3" in out and len(metrics(tmp_path / "run")) == 4
     status, out = run(recipe, *common[1:], "run.steps=5")
-    assert status == 2 and f"is a class of your own ('{__name__}.Bag')" in out, out
+    assert status == 2 and f"is a class ({__name__}.Bag), which" in out, out
     seen = (f"data.val={data.train}", "evaluate.linear_probe=null")
     status, out = run(recipe, MODEL, *seen, verb="evaluate")
     assert status == 0 and "image_to_text_R@1" in out, out
     checkpoints = tmp_path / "run" / "checkpoints"  # whose recipe nobody has given
     status, out = run(checkpoints, *seen, verb="evaluate")
-    assert status == 2 and f"imported only if you say so: add {MODEL}" in out, out
+    assert status == 2 and f"imported only if you name it: set {MODEL}" in out, out
     status, out = run(checkpoints, MODEL, *seen, verb="evaluate")
     assert status == 0 and "image_to_text_R@1" in out, out
     status, out = run(recipe, MODEL, verb="export")
-    assert status == 2 and "is a class of your own" in out, out
+    assert status == 2 and "is imported only if you name it" in out, out
 
 
 @pytest.mark.engine
