@@ -109,7 +109,8 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
             config = load_config(recipe, overrides)
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
-    engine = config.engine if config else EngineConfig()
+    world = torch.cuda.device_count()
+    engine = on_this_machine(config.engine if config else EngineConfig(), world)
     checks += find_engine(engine.kind).checks
     if config is not None:
         of_recipe = {**RECIPE, **PLACES}
@@ -230,7 +231,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
-    lacking = linear.mistakes_here(on_this_machine(config.engine))
+    lacking = linear.mistakes_here(on_this_machine(config.engine, world))
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
     resolved = resolve(config, world, read_data=False)

@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
     if args.gpu is not None:
-        engine = config.engine.on(find_gpu(args.gpu).bf16)
+        engine = config.engine.on(find_gpu(args.gpu).bf16, world_size)
         config = config.model_copy(update={"engine": engine})
     resolved = resolve(config, world_size, read_data=False)
     plan = make_plan(resolved, args.samples_per_second, args.gpu)

@@ -70,7 +70,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         run_dir=config.run_dir if env.rank == 0 else None,
     )
     watchdog.start()
-    importlib.import_module(engines.find_engine(config.engine.kind).module)
+    kind = engines.on_this_machine(config.engine, env.world_size).kind
+    importlib.import_module(engines.find_engine(kind).module)
     # what can be wrong without the other ranks; one of them looks at the shards
     resolved = resolve(config, env.world_size, read_data=env.rank == 0, is_rank=True)
     device, workers = ranks.take_device(env, config.data.workers)
@@ -202,8 +203,9 @@ def build_trainer(
     config = resolved.config
     steps, sizes = config.steps, config.batch.sizes
     # what a checkpoint keeps, and a resume compares: without what memory has decided
-    precision, workers = config.engine.precision, config.data.workers
-    recipe = resolved.given.updated("engine", precision=precision).updated("data", workers=workers)
+    engine_chosen = config.engine.model_dump(include={"kind", "precision", "reduce_dtype"})
+    recipe = resolved.given.updated("engine", **engine_chosen)
+    recipe = recipe.updated("data", workers=config.data.workers)
     torch.manual_seed(
         (config.run.seed * 1_000_003 + dist.rank()) % 2**63
     )  # what is random beside counter-based draws

@@ -80,7 +80,7 @@ def resolve(
         collect(lr_factors, config.optim, names)
         collect(spared, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)
-    engine = on_this_machine(config.engine)
+    engine = on_this_machine(config.engine, world_size)
     if is_rank:
         here = [*linear.mistakes_here(engine), *config.log.mistakes_here()]
         problems += map(UserError, here)

@@ -80,17 +80,17 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
     it."""
     section = config.model_dump() if isinstance(config, EngineConfig) else config
     groups = f" in groups of {section['shard_ranks']}" if section.get("shard_ranks") else ""
-    name = find_engine(section.get("kind", EngineConfig().kind)).name
+    name = find_engine(section.get("kind", "deepspeed")).name  # the default of early checkpoints
     return f"{name} {section.get('zero_stage')}{groups}"
 
 
-def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """With the precision that `auto` means for the devices seen here."""
+def on_this_machine(config: EngineConfig, world_size: int) -> EngineConfig:
+    """With what `auto` means for so many ranks on devices like those seen here."""
     import torch
 
-    return config.on(
-        torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
+    if not torch.cuda.is_available():
+        return config.on(bf16=False)
+    return config.on(torch.cuda.is_bf16_supported(including_emulation=False), world_size)
 
 
 def build(
@@ -111,10 +111,11 @@ def build(
 
     from clip_train import dist
 
-    config = on_this_machine(config) if device.type == "cuda" else config.on(False)
+    W = dist.world_size()
+    config = on_this_machine(config, W) if device.type == "cuda" else config.on(bf16=False)
     tf32 = config.matmul == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # convolutions: torch's own default is TF32
-    facts = Facts(dist.world_size(), micro_size, grad_clip_norm)
+    facts = Facts(W, micro_size, grad_clip_norm)
     module = importlib.import_module(find_engine(config.kind).module)
     return module.build_engine(config, make_model, make_optimizer, device, facts)

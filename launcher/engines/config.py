@@ -14,9 +14,10 @@ class EngineConfig(Settings):
     """The `engine` section: how the model is held and computed. It never changes the result beyond
     rounding."""
 
-    kind: Annotated[Literal["deepspeed", "fsdp"], Layout] = "deepspeed"
-    """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. Checkpoints of one go on under the
-    other."""
+    kind: Annotated[Literal["auto", "deepspeed", "fsdp"], Layout] = "auto"
+    """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. A checkpoint of one continues under the
+    other. auto: FSDP on several GPUs, because it sends gradients while the backward still computes;
+    DeepSpeed for fp16, for engine.ds_config, on one GPU and on CPUs."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
     """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
     With engine.kind=fsdp 0 is plain data parallelism, 1 and 2 keep whole parameters from a step's
@@ -70,10 +71,17 @@ class EngineConfig(Settings):
             )
         return self
 
-    def on(self, bf16: bool) -> EngineConfig:
-        """With a precision in place of `auto`, and sums that follow it. bf16: whether the devices
-        are GPUs that compute in it."""
-        if self.precision != "auto":
-            return self
-        chosen = {"precision": "bf16"} if bf16 else {"precision": "fp32", "reduce_dtype": "fp32"}
+    def on(self, bf16: bool, gpus: int = 0) -> EngineConfig:
+        """With values in place of `auto`, and sums that follow them.
+
+        bf16: whether the devices are GPUs that compute in it. gpus: the ranks, if each has one.
+        """
+        chosen: dict[str, str] = {}
+        if self.precision == "auto":
+            chosen |= (
+                {"precision": "bf16"} if bf16 else {"precision": "fp32", "reduce_dtype": "fp32"}
+            )
+        if self.kind == "auto":
+            fsdp = gpus > 1 and self.precision != "fp16" and self.ds_config is None
+            chosen["kind"] = "fsdp" if fsdp or self.shard_ranks is not None else "deepspeed"
         return self.model_copy(update=chosen)

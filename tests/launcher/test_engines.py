@@ -51,8 +51,12 @@ FSDP = "engine.kind=fsdp"
             2,
             "needs engine.zero_stage 1, 2 or 3",
         ),
-        (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be 'deepspeed' or 'fsdp'"),
-        (["engine.shard_ranks=2"], 4, "set engine.kind=fsdp, or take it out"),
+        (["engine.kind=ddp"], 2, "engine.kind ('ddp') must be 'auto', 'deepspeed' or 'fsdp'"),
+        (
+            ["engine.kind=deepspeed", "engine.shard_ranks=2"],
+            4,
+            "set engine.kind=fsdp, or take it out",
+        ),
         (
             ["engine.zero_stage=0", "engine.precision=bf16"],
             2,
@@ -88,14 +92,36 @@ RIGHT: tuple[dict, ...] = (
 @pytest.mark.parametrize("section", RIGHT, ids=str)
 def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
-    config = check_config(recipe, "here").engine
+    config = check_config(recipe, "here").engine.on(bf16=True, gpus=4)
     assert list(find_engine(config.kind).mistakes(config, Facts(world_size=4))) == []
+
+
+@pytest.mark.parametrize(
+    "section, gpus, kind",
+    [
+        ({}, 0, "deepspeed"),  # CPUs
+        ({}, 1, "deepspeed"),
+        ({}, 2, "fsdp"),
+        ({"zero_stage": 3}, 512, "fsdp"),
+        ({"precision": "fp16"}, 8, "deepspeed"),
+        ({"ds_config": "zero1"}, 8, "deepspeed"),
+        ({"shard_ranks": 2}, 0, "fsdp"),
+        ({"kind": "deepspeed"}, 8, "deepspeed"),
+        ({"kind": "fsdp"}, 0, "fsdp"),
+    ],
+    ids=str,
+)
+def test_the_engine_that_auto_is(section, gpus, kind):
+    assert EngineConfig(**section).on(bf16=True, gpus=gpus).kind == kind
 
 
 def test_what_a_gpu_is_given():
     """Where the recipe leaves it open: bf16, and a rank's cores but two as loader workers."""
     assert [EngineConfig().on(bf16=gpu).precision for gpu in (True, False)] == ["bf16", "fp32"]
     assert EngineConfig(precision="fp16").on(bf16=True).precision == "fp16"
+    half = EngineConfig(precision="bf16", reduce_dtype="bf16")
+    assert half.on(bf16=True, gpus=8).reduce_dtype == "bf16"
+    assert EngineConfig(reduce_dtype="bf16").on(bf16=False).reduce_dtype == "fp32"
     assert [resolve_workers(cores, "cuda") for cores in (1, 4, 12, 64)] == [1, 2, 10, 16]
     assert [resolve_workers(cores, "cpu") for cores in (1, 2, 8, 64)] == [1, 1, 4, 4]
 
