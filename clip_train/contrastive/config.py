@@ -35,7 +35,7 @@ class LossConfig(Settings):
     as in the paper (arXiv 2406.12356)?"""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
-    rank with fewer rows takes longer pieces of the same area. auto: from the batch and the cache."""
+    rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""
 
     matmul: Annotated[Matmul, Rounding] = "highest"
     """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three

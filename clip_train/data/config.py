@@ -110,8 +110,7 @@ class DataConfig(Settings):
     """Where the caption is: a member of the sample (`txt`), or else a key of its `.json` (`json.x`
     is the key x); null: txt. A list: the first of these that the sample has. {original: 0.3,
     synthetic: 0.7}: each visit of the sample draws one, by the sample's seed, among those that it
-    has. If the `.json` holds a list of captions, each visit draws one of them; evaluation takes all.
-    """
+    has. If the `.json` holds a list of captions, each visit draws one; evaluation takes all."""
 
     val: Annotated[str | None, Silent] = None
     """Validation shards, written like `train`; read once, in order."""

@@ -135,8 +135,8 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
         own = dump.get("own")
         if own not in (None, name):
             raise UserError(
-                f"the checkpoint's model is a class ({clipped(str(own))}), which is imported only if "
-                f"you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
+                f"the checkpoint's model is a class ({clipped(str(own))}), which is imported only "
+                f"if you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
             )
         if own is not None:
             return import_path("model.name", own, Architecture).model_validate(dump)
@@ -172,7 +172,9 @@ def build_model(
         from clip_train.models.openclip.model import build
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
-    return architecture.build(
+    build_own = CLIP if architecture.own is None else type(architecture).build
+    return build_own(
+        architecture,
         dropout=dropout,
         patch_dropout=patch_dropout,
         activation_checkpointing=activation_checkpointing,

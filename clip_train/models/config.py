@@ -159,13 +159,11 @@ class Architecture(Described):
     own: str | None = None  # the import path of a subclass, where `model.name` is one
 
     def build(self, **options: Any) -> nn.Module:
-        """A `CLIP`. A subclass may return any module with the same `forward`.
+        """For a subclass: any module with the `forward` of `CLIP`, which is built without it.
 
         options: `dropout`, `patch_dropout`, `activation_checkpointing`, as `CLIP` takes them.
         """
-        from clip_train.models.clip import CLIP
-
-        return CLIP(self, **options)
+        raise NotImplementedError
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
@@ -200,7 +198,7 @@ class ModelConfig(Settings):
 
     name: Annotated[str, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
-    (docs/models.md); or the import path of a subclass of `clip_train.models.config.Architecture`."""
+    (docs/models.md); or the import path of an `Architecture` of your own."""
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
     the JSON says."""
