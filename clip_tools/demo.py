@@ -137,7 +137,9 @@ def shapes(
         "seed": seed,
         "version": VERSION,
     }  # fmt: skip
-    seen, held_out = split_combinations(seed)
+    combinations = list(itertools.product(SIZES, COLORS, SHAPES, BACKGROUNDS))
+    random.Random(seed).shuffle(combinations)
+    held_out, seen = combinations[:HELD_OUT], combinations[HELD_OUT:]  # 76 and 308
     val = [(combination, EVAL_TEMPLATE) for combination in held_out for _ in range(8)]
     rng = random.Random(seed + 1)
     drawn = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
@@ -189,13 +191,6 @@ def _samples(
             "json": json.dumps(metadata).encode(),
         }
         progress()
-
-
-def split_combinations(seed: int) -> tuple[list[Combination], list[Combination]]:
-    """The 308 combinations to train on and the 76 held out."""
-    everything = list(itertools.product(SIZES, COLORS, SHAPES, BACKGROUNDS))
-    random.Random(seed).shuffle(everything)
-    return everything[HELD_OUT:], everything[:HELD_OUT]
 
 
 def draw_shape(combination: Combination, size: int, rng: random.Random) -> Image.Image:

@@ -8,7 +8,6 @@ a `sizes.json` (OpenCLIP's `{name: samples}`) and from img2dataset's `*_stats.js
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from array import array
 from collections.abc import Mapping
@@ -78,10 +77,6 @@ class ShardIndex:
         """Samples in a shard; None if it is not known."""
         entry = self.entries.get(shard)
         return self.sizes.get(shard, entry.count if entry else synthetic_size(shard))
-
-    def by_source(self) -> list[list[str]]:
-        ends = [*itertools.accumulate(self.sources or (len(self.shards),), initial=0)]
-        return [self.shards[start:stop] for start, stop in itertools.pairwise(ends)]
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
         return replace(self, sizes={**self.sizes, **sizes})

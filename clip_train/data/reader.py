@@ -7,6 +7,7 @@ is one, once it is there again when it is read again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -238,7 +239,9 @@ def make_order(
     """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError if
     one is empty."""
     weights = config.train_weights or [1.0]
-    parts = index.by_source() if config.train_weights else [index.shards]
+    sizes = index.sources if config.train_weights and index.sources else (len(index.shards),)
+    ends = itertools.accumulate(sizes, initial=0)
+    parts = [index.shards[start:stop] for start, stop in itertools.pairwise(ends)]
     resampled = config.resampled
     if isinstance(resampled, bool):
         resampled = [resampled] * len(parts)

@@ -119,12 +119,6 @@ class Curve:
         """The mean of its last tenth."""
         return statistics.fmean(self.values[-max(1, len(self.values) // 10) :])
 
-    def thinned(self) -> np.ndarray:
-        """[n, 4], n <= `BUCKETS`: the mean step, and the values' mean, least and greatest."""
-        points = np.array([self.steps, self.values], dtype=np.float64).T
-        parts = np.array_split(points, min(len(points), BUCKETS))
-        return np.array([(*each.mean(0), each[:, 1].min(), each[:, 1].max()) for each in parts])
-
 
 class Run:
     """A folder, read once: look again with another `Run`. Without files the run has not begun."""
@@ -311,7 +305,10 @@ def charts(
 
 
 def _chart(curve: Curve, last: int, dots: bool) -> dict[str, Any]:
-    steps, mean, least, most = curve.thinned().T
+    points = np.array([curve.steps, curve.values], dtype=np.float64).T
+    parts = np.array_split(points, min(len(points), BUCKETS))
+    summary = [(*part.mean(0), part[:, 1].min(), part[:, 1].max()) for part in parts]
+    steps, mean, least, most = np.array(summary).T
     pad = 0.05 * (most.max() - least.min()) or 0.05 * abs(most.max()) or 1.0
     bottom, top = least.min() - pad, most.max() + pad
 
