@@ -212,8 +212,7 @@ def dry_run(args: argparse.Namespace) -> int:
     require_places(config)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     show(make_plan(resolved, device=device))
-    precision = resolved.config.engine.precision
-    config = resolved.given.updated("engine", precision=precision)
+    config = resolved.kept
     folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote
     places = restore.Places(
         LocalStorage(folder) if folder.is_dir() else None,

@@ -202,10 +202,7 @@ def build_trainer(
     """Build every part, resume if there is something to resume from, and put them together."""
     config = resolved.config
     steps, sizes = config.steps, config.batch.sizes
-    # what a checkpoint keeps, and a resume compares: without what memory has decided
-    engine_chosen = config.engine.model_dump(include={"kind", "precision", "reduce_dtype"})
-    recipe = resolved.given.updated("engine", **engine_chosen)
-    recipe = recipe.updated("data", workers=config.data.workers)
+    recipe = resolved.kept
     torch.manual_seed(
         (config.run.seed * 1_000_003 + dist.rank()) % 2**63
     )  # what is random beside counter-based draws

@@ -48,6 +48,13 @@ class Resolved:
     layout: Layout | None = None  # what memory has decided
     source: SourceSummary | None = None  # on the rank that has looked at the shards
 
+    @property
+    def kept(self) -> RunConfig:
+        """What a checkpoint keeps and a resume compares: without what memory has decided."""
+        chosen = self.config.engine.model_dump(include={"kind", "precision", "reduce_dtype"})
+        kept = self.given.updated("engine", **chosen)
+        return kept.updated("data", workers=self.config.data.workers)
+
 
 def resolve(
     recipe: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False

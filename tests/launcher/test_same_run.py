@@ -21,7 +21,7 @@ BASE = {
     "model": {"name": "ViT-B-32"},
     "data": {"train": "shards/{0..3}.tar", "num_samples": 1000},
     "batch": {"global_size": 64, "micro_size": 16},
-    "engine": {"precision": "fp32"},  # what `train` has made of auto
+    "engine": {"kind": "deepspeed", "precision": "fp32"},  # what `train` has made of auto
 }
 
 
