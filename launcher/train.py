@@ -243,6 +243,7 @@ def build_trainer(
     )
     progress = ProgressLine(
         steps,
+        start_step=start,
         enabled=dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO),
         every_steps=config.log.every_steps,
     )

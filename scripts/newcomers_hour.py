@@ -310,6 +310,9 @@ def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
     train = newcomer.command(readme, "clip-train train my.yaml")
     newcomer.does(readme, f"{train}, and kill -9", lambda: newcomer.killed(train, run), str)
     newcomer.types(readme, "clip-train train my.yaml", lambda out: resumed(out, run, steps, saves))
+    newcomer.types(
+        readme, "clip-train watch runs/my-run", lambda out: expect("DONE" in out, "DONE")
+    )
     newcomer.types(readme, "clip-train evaluate my.yaml", lambda out: evaluated(out, run, steps))
 
     inputs(home)

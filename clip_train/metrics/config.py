@@ -11,7 +11,7 @@ class LogConfig(Settings):
     """What is shown and recorded. `metrics.jsonl` and `report.html` are always written."""
 
     progress: bool = True
-    """A line of progress every 10 seconds."""
+    """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
     every_steps: int = Field(1, ge=1)
     """The line of progress comes after so many steps at the earliest; every step is recorded all

@@ -1,8 +1,9 @@
-"""The line that a user watches: a line of the log every so many seconds."""
+"""What a user watches: a progress bar, or a line of the log every so many seconds."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
 class ProgressLine(Callback):
-    """A plain line every so many seconds, and at the last step.
+    """A progress bar if stderr is a terminal; otherwise (a job's log) a line every so many seconds,
+    and at the last step.
 
     enabled: pass False on all ranks but 0; then every call does nothing.
     """
@@ -31,6 +33,7 @@ class ProgressLine(Callback):
         self,
         total_steps: int,
         *,
+        start_step: int = 0,
         enabled: bool = True,
         every_steps: int = 1,
         every_seconds: float = 10.0,
@@ -45,6 +48,21 @@ class ProgressLine(Callback):
         self._seconds: float | None = None  # per step, smoothed, without the first one
         self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
         self._enabled = enabled
+        self._bar: Any = None
+        if not enabled or not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            console=Console(file=sys.stderr),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
+        self._bar.start()
 
     def after_step(
         self,
@@ -64,6 +82,9 @@ class ProgressLine(Callback):
                 self._saves[name] = int(record[name])
         last = step >= self._total
         if step % self._every and not last:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=self._describe(record))
             return
         now = self._clock()
         if self._printed is None or now - self._printed >= self._every_seconds or last:
@@ -87,13 +108,23 @@ class ProgressLine(Callback):
         return "  ".join(parts)
 
     def message(self, text: str) -> None:
-        """A line of its own."""
+        """A line of its own, above the bar: rich redirects stderr while the bar is shown."""
         if self._enabled:
             logger.info("%s", text)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
         numbers = {name: value for name, value in record.items() if name != "step"}
         self.message(f"step {record['step']}: {headline(numbers)}")
+
+    def phase(self, name: str) -> None:
+        if name in ("end", "finish"):
+            self.close()
+
+    def close(self) -> None:
+        """Stop the bar: later lines appear below it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def headline(evaluated: dict[str, float]) -> str:

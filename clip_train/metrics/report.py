@@ -130,10 +130,13 @@ class Run:
         self.recipe = self._load("recipe.yaml")
         self.invalid = self._load("invalid.json")
         self.verdict = self._read_verdict()  # the word, and the reason; None while it trains
-        attempts = self._records("attempts.jsonl")
+        attempts = list(self._records("attempts.jsonl"))
         self.starts = [record for record in attempts if record.get("event") == "start"]
         for start, following in itertools.zip_longest(self.starts, self.starts[1:]):
             start["ended"] = following.get("previous") if following else self.verdict
+        # of a Slurm job's attempts that have ended
+        self.gpu_hours = sum(record.get("gpu_hours", 0.0) for record in attempts)
+        self.gpu_hours_lost = sum(record.get("gpu_hours_lost", 0.0) for record in attempts)
         self.curves: dict[str, Curve] = {}
         self.eval_curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # record

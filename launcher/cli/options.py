@@ -40,6 +40,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "help": "as data.train: paths, URLs, braces, globs",
     },
     "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
+    "runs": {"metavar": "RUN", "nargs": "+", "help": "runs' folders, or their recipes"},
     "overrides": {
         "metavar": "key.path=value",
         "nargs": "*",
@@ -279,7 +280,7 @@ VERBS = {
         options=(("verify", None, "read every byte and compare it with its sha256"), JSON),
     ),
     "report": Verb(
-        "clip_tools.report:run",
+        "clip_tools.report:write",
         "a run as a page",
         "Write report.html of a run anew, which training keeps up to date by itself: health, "
         "curves, evaluations, attempts, what differs from the defaults.",
@@ -287,6 +288,17 @@ VERBS = {
     clip-train report runs/clip
     clip-train report my.yaml                               the run of that recipe""",
         positions=("run",),
+    ),
+    "watch": Verb(
+        "clip_tools.report:watch",
+        "runs in the terminal, live",
+        "Show progress, health, the latest metrics, attempts and GPU-hours until all runs are "
+        "done, or Ctrl-C.",
+        """\
+    clip-train watch runs/clip
+    clip-train watch runs/clip --once                       print it and end""",
+        positions=("runs",),
+        options=(("once", None, "print it and end"),),
     ),
     "import-args": Verb(
         "clip_tools.openclip.command:run",

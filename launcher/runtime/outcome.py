@@ -78,8 +78,9 @@ class Outcome:
         assert self.run_dir is not None and self.trainer is not None
         self.trainer.close()
         if dist.is_main():
-            self._plot()  # before VERDICT, which lists what failed
-            self._write_verdict("DONE", DONE)
+            self._write_verdict("DONE", DONE)  # the report shows it
+            if not self._plot():
+                self._write_verdict("DONE", DONE)  # with the report that failed
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")
             log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
@@ -226,15 +227,16 @@ class Outcome:
             step, skipped = self.trainer.step, self.trainer.skipped.lines()
         write_verdict(self.run_dir, word, step, reason, skipped=skipped)
 
-    def _plot(self) -> None:
-        """Rank 0, once a step is made: report.html. A long run's takes seconds."""
+    def _plot(self) -> bool:
+        """Rank 0, after the first step: write report.html. Returns whether it was written. It
+        takes seconds for a long run."""
         if self.trainer is None or self.run_dir is None or not self.trainer.step:
-            return
+            return False
         from clip_train.metrics.report import write_report as plot
 
         remedy = f"mend the cause, then: clip-train report {self.run_dir}"
         plotted = partial(plot, self.run_dir)
-        self.trainer.skipped.attempt("report.html", plotted, remedy=remedy)
+        return self.trainer.skipped.attempt("report.html", plotted, remedy=remedy) is not None
 
 
 LOST = re.compile(

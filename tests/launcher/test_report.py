@@ -1,6 +1,9 @@
-"""`clip-train report`, and the lines that every verb logs."""
+"""`clip-train report`, `clip-train watch`, and the lines that every verb logs."""
 
+import json
 import logging
+import os
+import pty
 import re
 import signal
 import sys
@@ -11,7 +14,7 @@ import pytest
 from launcher.cli.main import main, parse
 from launcher.cli.options import VERBS
 from tests.launcher.conftest import PATIENCE, metrics, run, start
-from tests.metrics.pages import Page, write_run
+from tests.metrics.pages import Page, step, write_run
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[rank (\d+)\] (debug|info|warning|error): (.*)")
 
@@ -24,6 +27,70 @@ def test_report_renders_a_run_anew(tmp_path, capsys):
     assert LINE.fullmatch(said).groups() == ("0", "info", f"written: {one / 'report.html'}")
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    folder = write_run(tmp_path / "run")
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    for text in ("run  training  step 120 of 200  0:00:40 left", "ok: nothing to remark", "learning rate",
+                 "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero_shot_top1 0.5"):  # fmt: skip
+        assert text in out, out
+    assert max(map(len, out.splitlines())) <= 120
+    (folder / "VERDICT").write_text(
+        'FAILED\n{"step": 120, "reason": "rank 1 on n2: a node has gone"}\n'
+    )
+    assert main(["watch", str(folder)]) == 0  # what is no terminal is shown it once
+    assert "error: FAILED: rank 1 on n2: a node has gone" in capsys.readouterr().out
+
+
+def test_watch_shows_several_runs_and_their_gpu_hours(tmp_path, capsys):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    ends = [
+        {"event": "end", "attempt": 1, "step": 60, "gpu_hours": 16.0, "gpu_hours_lost": 2.5},
+        {"event": "end", "attempt": 2, "step": 120, "gpu_hours": 8.0, "gpu_hours_lost": 0.0},
+    ]
+    with (one / "attempts.jsonl").open("a") as file:
+        file.write("".join(json.dumps(end) + "\n" for end in ends))
+    assert main(["watch", str(one), str(two), "--once"]) == 0
+    first, second = capsys.readouterr().out.split("two  training  step 120 of 200")
+    assert first.startswith("one  training  step 120 of 200")
+    assert "GPU-hours: 24.0, lost: 2.5" in first and "GPU-hours" not in second
+
+
+def test_watch_cuts_no_line_in_a_pipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = write_run(tmp_path / "run")
+    reason = "rank 1 on n2: " + "a node has gone, " * 20 + "at the end"
+    (folder / "VERDICT").write_text("FAILED\n" + json.dumps({"step": 120, "reason": reason}))
+    assert main(["watch", str(folder), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("error: ") and line.endswith("at the end") for line in lines)
+
+
+def test_watch_follows_a_run_in_a_terminal_until_ctrl_c(tmp_path):
+    folder = write_run(tmp_path / "run")
+    child, terminal = pty.fork()
+    if child == 0:  # a terminal of its own: nothing of pytest's is used or ended here
+        os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+        os.execv(sys.executable, [sys.executable, "-m", "launcher", "watch", str(folder)])
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + PATIENCE
+        while text not in seen:
+            assert time.monotonic() < end, seen[-2000:]
+            seen += os.read(terminal, 65536)
+
+    until(b"120 of")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(121)) + "\n")
+    until(b"121 of")
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)
 
 
 @pytest.mark.engine
