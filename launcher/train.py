@@ -218,6 +218,7 @@ def build_trainer(
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, resolved, start, env, device))
+    outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     engine = parts.build_engine(resolved, device)
     if resumed is None:

@@ -29,6 +29,10 @@ class LogConfig(Settings):
     batch_digest: bool = False
     """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
 
+    notify: str | None = None
+    """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in
+    its environment."""
+
     def mistakes_here(self) -> list[str]:
         """The packages that this machine lacks."""
         wanted = [name for name in ("tensorboard", "wandb") if getattr(self, name)]

@@ -33,9 +33,11 @@ from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
+    ATTEMPT,
     Failure,
     Word,
     node_name,
+    notify,
     read_verdict,
     write_report,
     write_verdict,
@@ -66,6 +68,7 @@ class Outcome:
         self.watchdog: Watchdog | None = None
         # Set once the run there is known to be this recipe's: verdicts go there.
         self.run_dir: Path | None = None
+        self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
 
     def succeed(self) -> None:
@@ -80,7 +83,7 @@ class Outcome:
         if dist.is_main():
             self._write_verdict("DONE", DONE)  # the report shows it
             if not self._plot():
-                self._write_verdict("DONE", DONE)  # with the report that failed
+                self._write_verdict("DONE", DONE, notified=True)  # with the report that failed
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")
             log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
@@ -220,12 +223,17 @@ class Outcome:
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
 
-    def _write_verdict(self, word: Word, reason: str) -> None:
+    def _write_verdict(self, word: Word, reason: str, *, notified: bool = False) -> None:
+        """VERDICT; then run `log.notify`, unless the batch script's controller does."""
         assert self.run_dir is not None
         step, skipped = 0, []
         if self.trainer is not None:
             step, skipped = self.trainer.step, self.trainer.skipped.lines()
         write_verdict(self.run_dir, word, step, reason, skipped=skipped)
+        if self.notify is not None and ATTEMPT not in os.environ and not notified:
+            failed = notify(self.notify, self.run_dir, word, step, reason)
+            if failed:
+                warn(failed)
 
     def _plot(self) -> bool:
         """Rank 0, after the first step: write report.html. Returns whether it was written. It

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -35,6 +36,9 @@ PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
 # in the environment, by the batch script's controller: where the report goes
 ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"
 REPORT = "error.json"  # there
+NOTIFY_SECONDS = (
+    20.0  # below the time for which the other ranks and the launcher wait for the rank that failed
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,29 @@ def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any
     why = {"step": step, "reason": " ".join(reason.split())}
     why |= {key: value for key, value in more.items() if value}
     LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(why)}\n".encode())
+
+
+def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> str:
+    """Run `log.notify` and wait for it; why it failed, empty if it did not."""
+    environ = {
+        **os.environ,
+        "VERDICT": word,
+        "RUN_NAME": run_dir.name,
+        "RUN_DIR": str(run_dir),
+        "STEP": str(step),
+        "REASON": reason,
+    }
+    try:
+        done = subprocess.run(
+            ["sh", "-c", command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            timeout=NOTIFY_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+        return f"log.notify ({command}): {e}"
+    return f"log.notify ({command}) ended with status {done.returncode}" if done.returncode else ""
 
 
 def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:

@@ -10,6 +10,7 @@ the ranks resumed.
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ class History:
         if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
+
+    def suspects(self) -> list[str]:
+        """Nodes that were blamed more than once."""
+        blamed = Counter(node for end in self.of("end") for node in end["blamed"])
+        return sorted(node for node, count in blamed.items() if count > 1)
 
 
 def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:

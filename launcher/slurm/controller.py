@@ -31,12 +31,20 @@ from launcher.runtime.verdict import (
     PROGRESS_FILE,
     STOP_FILE,
     VERDICT_FILE,
+    notify,
     read_report,
     read_verdict,
     write_verdict,
 )
 from launcher.slurm.attempts import Decision, History, Outcome, decide, explain
-from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
+from launcher.slurm.scheduler import (
+    NO_ARRAY,
+    OUTAGE,
+    answer,
+    exclude,
+    slurm,
+    update,
+)
 
 if TYPE_CHECKING:
     from launcher.config.recipe import RunConfig
@@ -132,8 +140,20 @@ class Controller:
         started = time.time()
         status = self._run_ranks(command, number, folder)
         outcome = self._outcome(status, before, folder)
-        seconds = round(time.time() - started, 1)
-        decision = self._end(number, outcome, seconds=seconds, status=status)
+        seconds = time.time() - started
+        lost = 0.0 if outcome.verdict == "DONE" else seconds
+        with contextlib.suppress(OSError):
+            if lost and outcome.step > before:  # only the time since the last commit is lost
+                lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
+        hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
+        decision = self._end(
+            number,
+            outcome,
+            seconds=round(seconds, 1),
+            status=status,
+            gpu_hours=round(hours * seconds, 3),
+            gpu_hours_lost=round(hours * max(lost, 0.0), 3),
+        )
         return self._act(decision, outcome)
 
     def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
@@ -151,6 +171,12 @@ class Controller:
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
         )
+        if self.config.log.notify is not None:
+            word = "FAILED" if decision.decision == "give up" else outcome.verdict
+            reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
+            failed = notify(self.config.log.notify, self.run_dir, word, outcome.step, reason)
+            if failed:
+                say(f"warning: {failed}")
         return decision
 
     def _run_ranks(self, command: Sequence[str], number: int, folder: Path) -> int:
@@ -209,10 +235,20 @@ class Controller:
             failed = slurm(*line)[1]
             if not failed:
                 say(f"requeued: {decision.why}")
+                suspects = self.history.suspects()
+                names = f"{','.join(suspects)} failed twice or more"
+                excluded, refused = exclude(self.job, suspects)  # possible while the job is pending
+                if excluded:
+                    self.history.append("exclude", nodes=suspects)
+                    say(f"{names}: the next attempts exclude it")
+                if refused:
+                    say(
+                        f"{names}, but is not excluded, because the job may not run without it: "
+                        f"{refused}"
+                    )
                 if decision.failures:  # what failed may need time to recover
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
-                    start = f"StartTime=now+{round(seconds)}"
-                    slurm("scontrol", "update", f"JobId={self.job}", start)
+                    update(self.job, StartTime=f"now+{round(seconds)}")
                 return 0  # which no longer matters: the job waits already
             # its words for an outage differ, so it is asked whether slurmctld is there, too
             up = "is UP" in answer("scontrol", "ping") and not OUTAGE.search(failed)

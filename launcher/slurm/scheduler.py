@@ -1,8 +1,10 @@
 """Slurm's commands, as the batch script and `submit` use them."""
 
+import os
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 
 NO_ARRAY = (
     "the tasks of a job array would all write the same run. To sweep seeds, submit one job for "
@@ -19,7 +21,7 @@ OUTAGE = re.compile(
 )
 
 
-def slurm(*command: str) -> tuple[str, str]:
+def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
     """The output of one of Slurm's commands, empty where it failed, and then its error message."""
     try:
         done = subprocess.run(
@@ -28,7 +30,7 @@ def slurm(*command: str) -> tuple[str, str]:
             text=True,
             timeout=60,
             check=False,
-            stdin=subprocess.DEVNULL,
+            input=stdin,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         return "", f"{shlex.join(command)}: {e}"
@@ -40,3 +42,45 @@ def slurm(*command: str) -> tuple[str, str]:
 def answer(*command: str) -> str:
     """The output of a command, empty where it failed."""
     return slurm(*command)[0]
+
+
+def update(job: str, **values: str) -> str:
+    """Empty if Slurm has changed these properties of the job, else its error message."""
+    return slurm("scontrol", "update", f"JobId={job}", *(f"{k}={v}" for k, v in values.items()))[1]
+
+
+def field(job: str, name: str) -> str:
+    """One property of a job, such as ExcNodeList; empty where there is none."""
+    found = re.search(
+        rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", answer("scontrol", "show", "job", job)
+    )
+    return found[1].strip() if found and found[1] != "(null)" else ""
+
+
+def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
+    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was new,
+    and why it failed.
+
+    `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for
+    ever.
+    """
+    before = field(job, "ExcNodeList")
+    known = answer("scontrol", "show", "hostnames", before).split() if before else []
+    new = [node for node in nodes if node not in known]
+    if not new:
+        return False, ""
+    excluded = ",".join([*filter(None, [before]), *new])
+    options = {
+        "partition": os.environ.get("SLURM_JOB_PARTITION"),
+        "account": os.environ.get("SLURM_JOB_ACCOUNT"),
+        "qos": os.environ.get("SLURM_JOB_QOS"),
+        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
+        "gpus-per-node": os.environ.get("SLURM_GPUS_PER_NODE"),
+        "constraint": field(job, "Features"),
+        "nodelist": field(job, "ReqNodeList"),
+        "exclude": excluded,
+    }
+    line = [f"--{name}={value}" for name, value in options.items() if value]
+    refused = slurm("sbatch", "--test-only", *line, "--wrap=true")[1]
+    refused = refused or update(job, ExcNodeList=excluded)
+    return not refused, " ".join(refused.split())

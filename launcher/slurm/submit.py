@@ -25,9 +25,10 @@ from clip_train.storage.urls import is_remote, local_path
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config, with_samples
 from launcher.config.resolve import resolve
+from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, load_site
-from launcher.slurm.scheduler import NO_ARRAY, answer
+from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
 
 FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
@@ -204,6 +205,11 @@ def run(args: argparse.Namespace) -> int:
     script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
         print(script, end="")
+        refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
+        if refused and not OUTAGE.search(refused):
+            raise UserError(f"sbatch --test-only refuses this script: {refused}")
+        if refused:
+            warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
         return 0
     check_slurm(run_dir, args.sbatch_options)
     described = freeze(folder, script, frozen_recipe(config, base), job)

@@ -152,19 +152,44 @@ BAD_NODE = (
 )
 
 
+def blame(run_dir: Path, node: str) -> None:
+    """An attempt before this one that failed on a node."""
+    run_dir.mkdir()
+    end = {"decision": "requeue", "failures": 0, "fruitless": 0}
+    History(run_dir).append("end", attempt=1, blamed=[node], **end)
+
+
 def play(bin: Path, **commands: str) -> None:
     for name, line in commands.items():
         (bin / name).write_text(f"#!/bin/sh\n{line}\n")
         (bin / name).chmod(0o755)
 
 
-def test_a_failure_waits_after_the_requeue_and_names_its_node(recipe, bin, tmp_path):
-    play(bin, scontrol='echo "$*" >> "$SAID"')
+SHOW_JOB = 'echo "JobId=7"; echo "   ExcNodeList=n8 Features=(null)"'
+HOSTNAMES = 'for each in $(echo "$3" | tr , " "); do echo $each; done'
+SCONTROL = f"""echo "$*" >> "$SAID"
+case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
+
+
+def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_path):
+    blame(tmp_path / "run", "n1")
+    play(bin, scontrol=SCONTROL, sbatch="true")
     status, out = supervise(recipe, bin, *BAD_NODE)
-    assert status == 0 and "rank 1 on n1: no GPU" in out, out
+    assert status == 0 and "n1 failed twice or more: the next attempts exclude it" in out, out
     said = (bin / "said").read_text().splitlines()
-    # after the requeue: Slurm takes it for pending jobs only
-    assert said.index("update JobId=7 StartTime=now+60") > said.index("requeue 7")
+    # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
+    assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
+    assert "update JobId=7 StartTime=now+60" in said
+    assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
+
+
+def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
+    blame(tmp_path / "run", "n1")
+    play(bin, scontrol=SCONTROL, sbatch="echo no such nodes >&2; exit 1")
+    status, out = supervise(recipe, bin, *BAD_NODE)
+    assert status == 0 and requeued(bin), out
+    assert "n1 failed twice or more, but is not excluded" in out and "no such nodes" in out
+    assert "ExcNodeList" not in (bin / "said").read_text()
 
 
 def test_a_requeue_outlasts_an_outage_of_the_controller(recipe, bin, tmp_path):
@@ -200,6 +225,25 @@ def test_a_job_that_a_stop_file_stopped_is_no_failure(recipe, bin, tmp_path):
     status, out = supervise(recipe, bin, "sh", "-c", f"{stopped} > {tmp_path}/run/VERDICT; exit 75")
     assert status == 0 and not requeued(bin), out
     assert history(tmp_path / "run")[-1]["decision"] == "leave"
+
+
+def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypatch):
+    """Its failure is a warning."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "3600")
+    command = f'echo "$VERDICT $RUN_NAME $STEP" > {tmp_path}/notified; exit 5'
+    ranks = ["sh", "-c", "sleep 2; exit 1"]
+    process = start(recipe, bin, *ranks, overrides=[f"log.notify={command}"])
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and requeued(bin) and "ended with status 5" in out, out
+    assert (tmp_path / "notified").read_text() == "CRASHED run 0\n"
+    end = history(tmp_path / "run")[-1]
+    assert end["gpu_hours"] >= 2 and end["gpu_hours_lost"] == end["gpu_hours"]  # 3,600 GPUs
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    told = subprocess.run(
+        [sys.executable, "-m", "launcher", "watch", "--once", str(tmp_path / "run")],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert f"GPU-hours: {end['gpu_hours']:,.1f}, lost:" in told.stdout, told
 
 
 def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):

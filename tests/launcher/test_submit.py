@@ -259,3 +259,18 @@ def test_more_options_of_sbatch(here, capsys):
 def test_options_of_sbatch_that_would_make_another_job(here, capsys, option, said):
     status, _, err = dry_run(capsys, "--", option)
     assert status == 2 and said in err
+
+
+def test_a_dry_run_asks_sbatch(here, tmp_path, monkeypatch, capsys):
+    """Played by a script, which sees the batch script: what it refuses is a mistake."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
+    outage = "Unable to contact slurm controller"
+    for status, expected, says in ((1, 2, "no such partition"), (1, 0, outage), (0, 0, "")):
+        line = f'grep -q SBATCH && echo "$* {says}" >&2; exit {status}'
+        (bin / "sbatch").write_text(f"#!/bin/sh\n{line}\n")
+        (bin / "sbatch").chmod(0o755)
+        done, script, err = dry_run(capsys)
+        assert done == expected and "#SBATCH" in script
+        assert says in err and ("refuses" in err) == (expected == 2)

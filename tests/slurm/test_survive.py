@@ -170,6 +170,17 @@ def test_a_frozen_rank_is_found(submit, undisturbed):
     assert "rank 1 on n2 has died or is frozen" in first.end["reason"]
 
 
+def test_a_node_that_fails_twice_is_excluded(submit, undisturbed):
+    """a node without its GPU, excluded by the requeue"""
+    job = submit("2x1", FAULT="bad:n2")  # Slurm takes n1 and n2
+    finished_like(job, undisturbed)
+    bad = (ANY, "requeue", ["n2"])
+    story = check_story(job, bad, bad, DONE)
+    assert "rank 1 on n2: LOCAL_RANK (0) has no GPU" in story[1].end["reason"]
+    shown = job.cluster.call("scontrol", "show", "job", job.number)
+    assert "ExcNodeList=n2" in shown
+
+
 def test_the_controller_is_away_when_an_attempt_ends(submit, cluster, undisturbed):
     """slurmctld away when an attempt ends"""
     job = submit("1x2", hold=True)
