@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_543,
-    "functions": 1_319,
-    "walruses": 8,
-    "lambdas": 60,
+    "statements": 14_530,
+    "functions": 1_225,
+    "walruses": 3,
+    "lambdas": 44,
     "statements in a module": 350,
     "lines over 100 characters": 0,
     "modules in a folder": 14,
