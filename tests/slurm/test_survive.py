@@ -220,6 +220,8 @@ def test_what_submit_writes_is_what_sbatch_reads(cluster, tmp_path, data, monkey
     line = ["submit", str(write_recipe(tmp_path, data)), f"run.dir={tmp_path}/100% mine"]
     line += ["--site", str(tmp_path / "site.yaml"), "--tasks-per-node=1", "--time=10"]
     assert main([*line, "--dry-run", "--", "--begin", "now+1hour"]) == 0
+    assert main([*line, "--dry-run", "--", "--constraint=nowhere"]) == 2
+    assert "sbatch --test-only refuses this script" in capsys.readouterr().err
     assert main([*line, "--", "--begin", "now+1hour"]) == 0
     number = capsys.readouterr().out.split()[1].rstrip(":")
     try:
