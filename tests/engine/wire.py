@@ -123,7 +123,12 @@ def main() -> None:
     )
     parameters = sum(p.numel() for p in model.parameters())
     rows = [[*key, times] for key, times in recorder.calls.items()]
-    print(json.dumps({"parameters": parameters, "calls": rows}))
+    # FSDP cuts the first dimension of each parameter, whose last shards may be padding
+    padded = sum(
+        -(-p.shape[0] // WORLD_SIZE) * WORLD_SIZE * (p.numel() // p.shape[0])
+        for p in model.parameters()
+    )
+    print(json.dumps({"parameters": parameters, "padded": padded, "calls": rows}))
 
 
 if __name__ == "__main__":
