@@ -28,6 +28,7 @@ STATS_SUFFIX = "_stats.json"  # img2dataset's, in place of .tar
 FORMAT = "clip-train index 2"
 OFFSET_EVERY = 64  # samples
 THREADS = 16  # for many small files
+READS = 3  # of an index that seems damaged
 
 
 @dataclass(frozen=True)
@@ -245,18 +246,21 @@ def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
 def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
     """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
     url = folder + INDEX_NAME
-    try:
-        with open_read(url, storage) as file:
-            return parse(file.read())
-    except FileNotFoundError:
-        return {}
-    except OSError as e:
-        message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
-        raise unreadable(e, f"{message}; data.verify=off trains without one") from e
-    except (ValueError, LookupError, TypeError, OverflowError) as e:
-        raise UserError(
-            f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
-        ) from e
+    damage: Exception | None = None
+    for _ in range(READS):  # bits may flip on the way
+        try:
+            with open_read(url, storage) as file:
+                return parse(file.read())
+        except FileNotFoundError:
+            return {}
+        except OSError as e:
+            message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
+            raise unreadable(e, f"{message}; data.verify=off trains without one") from e
+        except (ValueError, LookupError, TypeError, OverflowError) as e:
+            damage = e
+    raise UserError(
+        f"the index {url} is damaged ({damage}); remove it, and run `clip-train index` again"
+    ) from damage
 
 
 def parse(data: bytes) -> dict[str, ShardEntry]:
