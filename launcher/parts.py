@@ -224,7 +224,8 @@ def evaluation(
         loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data")]
         val, labelled = loaders
         out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
-        own = [sample for each in loaders if each is not None for sample in each.invalid]
+        used = [each for each in loaders if each is not None]
+        own = [sample for each in used for sample in each.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():
             warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")

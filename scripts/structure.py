@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_534,
+    "statements": 14_535,
     "functions": 1_225,
     "walruses": 3,
     "lambdas": 44,

@@ -159,11 +159,11 @@ class Architecture(Described):
     own: str | None = None  # the import path of a subclass, where `model.name` is one
 
     def build(self, **options: Any) -> nn.Module:
-        """For a subclass: any module with the `forward` of `CLIP`, which is built without it.
+        """Build a model of your own. A subclass returns any module with the `forward` of `CLIP`.
 
         options: `dropout`, `patch_dropout`, `activation_checkpointing`, as `CLIP` takes them.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # `build_model` makes a `CLIP` of all others
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""

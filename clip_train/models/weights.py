@@ -324,7 +324,7 @@ def export_openclip(
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """On the CPU, fp32 where it is no counter: safetensors refuses tensors that share memory."""
+    """Copy a tensor to the CPU, as fp32 unless it counts: safetensors refuses shared memory."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 

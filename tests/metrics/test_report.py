@@ -125,7 +125,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
 
 def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_path: Path) -> None:
     write_run(tmp_path / "short")
-    write_report(tmp_path / "short")  # what is imported and kept is not the run's
+    write_report(tmp_path / "short")  # so that imports and caches do not count
     odd = {1456: 100.0, 4345: -100.0}
     records = [step(i, loss=odd.get(i, i * 7919 % 1000 / 1000)) for i in range(1, 6001)]
     write_jsonl(tmp_path / "metrics.jsonl", records)
