@@ -21,13 +21,12 @@ NAMES = (
     "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
     "reduce", "reduce_scatter_single", "reduce_scatter_tensor",
 )  # fmt: skip
-depth = 0  # an operator's new name calls its old one: counted once
+depth = [0]  # an operator's new name calls its old one: counted once
 
 
 def recorded(name: str, original: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        global depth
-        if depth == 0:
+        if depth[0] == 0:
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
             largest = max(tensors, key=torch.Tensor.numel, default=None)
             group = next(
@@ -37,11 +36,11 @@ def recorded(name: str, original: Any) -> Any:
             line = json.dumps([td.get_process_group_ranks(group), name, what])
             with Path(os.environ["COLLECTIVES"], str(td.get_rank())).open("a") as file:
                 file.write(line + "\n")
-        depth += 1
+        depth[0] += 1
         try:
             return original(*args, **kwargs)
         finally:
-            depth -= 1
+            depth[0] -= 1
 
     return call
 
