@@ -32,7 +32,7 @@ def fetch_block(storage: Storage, name: str, entry: FileEntry, number: int) -> b
     start, end = entry.block_range(number)
     try:
         for _ in range(READS):
-            data = storage.read_range(name, start, end)
+            data = storage.read_bytes(name, start, end)
             if hashlib.sha256(data).hexdigest() == entry.blocks[number]:
                 return data
     except FileNotFoundError:

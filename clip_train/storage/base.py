@@ -27,12 +27,11 @@ class Storage(ABC):
     url: str  # of the root, for messages; without secrets
 
     @abstractmethod
-    def read_bytes(self, name: str) -> bytes:
-        """Return a whole small file. FileNotFoundError; OSError."""
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Return exactly the bytes `[start, end)`, by default a whole small file.
 
-    @abstractmethod
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Return exactly the bytes `[start, end)`. FileNotFoundError; OSError, also if short."""
+        FileNotFoundError; OSError, also if the file ends before `end`.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[Entry]:

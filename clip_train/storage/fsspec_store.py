@@ -76,24 +76,22 @@ class FsspecStorage(RemoteStorage):
                 if key.startswith(folder):
                     found.append(Entry(key, int(info["size"]), _modified(info)))
 
-    async def put(self, key: str, data: bytes, if_absent: bool, pace: Pace) -> object:
+    async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
+        if not self._fs.async_impl:  # it may have real folders
+            await self._call("makedirs", self._fs._parent(key), exist_ok=True)
+        if isinstance(source, Path):
+            write = self._call("put_file", str(source), key)
+            return await pace.hold(write, pace.limit(source.stat().st_size))
         if self._fs.async_impl:
-            write = self._fs._pipe_file(key, data, mode="create" if if_absent else "overwrite")
+            write = self._fs._pipe_file(key, source, mode="create" if if_absent else "overwrite")
         else:
-            write = asyncio.to_thread(self._write, key, data, "xb" if if_absent else "wb")
-        return await pace.hold(write, pace.limit(len(data)))
+            write = asyncio.to_thread(self._write, key, source, "xb" if if_absent else "wb")
+        return await pace.hold(write, pace.limit(len(source)))
 
     def _write(self, key: str, data: bytes, mode: str) -> None:
         """mode: `pipe_file` would look first and write then; "xb" is one system call."""
-        self._fs.makedirs(self._fs._parent(key), exist_ok=True)
         with self._fs.open(key, mode) as file:
             file.write(data)
-
-    async def upload(self, key: str, file: Path, pace: Pace) -> object:
-        if not self._fs.async_impl:  # it may have real folders
-            await self._call("makedirs", self._fs._parent(key), exist_ok=True)
-        limit = pace.limit(file.stat().st_size)
-        return await pace.hold(self._call("put_file", str(file), key), limit)
 
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         for key in keys:
@@ -103,9 +101,7 @@ class FsspecStorage(RemoteStorage):
 
     def glob(self, pattern: str) -> list[str]:
         """By the file system's own search: a listing of all below a web page may have no end."""
-        found = self.retry.wait(
-            f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern))
-        )
+        found = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
         return sorted(self.url + key.removeprefix(self.root) for key in found)
 
 

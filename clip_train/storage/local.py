@@ -51,14 +51,11 @@ class LocalStorage(Storage):
         """Return the path of `name` on disk. ValueError if the name leaves the root."""
         return self.root / checked(name)
 
-    def read_bytes(self, name: str) -> bytes:
-        return self.path(name).read_bytes()
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with self.path(name).open("rb") as f:
             f.seek(start)
-            data = f.read(end - start)
-        if len(data) != end - start:
+            data = f.read(-1 if end is None else end - start)
+        if end is not None and len(data) != end - start:
             raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
         return data
 

@@ -8,7 +8,7 @@ from functools import partial
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import StorageError, TransferError
-from clip_train.storage.remote import Pace, RemoteStorage, Retry
+from clip_train.storage.remote import Pace, RemoteStorage
 
 _DAMAGED = (
     "the bytes are not those that the index was made from: if it is stored like this, restore it, "
@@ -53,18 +53,14 @@ class RangedFile(BlockFile):
         self._ahead: dict[int, Future[bytes]] = {}
         self._depth = 0
         self._previous = -2
-        self._retry = Retry(
-            remote.url,
-            Pace(
-                config.patience_seconds,
-                config.min_rate,
-                " (storage.patience_seconds, storage.min_rate)",
-            ),
+        self._pace = Pace(
+            config.patience_seconds,
+            config.min_rate,
             config.attempts,
-            remote.connection,
             backoff_seconds=config.backoff_seconds,
+            keys=" (storage.patience_seconds, storage.min_rate)",
         )
-        head = self._retry.wait("its size", partial(remote.head, remote.root))
+        head = remote.wait("its size", partial(remote.head, remote.root), self._pace)
         self._tag = head.tag
         if checksums is not None and head.size != checksums.size:
             raise StorageError(
@@ -111,4 +107,4 @@ class RangedFile(BlockFile):
                 raise TransferError(_DAMAGED)
             return data
 
-        return self._retry.start(f"bytes {begin}-{end - 1}", fetch)
+        return self._remote.start(f"bytes {begin}-{end - 1}", fetch, self._pace)

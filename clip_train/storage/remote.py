@@ -1,4 +1,4 @@
-"""What all remote stores share: names, patience, and retries around single requests.
+"""What all remote stores share: names, time limits, and retries around single requests.
 
 A request is repeated until it succeeds, is refused for good, or time is up.
 """
@@ -46,99 +46,33 @@ _MIN_ATTEMPTS = 3  # even if each took long, unless no answer came
 LONGEST_BACKOFF_SECONDS = 20.0
 LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
 _log = logging.getLogger("clip_train.storage")
-_reached: set[str] = set()  # hosts that have answered; another is soon given up if unreachable
+reached: set[str] = set()  # hosts and buckets that have answered this process
 _random = random.Random()  # its own: jitter must not shift any other draws
-
-
-class Connection:
-    """What a retry needs of a connection to a bucket; this one has nothing to renew."""
-
-    worked = False  # whether it has ever answered
-
-    def renew(self, kind: Meaning, again: bool) -> bool:
-        """Fetch credentials (or the region) anew. Return whether another attempt may then succeed.
-
-        kind: what the error meant. again: it was done for this operation already.
-        """
-        return False
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How slow an answer may be before its request is given up."""
+    """How slow an answer may be, and how often its request is repeated."""
 
-    seconds: float  # until it begins
+    seconds: float  # until the answer begins
     rate: float  # bytes per second on average from then on; 0: any
-    keys: str = ""  # the keys of the recipe that say so, for messages
+    attempts: int = _MIN_ATTEMPTS  # at least
+    total_seconds: float | None = None  # at least; None: only attempts count, and messages say so
+    backoff_seconds: float = 0.2  # doubled by each attempt
+    keys: str = ""  # the recipe's keys for the first two, for messages
 
     def limit(self, num_bytes: int) -> float | None:
         """Seconds that a request of so many bytes may take; None: any."""
         return self.seconds + num_bytes / self.rate if self.rate else None
 
-    async def hold(self, answer: Awaitable[T], seconds: float | None, so_far: str = "") -> T:
+    async def hold(
+        self, answer: Awaitable[T], seconds: float | None, so_far: str = "no answer"
+    ) -> T:
         """Return the answer. TransferError if it does not come within `seconds` (None: any)."""
         try:
             return await asyncio.wait_for(answer, seconds)
         except (asyncio.TimeoutError, TimeoutError) as e:
-            what = so_far or "no answer"
-            raise TransferError(f"{what} within {seconds:.3g} s{self.keys}") from e
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Try at least `attempts` times and, if given, for at least `seconds`."""
-
-    url: str
-    pace: Pace
-    attempts: int
-    connection: Connection
-    seconds: float | None = None  # None: only attempts count, and messages name them
-    backoff_seconds: float = 0.2  # doubled by each attempt
-
-    def start(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> Future[T]:
-        """Make the request on fsspec's event loop, which has a thread of its own."""
-        return asyncio.run_coroutine_threadsafe(self._repeat(what, request), get_loop())
-
-    def wait(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> T:
-        """Call in any thread but the loop's; a signal's handler can run meanwhile."""
-        future = self.start(what, request)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # if a handler has raised
-
-    async def _repeat(self, what: str, request: Callable[[Pace], Awaitable[T]]) -> T:
-        """What `request` returns. StorageError with `url`, `what`, the reason and the remedy."""
-        end, pace, renewed = time.monotonic() + (self.seconds or 0.0), self.pace, False
-        host = urlsplit(self.url).netloc
-        for attempt in itertools.count(1):
-            try:
-                answer = await request(pace)
-                _reached.add(host)
-                self.connection.worked = True
-                return answer
-            except Exception as e:
-                kind, left = meaning(e), end - time.monotonic()
-                count = f", attempt {attempt} of {self.attempts}" if self.seconds is None else ""
-                message = redact(f"{self.url}: {what}{count}: {describe(e)}")
-                wrong = is_unreachable(e) and host not in _reached and attempt >= LOUD_ATTEMPT
-                helps = kind == "again" and not wrong
-                if kind in ("denied", "expired", "elsewhere"):
-                    helps = await asyncio.to_thread(self.connection.renew, kind, renewed)
-                    renewed = True
-                silent = self.seconds is not None and isinstance(e, TransferError)
-                if not helps or (left <= 0 and (silent or attempt >= self.attempts)):
-                    raise RAISED.get(kind, StorageError)(message) from e
-            level = logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG
-            _log.log(level, "%s; trying again", message)
-            if self.seconds is not None:  # the link may be slow
-                patient = max(pace.seconds, min(4 * pace.seconds, left))
-                pace = replace(pace, seconds=patient, rate=pace.rate / 4)
-            longest = self.backoff_seconds * 2.0 ** min(attempt - 1, 64)
-            longest = min(LONGEST_BACKOFF_SECONDS, longest)
-            pause = _random.uniform(longest / 2, longest)  # so that workers do not march in step
-            await asyncio.sleep(min(pause, left) if left > 0 else pause)
-        raise AssertionError("unreachable")
+            raise TransferError(f"{so_far} within {seconds:.3g} s{self.keys}") from e
 
 
 class RemoteStorage(Storage):
@@ -157,18 +91,17 @@ class RemoteStorage(Storage):
         url: str,
         root: str,
         *,
-        connection: Connection | None = None,
         part_bytes: int = PART_BYTES,
         min_rate: int = MIN_RATE,
         request_seconds: float = REQUEST_SECONDS,
         patience_seconds: float | None = None,
     ) -> None:
         self.url, self.root, self.part_bytes = url.rstrip("/"), root.rstrip("/"), part_bytes
-        self.connection = connection or Connection()
+        self.host = urlsplit(url).netloc
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         self.patience = float(default if patience_seconds is None else patience_seconds)
-        pace = Pace(min(request_seconds, max(1.0, self.patience / _MIN_ATTEMPTS)), min_rate)
-        self.retry = Retry(self.url, pace, _MIN_ATTEMPTS, self.connection, self.patience)
+        seconds = min(request_seconds, max(1.0, self.patience / _MIN_ATTEMPTS))
+        self.pace = Pace(seconds, min_rate, total_seconds=self.patience)
 
     @abstractmethod
     async def head(self, key: str, pace: Pace) -> Entry:
@@ -185,55 +118,100 @@ class RemoteStorage(Storage):
         """Append all keys that begin with `folder`. After an error it is called for the rest."""
 
     @abstractmethod
-    async def put(self, key: str, data: bytes, if_absent: bool, pace: Pace) -> object:
-        """Store a small object by one request."""
-
-    @abstractmethod
-    async def upload(self, key: str, file: Path, pace: Pace) -> object:
-        """Store a file of any size."""
+    async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
+        """Store a small object by one request, or a file of any size (never with `if_absent`)."""
 
     @abstractmethod
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         """Remove objects; a missing one is no error."""
 
+    async def connect(self) -> None:
+        """Called before each request: make sure that there is a client."""
+
+    def renew(self, kind: Meaning, again: bool) -> bool:
+        """Fetch credentials (or the region) anew. Return whether another attempt may then succeed.
+
+        kind: what the error meant. again: it was done for this operation already.
+        """
+        return False
+
+    def start(self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace) -> Future[T]:
+        """Make the request on fsspec's event loop, which has a thread of its own."""
+        return asyncio.run_coroutine_threadsafe(self._repeat(what, request, pace), get_loop())
+
+    def wait(
+        self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace | None = None
+    ) -> T:
+        """Call in any thread but the loop's; a signal's handler can run meanwhile."""
+        future = self.start(what.strip(), request, pace or self.pace)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # if a handler has raised
+
+    async def _repeat(self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace) -> T:
+        """What `request` returns. StorageError with the URL, `what`, the reason and the remedy."""
+        end, renewed = time.monotonic() + (pace.total_seconds or 0.0), False
+        for attempt in itertools.count(1):
+            try:
+                await self.connect()
+                answer = await request(pace)
+                reached.add(self.host)
+                return answer
+            except Exception as e:
+                kind, left = meaning(e), end - time.monotonic()
+                count = (
+                    f", attempt {attempt} of {pace.attempts}" if pace.total_seconds is None else ""
+                )
+                message = redact(f"{self.url}: {what}{count}: {describe(e)}")
+                helps = kind == "again"
+                if is_unreachable(e) and self.host not in reached:  # a wrong URL
+                    helps = attempt < LOUD_ATTEMPT
+                if kind in ("denied", "expired", "elsewhere"):
+                    helps = await asyncio.to_thread(self.renew, kind, renewed)
+                    renewed = True
+                silent = pace.total_seconds is not None and isinstance(e, TransferError)
+                if not helps or (left <= 0 and (silent or attempt >= pace.attempts)):
+                    raise RAISED.get(kind, StorageError)(message) from e
+            level = logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG
+            _log.log(level, "%s; trying again", message)
+            if pace.total_seconds is not None:  # the link may be slow
+                patient = max(pace.seconds, min(4 * pace.seconds, left))
+                pace = replace(pace, seconds=patient, rate=pace.rate / 4)
+            longest = pace.backoff_seconds * 2.0 ** min(attempt - 1, 64)
+            longest = min(LONGEST_BACKOFF_SECONDS, longest)
+            pause = _random.uniform(longest / 2, longest)  # so that workers do not march in step
+            await asyncio.sleep(min(pause, left) if left > 0 else pause)
+        raise AssertionError("unreachable")
+
     def key(self, name: str) -> str:
         return "/".join(part for part in (self.root, checked(name)) if part)
 
-    def read_bytes(self, name: str) -> bytes:
-        return self.retry.wait(f"reading {name}", partial(self.get, self.key(name), 0, None, None))
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        if start >= end:
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None and start >= end:
             return b""
-        return self.retry.wait(
-            f"reading {name}", partial(self.get, self.key(name), start, end, None)
-        )
+        return self.wait(f"reading {name}", partial(self.get, self.key(name), start, end, None))
 
     def list(self, prefix: str = "") -> list[Entry]:
         found: builtins.list[Entry] = []
         key = self.key(prefix).rstrip("/")
-        request = partial(self.listing, f"{key}/" if key else "", found)
-        self.retry.wait(f"listing {prefix}".strip(), request)
+        self.wait(f"listing {prefix}", partial(self.listing, f"{key}/" if key else "", found))
         cut = len(self.root) + 1 if self.root else 0
         return sorted(Entry(each.name[cut:], each.size, each.modified) for each in found)
 
     def size(self, name: str) -> int:
-        return self.retry.wait(f"looking at {name}", partial(self.head, self.key(name))).size
+        return self.wait(f"looking at {name}", partial(self.head, self.key(name))).size
 
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         try:
-            self.retry.wait(
-                f"writing {name}".strip(), partial(self.put, self.key(name), data, if_absent)
-            )
+            self.wait(f"writing {name}", partial(self.put, self.key(name), data, if_absent))
         except TakenError:
             return self.read_bytes(name) == data  # an attempt of ours whose answer was lost
         return True
 
     def put_file(self, local_path: str | os.PathLike, name: str, *, move: bool = False) -> None:
         size = os.stat(local_path).st_size
-        self.retry.wait(
-            f"writing {name}".strip(), partial(self.upload, self.key(name), Path(local_path))
-        )
+        self.wait(f"writing {name}", partial(self.put, self.key(name), Path(local_path), False))
         stored = self.size(name)
         if stored != size:
             raise OSError(errno.EIO, f"{self.url}/{name}: {stored} of {size} bytes are stored")
@@ -242,7 +220,7 @@ class RemoteStorage(Storage):
 
     def delete(self, *names: str) -> None:
         keys = [self.key(name) for name in names]
-        self.retry.wait(f"deleting {', '.join(names[:1])}", partial(self.remove, keys))
+        self.wait(f"deleting {', '.join(names[:1])}", partial(self.remove, keys))
 
     def glob(self, pattern: str) -> builtins.list[str]:
         """URLs of the files whose names match, sorted. OSError, also if a folder is not listed."""

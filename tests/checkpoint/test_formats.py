@@ -153,6 +153,7 @@ class Counting(LocalStorage):
 
     num_bytes = 0
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        self.num_bytes += end - start
-        return super().read_range(name, start, end)
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None:
+            self.num_bytes += end - start
+        return super().read_bytes(name, start, end)

@@ -197,23 +197,25 @@ def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
     manager = CheckpointManager(CheckpointConfig(remote=str(root / "store")), disk, log=said.append)
     remote, read = manager.remote, Counter[tuple[str, int]]()
     assert isinstance(remote, LocalStorage)
-    whole_range = remote.read_range
+    read_bytes = remote.read_bytes
 
-    def counted(name: str, start: int, end: int) -> bytes:
-        read[name.rsplit("/", 1)[-1], start] += end - start
-        return whole_range(name, start, end)
+    def counted(name: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None:
+            read[name.rsplit("/", 1)[-1], start] += end - start
+        return read_bytes(name, start, end)
 
-    def gone(name: str, start: int, end: int) -> bytes:
-        raise AssertionError("it is on this rank's disk already")
+    def gone(name: str, start: int = 0, end: int | None = None) -> bytes:
+        assert end is None, "it is on this rank's disk already"
+        return read_bytes(name)
 
-    remote.read_range = counted  # type: ignore[method-assign]
+    remote.read_bytes = counted  # type: ignore[method-assign]
     resumed = manager.resume()
     assert resumed is not None
     mine = cut(whole(resumed.step), rank, world_size)
     resumed.reader.prepare(
         Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items()
     )
-    remote.read_range = gone  # type: ignore[method-assign]
+    remote.read_bytes = gone  # type: ignore[method-assign]
     same = all(
         bits(resumed.reader.read(f.name, slot, f.start, t.numel())) == bits(t)
         for f in mine

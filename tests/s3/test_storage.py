@@ -51,8 +51,8 @@ def test_put_read_list_delete(storage: Storage, view: Bucket, big: Path) -> None
         "nothing"
     ) == []
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
-    assert storage.read_range("b/big", PART - 7, PART + 9) == DATA[PART - 7 : PART + 9]
-    for ask in (storage.read_bytes, storage.size, lambda name: storage.read_range(name, 0, 5)):
+    assert storage.read_bytes("b/big", PART - 7, PART + 9) == DATA[PART - 7 : PART + 9]
+    for ask in (storage.read_bytes, storage.size, lambda name: storage.read_bytes(name, 0, 5)):
         with pytest.raises(FileNotFoundError):
             ask("b/none")
     storage.delete("a")
@@ -126,7 +126,7 @@ def test_a_slow_link_is_given_more_time(
     )
     assert view.get("run/big") == DATA and not left_over(view, proxy) and max(parts.values()) > 1
     proxy.faults = [Fault("crawl", key="big", rate=2 << 20)]
-    assert hasty.read_range("big", 0, 2 * PART) == DATA[: 2 * PART]
+    assert hasty.read_bytes("big", 0, 2 * PART) == DATA[: 2 * PART]
 
 
 @pytest.mark.full
@@ -217,7 +217,7 @@ ASK: dict[str, Callable[[Storage], object]] = {
     "exists": lambda s: s.exists("a"),
     "size": lambda s: s.size("a"),
     "read_bytes": lambda s: s.read_bytes("a"),
-    "read_range": lambda s: s.read_range("a", 0, 1),
+    "a range": lambda s: s.read_bytes("a", 0, 1),
     "put_bytes": lambda s: s.put_bytes("a", b""),
     "put if absent": lambda s: s.put_bytes("a", b"", if_absent=True),
     "delete": lambda s: s.delete("a"),
@@ -276,7 +276,7 @@ def test_reads_survive_what_passes(
     view.put("run/f", DATA[: 1 << 20])
     proxy.faults = [Fault(action, times=2, key="f$")]  # type: ignore[arg-type]
     reader = hasty if action in SILENT else storage
-    assert reader.read_range("f", 100, 700_000) == DATA[100:700_000]
+    assert reader.read_bytes("f", 100, 700_000) == DATA[100:700_000]
     assert proxy.fired == 2
 
 
