@@ -7,7 +7,7 @@ also the specification of the engines in `launcher.engines`.
 import abc
 import functools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,17 +182,23 @@ class Engine(abc.ABC):
     def _backward(self, total: Tensor, last: bool) -> None:
         total.backward()
 
-    def step(self, lr: float) -> StepReport:
-        """Sum over ranks, clip by global norm, update, clear, clamp the scalars."""
+    def reduce(self) -> Tensor:
+        """Sum the gradients over ranks and clip them by their global norm. The host does not wait.
+
+        Returns what `_clip` returns; empty where `step` does all of this (DeepSpeed)."""
         if not self._reduced:
             raise RuntimeError(
                 "a gradient was not reduced: the step's last backward was not called with last=True"
             )
+        self._reduced = False
+        return self._sum_and_clip()
+
+    def step(self, lr: float, norms: Sequence[float]) -> StepReport:
+        """Update, clear, clamp the scalars. norms: what `reduce` returned, read."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        norms, skipped = self._update(self.optimizer)
-        self._reduced = False
+        measured, skipped = self._update(self.optimizer)
         if not skipped:
             self.optimizer_steps += 1
             with torch.no_grad():
@@ -200,7 +206,7 @@ class Engine(abc.ABC):
                 if self.ema is not None:
                     self.ema.update(self.optimizer_steps)
             self._read_masters()
-        norm, *others = norms.cpu().tolist()  # the step's one wait for the device
+        norm, *others = norms or measured.cpu().tolist()
         by_group = {
             f"grad_norm_{name}": value
             for name, value in zip(self.task.group_names, others, strict=False)
@@ -209,11 +215,18 @@ class Engine(abc.ABC):
         return StepReport(norm, skipped, {} if skipped else by_group)
 
     @abc.abstractmethod
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
-        """Reduce, clip, update, clear: the part of `step` that differs between engines.
+    def _sum_and_clip(self) -> Tensor:
+        """The part of `reduce` that differs between engines."""
 
-        Returns what `_clip` returns, and whether the step was skipped (fp16: an overflow).
+    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+        """The part of `step` that differs between engines.
+
+        Returns what `_clip` returns, if `reduce` did not; and whether the step was skipped (fp16:
+        an overflow).
         """
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.zeros(0), False
 
     def _squares(self, among: Collection[Tensor] | None = None) -> Tensor:
         """float64 [groups + 1]: sums of the squared gradients that this rank holds, by group.
@@ -414,11 +427,8 @@ class PlainEngine(Engine):
         )
 
     @torch.no_grad()
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
+    def _sum_and_clip(self) -> Tensor:
         for p in self.module.parameters():
             if p.grad is not None:
                 dist.all_reduce_sum(p.grad)  # shares sum to the gradient of the global mean
-        norms = self._clip(self._squares())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norms, False
+        return self._clip(self._squares())

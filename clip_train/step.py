@@ -7,12 +7,13 @@ retained graphs, exact replay of random numbers, and the loss in closed form).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.contrastive.rng import restore_rng, rng_state
@@ -63,25 +64,37 @@ def train_step(
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        numbers: dict[str, Any] = {"loss": output.loss, **output.metrics}
+        norms = engine.reduce()
+        numbers = {"loss": output.loss, **output.metrics}
         if output.unsafe is not None:
             numbers["unsafe"] = output.unsafe
-        on_device = [name for name, x in numbers.items() if isinstance(x, torch.Tensor)]
-        read = torch.stack([numbers[name].to(output.loss).reshape(()) for name in on_device])
-        # both passes have been queued: the one wait for the device
-        numbers.update(zip(on_device, read.cpu().tolist(), strict=True))
-        if not numbers.pop("unsafe", False):
+        values, norms_read = read_together(numbers, norms)
+        if not values.pop("unsafe", False):
             break
         engine.discard_gradients()  # once in a million steps: again, without deferring
         restore_rng(random_state, engine.device)
-    loss = numbers.pop("loss")
+    loss = values.pop("loss")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
-    report = engine.step(lr)
+    if not all(map(math.isfinite, norms_read)):
+        raise DivergedError(f"the gradient norm is {norms_read[0]} at a loss of {loss:.6g}")
+    report = engine.step(lr, norms_read)
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | numbers)
+    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | values)
+
+
+def read_together(
+    numbers: Mapping[str, Tensor | float], norms: Tensor
+) -> tuple[dict[str, float], list[float]]:
+    """Values of `numbers` and of `norms`. The step's one wait for the device: all is queued."""
+    on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
+    flat = [x.double().reshape(1) for x in on_device.values()]
+    read = torch.cat([*flat, norms.double()]).cpu().tolist()
+    values = {name: float(x) for name, x in numbers.items() if name not in on_device}
+    values.update(zip(on_device, read, strict=False))
+    return values, read[len(on_device) :]
 
 
 def two_pass(

@@ -364,7 +364,7 @@ def inf_case(layout, precision):
         torch.full_like(features["image"], torch.inf), features["text"].detach(), torch.ones(1)
     )
     engine.backward(features, gradients, True)
-    report = engine.step(1e-3)
+    report = engine.step(1e-3, engine.reduce().tolist())
     engine.close()
     return report.grad_norm, report.skipped
 
@@ -460,7 +460,7 @@ def unreduced_case(layout):
         )
         engine.backward(features, gradients, False)
     try:
-        engine.step(0.1)
+        engine.reduce()
     except RuntimeError as e:
         return str(e)
     finally:

@@ -262,6 +262,10 @@ class DeepSpeedEngine(Engine):
             stepped = {p for group in optimizer.param_groups for p in group["params"]}
             self._norms = self._norms + self._squares(stepped).to(self.device)
 
+    def _sum_and_clip(self) -> Tensor:
+        """DeepSpeed does this in its own step."""
+        return torch.zeros(0, device=self.device)
+
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
         self._norms = torch.zeros(len(self._by_group), dtype=torch.float64, device=self.device)
         self._reduce()  # the gradients cross the network here, once

@@ -174,14 +174,11 @@ class FSDPEngine(Engine):
         super().discard_gradients()
 
     @torch.no_grad()
-    def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
-        squares = self._squares()
+    def _sum_and_clip(self) -> Tensor:
+        squares = self._squares()  # of gradients that FSDP has summed in the last backward
         mesh = cast(DTensor, self.pieces[0].held).device_mesh
         torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-        norms = self._clip(squares)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norms, False
+        return self._clip(squares)
 
     def _masters_changed(self) -> None:
         for module in fsdp_modules(self.module):
