@@ -185,7 +185,7 @@ class Engine(abc.ABC):
     def reduce(self) -> Tensor:
         """Sum the gradients over ranks and clip them by their global norm. The host does not wait.
 
-        Returns what `_clip` returns; empty where `step` does all of this (DeepSpeed)."""
+        Returns what `_clip` returns; empty for an engine whose `step` does all of this."""
         if not self._reduced:
             raise RuntimeError(
                 "a gradient was not reduced: the step's last backward was not called with last=True"
