@@ -30,8 +30,8 @@ from common import finish, parser
 
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.protocols import Fragment
 from clip_train.storage.object_store import S3Storage
+from clip_train.task import Fragment
 from tests.s3.bucket import Bucket
 from tests.s3.server import chosen
 

@@ -18,8 +18,8 @@ from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 
 SMALL_CLIP = small_clip()
 N = 64

@@ -41,10 +41,9 @@ from clip_train.models.dropout import random_bits
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step
 from clip_train.step import train_step
-from clip_train.task import Objective, named_features
+from clip_train.task import Batch, Objective, named_features
 
 DRY = "--dry-run" in sys.argv
 DEVICE = torch.device("cpu" if DRY else "cuda")

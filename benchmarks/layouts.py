@@ -26,8 +26,8 @@ from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks

@@ -25,9 +25,8 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
-from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
-from clip_train.task import IMAGE_TEXT, Context
+from clip_train.task import IMAGE_TEXT, Context, MicroBatch
 from launcher.engines import linear
 
 N, CUT = 64, 8

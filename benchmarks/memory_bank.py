@@ -42,9 +42,8 @@ from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
-from clip_train.protocols import Batch, Features
 from clip_train.step import train_step
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.task import NO_CONTEXT, Batch, Context, Features, LossOutput, Objective
 
 SMALL, LARGE, MICRO = 32, 128, 16
 ARCHITECTURE = load_architecture("tiny")

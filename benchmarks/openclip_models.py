@@ -35,8 +35,8 @@ from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import load_architecture, preset_names
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 
 CREATE = timm.create_model
 TEXTS = {  # what Hugging Face's hub would say of a text tower, with few layers

@@ -39,9 +39,9 @@ from clip_train.checkpoint.snapshot import FragmentReader
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from clip_train.protocols import Wanted
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.local import LocalStorage
+from clip_train.task import Wanted
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import versions

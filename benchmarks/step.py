@@ -58,7 +58,7 @@ MODEL = {
 
 
 def global_batch(N: int):
-    from clip_train.protocols import Batch, text_lengths
+    from clip_train.task import Batch, text_lengths
 
     g = torch.Generator().manual_seed(SEED)
     text = MODEL["text_cfg"]

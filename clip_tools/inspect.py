@@ -36,8 +36,8 @@ from clip_train.models.weights import (
     save_texts,
     silent,
 )
-from clip_train.protocols import FragmentSource
 from clip_train.storage.urls import is_remote, local_path
+from clip_train.task import FragmentSource
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
 from launcher.config.resolve import check_place
 from launcher.engines import describe

@@ -16,17 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.protocols import (
+from clip_train.task import (
     EMA,
+    IMAGE_TEXT,
     Features,
     Fragment,
     FragmentSource,
     MicroBatch,
     Phase,
     StepReport,
+    Task,
     Wanted,
+    groups,
 )
-from clip_train.task import IMAGE_TEXT, Task, groups
 
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
 

@@ -15,9 +15,8 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import surrogate
 from clip_train.models.blocks import at_least_float32
-from clip_train.protocols import Features, MicroBatch
 from clip_train.step import two_pass
-from clip_train.task import Context, named_features
+from clip_train.task import Context, Features, MicroBatch, named_features
 
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")

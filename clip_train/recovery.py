@@ -20,9 +20,8 @@ from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.models.batch_norm import has_batch_norm
-from clip_train.protocols import Batch, Phase
 from clip_train.step import StepResult, train_step
-from clip_train.task import Objective
+from clip_train.task import Batch, Objective, Phase
 
 # Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but
 # one is cuDNN 9's). oneDNN cannot create a primitive if its code or scratch memory does not fit;

@@ -20,8 +20,17 @@ from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import observed
-from clip_train.protocols import Batch, Differentiable, Features, MicroBatch, Phase
-from clip_train.task import Context, LossOutput, Objective, is_scalar
+from clip_train.task import (
+    Batch,
+    Context,
+    Differentiable,
+    Features,
+    LossOutput,
+    MicroBatch,
+    Objective,
+    Phase,
+    is_scalar,
+)
 
 Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a step
 

@@ -1,9 +1,12 @@
-"""What a model means for a training step: the one interface between the step, a model and a loss.
+"""The interfaces of a training step: batches, features, fragments, what a model means, and a loss.
 
 A `Task` names the features that a model returns and the groups of its parameters. An `Objective` is
-the loss over the global batch. Nothing else asks what kind of model it is. `ImageText` is CLIP.
+the loss over the global batch. Nothing else asks what kind of model it is.
 
-`b` samples in a micro-batch, `n` on a rank, `N` in the global batch, `D` the width of the features.
+Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
+`n` samples on a rank, `N` in the global batch, `D` the width of the features. If W does not divide
+N, the first N % W ranks hold one sample more than the others. If b does not divide n, the last
+micro-batch is short.
 """
 
 from __future__ import annotations
@@ -11,27 +14,186 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from clip_train.protocols import Features, MicroBatch
+from clip_train.batch import chunk_sizes, num_chunks
 from clip_train.settings import Matmul
 
+Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
+EMA = "param_ema"  # the slot of a parameter's moving average
+Features: TypeAlias = dict[str, Tensor]
+"""What a model returns for a micro-batch, by name: rows [b, ...], one for each sample, and
+scalars [1].
 
-class Task(Protocol):
-    """What a kind of model means for a step. All ranks make the same calls."""
+CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor
+itself, exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64)
+whatever the model's precision. Gradients with respect to features have the same names and shapes.
+"""
+# A micro-batch's texts are cut at multiples of this: each length is another shape to compile.
+TEXT_STEP = 8
 
-    scalars: tuple[str, ...]
-    """Parameters of shape [1] that belong to no group. Engines give the model their fp32 values."""
-    group_names: tuple[str, ...]
-    """The groups of all other parameters, such as the towers. Norms are reported for each."""
-    bounds: Mapping[str, tuple[float, float]]
-    """The range that a scalar is clamped to after each optimizer step."""
+
+@dataclass
+class Batch:
+    """One rank's share of a global batch, in the canonical order (see `clip_train.data`).
+
+    Ranks hold contiguous shares of it, one after another, whatever their number.
+    """
+
+    images: Tensor  # uint8 [n, 3, H, W], not normalised: the model does that on the device
+    texts: Tensor  # int64 [n, context_length]
+    sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
+    keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
+    # "reason\tshard" -> invalid samples among its places
+    bad_samples: dict[str, int] = field(default_factory=dict)
+    shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
+    # n, see `text_lengths`; None: micro-batches hold texts as they are
+    text_lengths: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
+        move = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("images", "texts", "sample_seeds")
+        }
+        return replace(self, **move)
+
+    def micro_batches(self, micro_size: int) -> list[MicroBatch]:
+        """Slices of `micro_size` samples, equally many on every rank.
+
+        The last may be shorter (`chunk_sizes`). Texts are cut where all of them have ended, at one
+        of few lengths, without asking the device.
+        """
+        n, length = self.texts.shape
+        counts = self.shares or (n,)
+        sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
+        parts = []
+        stop = 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            if self.text_lengths is not None:
+                longest = max(self.text_lengths[start:stop])
+                length = min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
+            texts, seeds = self.texts[start:stop, :length], self.sample_seeds[start:stop]
+            parts.append(MicroBatch(self.images[start:stop], texts, seeds))
+        return parts
+
+
+def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
+    """int64 [n, L] -> int64 [n]: where each text ends, at its first `end_id` (None: highest id)."""
+    return (texts if end_id is None else (texts == end_id).int()).argmax(dim=1)
+
+
+def text_lengths(texts: Tensor, end_id: int | None = None) -> list[int]:
+    """Tokens of each text, int64 [n, L], up to its end. A causal tower reads nothing behind it."""
+    return (text_ends(texts, end_id) + 1).tolist()
+
+
+@dataclass
+class MicroBatch:
+    """What goes through the model at once."""
+
+    images: Tensor  # uint8 [b, 3, H, W]
+    texts: Tensor  # int64 [b, L], L at most context_length
+    sample_seeds: Tensor  # int64 [b]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the optimizer step reports."""
+
+    grad_norm: float  # global, before the clip
+    skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
+    # "grad_norm_image", ...: the norm of each group of parameters that is trained
+    by_group: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Fragment:
+    """A contiguous piece of a parameter and its optimizer state, or of a buffer, on one rank.
+
+    Checkpoints are made of these, so they do not depend on the number of ranks or the ZeRO stage.
+    """
+
+    name: str  # of the parameter, as in the model's state dict
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # first element, in the flattened parameter
+    # "param" (fp32 master), optimizer slots ("exp_avg", ...), EMA; 1-d, equally long
+    tensors: dict[str, Tensor]
+
+
+class Wanted(NamedTuple):
+    """Elements `[start, start + numel)` of a flattened parameter or of an optimizer's slot."""
+
+    name: str
+    slot: str
+    start: int
+    numel: int
+
+
+class FragmentSource(Protocol):
+    """Reads any range of any parameter's state, however the checkpoint was cut."""
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Fetch everything that this rank will read. Collective.
+
+        Optional: `read` fetches what is missing, piece by piece. CheckpointError, on all ranks.
+        """
+
+    def slots(self, name: str) -> set[str]:
+        """What is stored for a parameter: "param" and, unless frozen, the optimizer's slots."""
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        """Elements `[start, start + numel)` of the flattened parameter. CheckpointError if a part
+        is missing."""
+
+
+class Differentiable(Protocol):
+    """What the two passes need of an engine."""
+
+    device: torch.device
+
+    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+        """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
+
+        seen: the result of an earlier call without a graph. Features of a tower that is not trained
+        may be taken from it.
+        """
+
+    def backward(self, features: Features, gradients: Features, last: bool) -> None:
+        """Push `gradients` through the graph of `features`; adds to this step's gradient.
+
+        last: no other backward follows in this step.
+        """
+
+
+class Task:
+    """What a kind of model means for a step: CLIP, unless a subclass says otherwise.
+
+    CLIP has a tower of images, a tower of texts, a logit scale and perhaps a bias. The model is
+    `model(images, texts, sample_seeds)` and returns `(image, text, exp(logit_scale), logit_bias)`,
+    where an input may be None. Its parameters have OpenCLIP's names. All ranks make the same calls.
+    """
+
+    # parameters of shape [1] that belong to no group; engines give the model their fp32 values
+    scalars: tuple[str, ...] = ("logit_scale", "logit_bias")
+    # the groups of all other parameters, such as the towers; norms are reported for each
+    group_names: tuple[str, ...] = ("image", "text")
+    # the range that a scalar is clamped to after each optimizer step
+    bounds: Mapping[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}
 
     def group(self, parameter: str) -> str | None:
         """The group of a parameter, by its name in the model's state dict; None for a scalar."""
+        if parameter in self.scalars:
+            return None
+        return "image" if parameter.startswith("visual.") else "text"
 
     def features(
         self, model: nn.Module, micro_batch: MicroBatch, only: Collection[str] | None = None
@@ -40,48 +202,25 @@ class Task(Protocol):
 
         only: names of the groups whose features are needed; None: all.
         """
-
-    def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
-        """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs."""
-
-    def with_masters(self, features: Features, masters: Mapping[str, Tensor]) -> Features:
-        """`features`, with scalars computed from the fp32 `masters` in place of rounded copies.
-
-        Gradients still go to the copies, and are those of the masters.
-        """
-
-
-class ImageText:
-    """CLIP: a tower of images, a tower of texts, a logit scale and perhaps a bias.
-
-    The model is `model(images, texts, sample_seeds)` and returns `(image, text, exp(logit_scale),
-    logit_bias)`, where an input may be None; its parameters have OpenCLIP's names.
-    """
-
-    scalars: tuple[str, ...] = ("logit_scale", "logit_bias")
-    group_names: tuple[str, ...] = ("image", "text")
-    bounds: Mapping[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}  # CLIP's
-
-    def group(self, parameter: str) -> str | None:
-        if parameter in self.scalars:
-            return None
-        return "image" if parameter.startswith("visual.") else "text"
-
-    def features(
-        self, model: nn.Module, micro_batch: MicroBatch, only: Collection[str] | None = None
-    ) -> Features:
         images = micro_batch.images if only is None or "image" in only else None
         texts = micro_batch.texts if only is None or "text" in only else None
         return named_features(*model(images, texts, micro_batch.sample_seeds))
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
-        """name "image": uint8 [b, 3, H, W]; "text": int64 [b, context_length]."""
+        """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs.
+
+        name "image": uint8 [b, 3, H, W]; "text": int64 [b, context_length].
+        """
         if name == "image":
             return model(inputs, None)[0]
         return model(None, inputs)[1]
 
     def with_masters(self, features: Features, masters: Mapping[str, Tensor]) -> Features:
-        """A copy of the scale in bf16 moves in steps of 3% near 100."""
+        """`features`, with scalars computed from the fp32 `masters` in place of rounded copies.
+
+        A copy of the scale in bf16 moves in steps of 3% near 100. Gradients still go to the copies,
+        and are those of the masters.
+        """
         out = dict(features)
         if "logit_scale" in masters:
             copy = features["logit_scale"]
@@ -92,7 +231,7 @@ class ImageText:
         return out
 
 
-IMAGE_TEXT = ImageText()
+IMAGE_TEXT = Task()
 
 
 def named_features(

@@ -25,8 +25,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOpt
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
-from clip_train.protocols import Features, MicroBatch, text_lengths
-from clip_train.task import Objective, named_features
+from clip_train.task import Features, MicroBatch, Objective, named_features, text_lengths
 from launcher import engines
 from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig

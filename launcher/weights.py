@@ -24,10 +24,10 @@ from clip_train.models import hub
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import ModelConfig
 from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_openclip, sha256_of
-from clip_train.protocols import Wanted
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
+from clip_train.task import Wanted
 from launcher.config.recipe import RunConfig, load_config
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn

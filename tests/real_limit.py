@@ -20,8 +20,8 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.recovery import recovering_step
+from clip_train.task import Batch
 
 N, STEPS, LR = 256, 5, 0.1
 ARCHITECTURE = Architecture.model_validate(

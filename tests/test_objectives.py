@@ -11,9 +11,8 @@ from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.engine import PlainEngine
-from clip_train.protocols import Features
 from clip_train.step import train_step
-from clip_train.task import named_features
+from clip_train.task import Features, named_features
 from tests import tolerances
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise

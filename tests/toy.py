@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clip_train.protocols import Batch
+from clip_train.task import Batch
 
 WIDTH, FEATURES = 24, 16
 

@@ -32,10 +32,10 @@ from clip_train.checkpoint.retention import Policy, check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message, Settings
 from clip_train.errors import CheckpointError
-from clip_train.protocols import Fragment
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
+from clip_train.task import Fragment
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from clip_train import dist
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.errors import CheckpointError, UserError
-from clip_train.protocols import EMA, Fragment, Wanted
+from clip_train.task import EMA, Fragment, Wanted
 
 DTYPES = {
     torch.float64: "F64",

@@ -19,8 +19,7 @@ import torch
 from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
-from clip_train.protocols import Features, MicroBatch
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, MicroBatch, Objective
 
 Teacher = Callable[[MicroBatch], Features]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.batch import shares
 from clip_train.contrastive.tiles import Block
-from clip_train.protocols import Features
+from clip_train.task import Features
 
 
 def share_counts(n: int, global_size: int | None) -> list[int]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
-from clip_train.protocols import Features
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 
 def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossOutput:

@@ -27,8 +27,7 @@ from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.info_nce import info_nce
 from clip_train.contrastive.softmax import Softmaxes
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
-from clip_train.protocols import Features
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 NO_ID = -1  # of a sample without a key; it equals no sample's
 

@@ -25,8 +25,7 @@ from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, share_counts
 from clip_train.contrastive.softmax import softplus
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots
-from clip_train.protocols import Features
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 
 @dataclass(eq=False)

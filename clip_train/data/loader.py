@@ -32,9 +32,9 @@ from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
 from clip_train.errors import DataError
-from clip_train.protocols import Batch, text_lengths
 from clip_train.stop import SIGNALS
 from clip_train.storage.config import StorageConfig
+from clip_train.task import Batch, text_lengths
 
 WAIT_SECONDS = 2.0  # between looks whether the loader was closed, while it waits for a worker
 CLOSE_SECONDS = 10.0  # for the prefetching thread to end

@@ -17,7 +17,7 @@ from clip_train import dist
 from clip_train.data.validation import ValBatch
 from clip_train.engine import Engine
 from clip_train.errors import UserError
-from clip_train.protocols import MicroBatch
+from clip_train.task import MicroBatch
 
 T = TypeVar("T")
 Labeller = Callable[

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from clip_train.engine import surrogate
 from clip_train.memory.plan import Profile
-from clip_train.protocols import MicroBatch
-from clip_train.task import IMAGE_TEXT
+from clip_train.task import IMAGE_TEXT, MicroBatch
 
 # Samples: beside so many, what does not grow with them (gradients of the weights) is negligible.
 FAKE_SIZE = 2**30

@@ -20,8 +20,8 @@ from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.models.vision import VisionTower
-from clip_train.protocols import text_ends
 from clip_train.settings import clipped, import_path
+from clip_train.task import text_ends
 
 
 class CLIP(nn.Module):

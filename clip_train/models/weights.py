@@ -28,8 +28,7 @@ from clip_train.models.config import (
     load_architecture,
     preset_names,
 )
-from clip_train.protocols import Wanted
-from clip_train.task import IMAGE_TEXT
+from clip_train.task import IMAGE_TEXT, Wanted
 
 WEIGHTS_NAMES = (
     "open_clip_model.safetensors",

@@ -20,8 +20,7 @@ from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.optim.optimizer import moment_bytes
-from clip_train.protocols import MicroBatch
-from clip_train.task import IMAGE_TEXT
+from clip_train.task import IMAGE_TEXT, MicroBatch
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, no_limit
 from launcher.engines import find_engine

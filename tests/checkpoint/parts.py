@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clip_train.protocols import Fragment
+from clip_train.task import Fragment
 
 SHAPES = {
     "visual.conv1.weight": (5, 3, 2, 2),

@@ -18,8 +18,8 @@ from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.errors import CheckpointError, RemoteRankError
-from clip_train.protocols import Wanted
 from clip_train.storage.local import LocalStorage
+from clip_train.task import Wanted
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.checkpoint.runs import flip, writers
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from clip_train.checkpoint.manifest import BLOCK_BYTES, Commit, FileEntry, Manif
 from clip_train.checkpoint.snapshot import FragmentReader, Plan, SharedMemory, lay_out, plan_file
 from clip_train.checkpoint.writer import copy_hashed
 from clip_train.errors import CheckpointError
-from clip_train.protocols import Fragment
+from clip_train.task import Fragment
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 
 PREFIX = "ckpt/s0000000001/e000000-1"

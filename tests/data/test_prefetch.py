@@ -10,7 +10,7 @@ import torch
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import Prefetcher, TrainLoader
 from clip_train.errors import DataError
-from clip_train.protocols import Batch
+from clip_train.task import Batch
 from tests.data.shards import write_dataset
 
 CPU = torch.device("cpu")

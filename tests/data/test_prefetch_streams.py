@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from clip_train.data.loader import Prefetcher
-from clip_train.protocols import Batch
+from clip_train.task import Batch
 
 GPU = torch.device("cuda", 0)
 PATIENCE = 60.0  # seconds

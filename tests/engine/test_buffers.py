@@ -15,8 +15,8 @@ from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 from tests.engine.layouts import engine_at
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs

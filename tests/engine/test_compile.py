@@ -11,8 +11,8 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
-from clip_train.protocols import Batch, text_lengths
 from clip_train.step import train_step
+from clip_train.task import Batch, text_lengths
 from tests.covering import pairwise
 from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks

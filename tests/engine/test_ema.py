@@ -16,8 +16,8 @@ from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer, moment_bytes, moving_average
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 from tests import tolerances
 from tests.engine.layouts import FSDP, ZERO, engine_at
 from tests.engine.test_engines import Source, assemble, pieces

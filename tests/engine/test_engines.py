@@ -16,9 +16,8 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Fragment, MicroBatch, Wanted
 from clip_train.step import train_step
-from clip_train.task import named_features
+from clip_train.task import Fragment, MicroBatch, Wanted, named_features
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests import tolerances

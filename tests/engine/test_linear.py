@@ -21,8 +21,8 @@ from clip_train.models.config import Architecture, ModelConfig, parse_architectu
 from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 from launcher.engines import Facts, find_engine, linear
 from launcher.engines.config import EngineConfig
 from tests.engine.layouts import engine_at

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train.evaluate.zero_shot import ZeroShotClasses
-from clip_train.protocols import Features, MicroBatch
+from clip_train.task import Features, MicroBatch
 
 LOGIT_SCALE = 7.5
 

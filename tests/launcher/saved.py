@@ -12,7 +12,7 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from clip_train.protocols import Fragment
+from clip_train.task import Fragment
 
 
 def save_run(

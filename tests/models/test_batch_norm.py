@@ -17,9 +17,8 @@ from clip_train.models.batch_norm import BatchNorm2d, observed
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
-from clip_train.protocols import MicroBatch
 from clip_train.step import two_pass
-from clip_train.task import Context
+from clip_train.task import Context, MicroBatch
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
 from tests.ranks import run_ranks

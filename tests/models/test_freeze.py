@@ -13,8 +13,8 @@ from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import depths, freeze, frozen_names
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch
 from clip_train.step import train_step
+from clip_train.task import Batch
 from tests.models.small import inputs, small_architecture, small_model
 
 NAMES = list(parameter_sizes(small_architecture()))  # of two blocks in either tower

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clip_train.models.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.models.dropout import SampleDropout
-from clip_train.protocols import Batch, text_lengths
+from clip_train.task import Batch, text_lengths
 from tests.models.small import inputs, small_architecture, small_model
 
 VISION_HEADS, TEXT_HEADS, LAYERS = 2, 2, 2

@@ -21,9 +21,8 @@ from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import build_model, count_parameters, flops_per_sample
 from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.weights import export_openclip, load_openclip
-from clip_train.protocols import Batch, MicroBatch
 from clip_train.step import train_step, two_pass
-from clip_train.task import Context
+from clip_train.task import Batch, Context, MicroBatch
 from launcher.config.memory import micro_batch
 from launcher.parts import tokenizer_of
 

@@ -31,9 +31,16 @@ from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.weights import own_copy
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.protocols import Batch, Features
 from clip_train.recovery import recovering_step
-from clip_train.task import NO_CONTEXT, Context, LossOutput, Objective, named_features
+from clip_train.task import (
+    NO_CONTEXT,
+    Batch,
+    Context,
+    Features,
+    LossOutput,
+    Objective,
+    named_features,
+)
 from launcher import engines
 from launcher.engines.config import EngineConfig
 from tests.pretended.gpu_cases import PLANTED

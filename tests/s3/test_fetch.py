@@ -17,7 +17,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.protocols import Fragment, Wanted
+from clip_train.task import Fragment, Wanted
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, Engine, Piece
 from clip_train.errors import UserError
-from clip_train.protocols import FragmentSource, Phase
+from clip_train.task import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig

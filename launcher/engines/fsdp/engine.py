@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, Engine, Piece, local
 from clip_train.errors import UserError
-from clip_train.protocols import Phase
+from clip_train.task import Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
