@@ -24,7 +24,7 @@ from clip_train.task import (
     FragmentSource,
     MicroBatch,
     Phase,
-    StepReport,
+    StepResult,
     Task,
     Wanted,
     groups,
@@ -195,7 +195,7 @@ class Engine(abc.ABC):
         self._reduced = False
         return self._sum_and_clip()
 
-    def step(self, lr: float, norms: Sequence[float]) -> StepReport:
+    def step(self, lr: float, norms: Sequence[float]) -> StepResult:
         """Update, clear, clamp the scalars. norms: what `reduce` returned, read."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -214,7 +214,7 @@ class Engine(abc.ABC):
             for name, value in zip(self.task.group_names, others, strict=False)
             if name in self.trained_groups
         }
-        return StepReport(norm, skipped, {} if skipped else by_group)
+        return StepResult(norm, skipped, {} if skipped else by_group)
 
     @abc.abstractmethod
     def _sum_and_clip(self) -> Tensor:

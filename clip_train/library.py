@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,21 +80,13 @@ def contrastive_step(
     starts = range(0, n, micro_size)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
     micro_batches = [
-        Inputs(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds)
+        MicroBatch(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds)
         for i in starts
     ]
     engine = ModuleEngine(model, images, texts, len(micro_batches), scaler)
     kept = min(kept_graphs, engine.most_graphs)
     output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
     return output.loss
-
-
-@dataclass
-class Inputs(MicroBatch):
-    """Anything that can be cut along the first dimension: tensors, sequences, mappings of them."""
-
-    images: Any
-    texts: Any
 
 
 def num_samples(name: str, inputs: Any) -> int:

@@ -20,42 +20,29 @@ from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.models.batch_norm import has_batch_norm
-from clip_train.step import StepResult, train_step
-from clip_train.task import Batch, Objective, Phase
+from clip_train.step import train_step
+from clip_train.task import Batch, Objective, Phase, StepResult
 
 # Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but
 # one is cuDNN 9's). oneDNN cannot create a primitive if its code or scratch memory does not fit;
 # torch finds no engine if no workspace fits. Operations that a processor or GPU does not support
-# raise these two as well: such a run fails at one sample.
+# raise these two as well: such a run fails at one sample. cuBLAS and cuDNN that are "not
+# initialized" could not create a handle: memory for it is outside torch's cache, and is used up.
 OUT_OF_MEMORY = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
     "could not create a memory object", "could not create a primitive",
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED",
     "_ALLOCATION_FAILED", "unable to find an engine to execute this computation",
 )  # fmt: skip
-# cuBLAS or cuDNN could not create its handle. On a full GPU, memory is the cause: the handle and
-# its workspace are allocated outside torch's cache, which `release` empties. Otherwise the driver
-# or an earlier kernel has failed.
-NO_HANDLE = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-HANDLE_BYTES = 256 * 2**20  # more than either library allocates for a handle
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """The one place that knows what running out of memory looks like."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if any(words in str(error) for words in NO_HANDLE):
-        return _gpu_is_full()
-    return any(words in str(error) for words in OUT_OF_MEMORY)
-
-
-def _gpu_is_full() -> bool:
-    try:
-        return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < HANDLE_BYTES
-    except RuntimeError:  # an earlier kernel has failed, and every call reports its error
-        return False
+    named = any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and named
 
 
 class _AttemptFailed(Exception):

@@ -9,7 +9,7 @@ retained graphs, exact replay of random numbers, and the loss in closed form).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,21 +29,11 @@ from clip_train.task import (
     MicroBatch,
     Objective,
     Phase,
+    StepResult,
     is_scalar,
 )
 
 Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a step
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The same on all ranks."""
-
-    loss: float  # of the global batch, before the update
-    grad_norm: float  # global, before the clip
-    skipped: bool = False  # fp16: gradients overflowed, no update
-    # norms by group, the scalars that the loss was computed with, and what the objective reports
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def train_step(
@@ -91,7 +81,7 @@ def train_step(
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return StepResult(loss, report.grad_norm, report.skipped, report.by_group | values)
+    return replace(report, loss=loss, metrics=report.metrics | values)
 
 
 def read_together(

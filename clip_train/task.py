@@ -106,13 +106,15 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """What the optimizer step reports."""
+class StepResult:
+    """What a step reports, the same on all ranks."""
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
-    # "grad_norm_image", ...: the norm of each group of parameters that is trained
-    by_group: dict[str, float] = field(default_factory=dict)
+    # the norm of each group of parameters that is trained ("grad_norm_image", ...); from
+    # `train_step` also the scalars of the loss, and what the objective reports
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss: float = math.nan  # of the global batch, before the update; `train_step` knows it
 
 
 @dataclass

@@ -22,9 +22,8 @@ from clip_train.errors import CheckpointError, DataError, DivergedError, Preempt
 from clip_train.metrics.meters import StepTimer, peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
-from clip_train.step import StepResult
 from clip_train.stop import StopRequest
-from clip_train.task import Batch, Objective
+from clip_train.task import Batch, Objective, StepResult
 
 EVALUATE_LATER = (
     "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the "

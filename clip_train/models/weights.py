@@ -76,7 +76,7 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
             state = build_model(architecture).state_dict()
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= load_tower(place, tower, architecture, log)
+            state |= load_openclip(place, architecture, log, tower)
     return WholeState(state)
 
 
@@ -148,7 +148,10 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
 
 
 def load_openclip(
-    path: str | os.PathLike, architecture: AnyArchitecture, log: Log = silent
+    path: str | os.PathLike,
+    architecture: AnyArchitecture,
+    log: Log = silent,
+    tower: str | None = None,
 ) -> dict[str, Tensor]:
     """Load weights in OpenCLIP's layout for `build_model(architecture)`, float32 on the CPU.
 
@@ -156,44 +159,31 @@ def load_openclip(
         path: an export folder; a .safetensors; a .pt / .bin of tensors, also OpenCLIP's training
             checkpoints (`{"state_dict": {"module.visual...": ...}}`).
         log: takes a line where another image size or context is made to fit.
+        tower: "image" or "text": only that tower's part of the state. The weights may be such a
+            tower alone, with or without `visual.` or `text.` before their names.
 
     Raises:
         UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
-    file = file_at(path, "model.init_from")
-    state = _read(file, architecture, log)
+    file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
+    state = _read(file, architecture, silent if tower == "text" else log)
+    source, rest = str(file), {}
+    if tower is not None:
+        source = f"the {tower} tower of {file}"
+        if tower == "image" and not any(name.startswith("visual.") for name in state):
+            state = {f"visual.{name}": tensor for name, tensor in state.items()}
+        prefix = "text." if not getattr(architecture, "custom_text", False) else ""
+        state = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if IMAGE_TEXT.group(name) == tower
+        }
+        with torch.device("meta"):
+            rest = build_model(architecture).state_dict()
+        rest = {name: t for name, t in rest.items() if IMAGE_TEXT.group(name) != tower}
     resize_positions(state, architecture, log)
-    check_state(state, architecture, str(file))
-    return state
-
-
-def load_tower(
-    path: str | os.PathLike,
-    tower: str,
-    architecture: AnyArchitecture,
-    log: Log = silent,
-) -> dict[str, Tensor]:
-    """One tower of `CLIP(architecture)`: its part of a state dict. As `load_openclip`.
-
-    path: also of weights that are such a tower alone, with or without `visual.` or `text.` before
-    their names.
-    """
-    file = file_at(path, f"model.init_{tower}_from")
-    state = _read(file, architecture, log if tower == "image" else silent)
-    if tower == "image" and not any(name.startswith("visual.") for name in state):
-        state = {f"visual.{name}": tensor for name, tensor in state.items()}
-    prefix = "text." if not getattr(architecture, "custom_text", False) else ""
-    state = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state.items()
-        if IMAGE_TEXT.group(name) == tower
-    }
-    resize_positions(state, architecture, log)
-    with torch.device("meta"):
-        rest = build_model(architecture).state_dict()
-    rest = {name: t for name, t in rest.items() if IMAGE_TEXT.group(name) != tower}
-    check_state(rest | state, architecture, f"the {tower} tower of {file}")
+    check_state(rest | state, architecture, source)
     return state
 
 
