@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
+from clip_train.contrastive.info_nce import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, MicroBatch, Objective
 

@@ -6,17 +6,190 @@ Each rank computes the loss and the gradient of the *global mean* with respect t
 OpenCLIP's `--local-loss --gather-with-grad`, without its reduce-scatter in the backward and without
 an n x N matrix. What crosses the network, once per step: 2 N D features in one all-gather, N row
 sums and N column sums in one all-reduce.
+
+`Softmaxes` has the softmaxes over rows and columns of S, from sums over tiles and ranks. Memory
+banks and distillation need nothing else of the logits. The positive is kept outside the sums: loss
+and gradient then keep their digits when the loss is tiny.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
-from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, row_dots
+from clip_train.contrastive.tiles import (
+    AUTO_SIDE,
+    Block,
+    accumulation_dtype,
+    exp_sums,
+    row_dots,
+    row_logsumexp,
+    softplus,
+)
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
+
+# exponents may reach +60: e^60 times a million columns is still far below float32's e^88
+HEADROOM = 60.0
+SMALLEST_SUM = 1e-28  # of exponentials: below it, terms that matter may have underflowed
+
+
+@dataclass(frozen=True)
+class Softmaxes:
+    """Softmaxes of R rows and R columns. Row x and column x are a pair; vectors are float64 [R]."""
+
+    scale: Tensor  # [1]
+    side: int  # of the tiles
+    positive: Tensor  # S_xx
+    row_gap: Tensor  # log-sum-exp over the negatives of row x, minus S_xx: 1 - p_xx is its sigmoid
+    col_gap: Tensor  # of column x
+    shift: Tensor | None  # [1], taken from logits before their exponentials; None: of 0
+    # with `shift`, every sum of exponentials has its digits; else each takes a maximum of its own
+    direct: bool
+    # bool []: not so after all, and all that follows must be thrown away; see `Context`
+    unsafe: Tensor | None
+    size: int  # rows and columns of S: beyond R they are negatives only
+
+    @classmethod
+    def over(
+        cls,
+        rows: list[Block],
+        cols: list[Block],
+        positive: Tensor,
+        scale: Tensor,
+        side: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        *,
+        deferred: bool,
+    ) -> Softmaxes:
+        """rows: this rank's blocks of S. Over all ranks they hold every negative of every pair
+        once, and one block holds all of a row. cols: the same for S^T.
+
+        B of every block is the same on all ranks. S may have more rows and columns than `positive`
+        has entries.
+        """
+        shift = _stabiliser(rows, cols, scale)
+        R, size = len(positive), max(block.cols.stop for block in rows)
+        sums = positive.new_zeros((2, size))
+        for block in rows:
+            row_sums, col_sums = exp_sums(block, scale, shift, side)
+            sums[0, block.rows] += row_sums
+            sums[1, block.cols] += col_sums
+        # one collective: a row's sum is zero on all ranks except its own
+        sums = sum_over_ranks(sums)[:, :R]
+        # alike on all ranks: they see the same sums. A single pair has no negatives
+        unsafe = (sums.min() <= SMALLEST_SUM) & (size > 1)
+        direct = deferred or not unsafe.item()
+        if direct:
+            lse = sums.log() if shift is None else sums.log() + shift
+        else:
+            lse, shift = positive.new_zeros((2, size)), None
+            for direction, blocks in enumerate((rows, cols)):
+                for block in blocks:
+                    lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
+            lse = sum_over_ranks(lse)[:, :R]
+        row_gap, col_gap = lse[0] - positive, lse[1] - positive
+        unsafe = unsafe if deferred else None
+        return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe, size)
+
+    @classmethod
+    def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
+        """The softmaxes of a batch: every other sample is a negative."""
+        positive = row_dots(pairs.image_all, pairs.text_all) * scale
+        return cls.over(
+            [pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred
+        )
+
+    def loss(self) -> Tensor:
+        """The mean cross-entropy of both directions, []."""
+        return (softplus(self.row_gap) + softplus(self.col_gap)).mean() / 2
+
+    @property
+    def missing(self) -> Tensor:
+        """2 - p_xx - p'_xx: minus the loss's derivative by S_xx, but for its factor."""
+        return self.row_gap.sigmoid() + self.col_gap.sigmoid()
+
+    def _lse(self, gap: Tensor) -> Tensor:
+        """[size], positives included; a row or column that has no positive has no softmax."""
+        beyond = gap.new_full((self.size - len(gap),), torch.inf)
+        return torch.cat([self.positive + softplus(gap), beyond])
+
+    def add_gradient(
+        self,
+        dA: Tensor,
+        dB: Tensor | None,
+        block: Block,
+        weight: float,
+        *,
+        transposed: bool = False,
+        values: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = P + P'` on negatives, else 0.
+
+        P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T.
+        values: stand for A and B in the two products, as in attention. Where they are `direct` one
+        exponential per entry serves both terms; else each takes its own, and any logits are safe.
+        """
+        row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
+        if transposed:
+            row_lse, col_lse = col_lse, row_lse
+        row_lse, col_lse, shift = row_lse[block.rows], col_lse[block.cols], self.shift
+        if self.direct:
+            zero = 0.0 if shift is None else shift
+            row_lse, col_lse = (zero - row_lse).exp(), (zero - col_lse).exp()  # factors
+        of_rows, of_cols = row_lse.to(block.dtype)[:, None], col_lse.to(block.dtype)[None]
+        for rows, cols, S, G in block.logits(self.scale, shift, self.side):
+            if self.direct:
+                torch.add(of_rows[rows], of_cols[:, cols], out=G)
+                G.mul_(S.exp_())
+            else:
+                torch.sub(S, of_rows[rows], out=G).exp_()
+                G.add_(S.sub_(of_cols[:, cols]).exp_())
+            block.fill(rows, cols, G, 0.0)
+            block.add_products(rows, cols, G, weight, dA, dB, values)
+
+
+def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:
+    """From |S_xy| <= s max|I| max|T|: no pass over the logits is needed for a maximum. None: 0."""
+    longest = []  # text, image
+    for blocks in (rows, cols):
+        norms = [
+            torch.linalg.vector_norm(b.B, dim=1, dtype=accumulation_dtype(b.B)) for b in blocks
+        ]
+        longest.append(torch.stack([norm.max() for norm in norms]).max())
+    shift = (scale * longest[1] * longest[0] - HEADROOM).clamp_(min=0.0)
+    # a pass over the logits spared, where it costs no wait to know
+    return None if shift.device.type == "cpu" and not shift.any() else shift
+
+
+def add_cross_entropy_gradient(
+    d_image: Tensor,
+    d_text: Tensor,
+    pairs: Pairs,
+    softmaxes: Softmaxes,
+    weight: float,
+    values: Pairs | None = None,
+) -> None:
+    """Add `weight * (P + P' - 2) T`, and the same for the texts.
+
+    P and P' are the softmaxes over rows and over columns.
+
+    weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose
+    features stand for I and T in the products; by default `pairs`.
+    """
+    of, own = values or pairs, pairs.own
+    along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]
+    d_image.addcmul_(of.text.to(d_image.dtype), along)
+    d_text.addcmul_(of.image.to(d_image.dtype), along)
+    add = softmaxes.add_gradient
+    if len(pairs.counts) <= 1:  # the same tile serves both sides, 8 N^2 D flops in all
+        add(d_image, d_text, pairs.rows, weight, values=(of.image, of.text))
+    else:  # 10 n N D flops, and no collective
+        add(d_image, None, pairs.rows, weight, values=(of.image, of.text_all))
+        add(d_text, None, pairs.cols, weight, values=(of.text, of.image_all), transposed=True)
 
 
 def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossOutput:

@@ -24,8 +24,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.batch import shares
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.info_nce import info_nce
-from clip_train.contrastive.softmax import Softmaxes
+from clip_train.contrastive.info_nce import Softmaxes, info_nce
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 

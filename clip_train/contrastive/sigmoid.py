@@ -23,8 +23,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, share_counts
-from clip_train.contrastive.softmax import softplus
-from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots
+from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots, softplus
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 

@@ -15,11 +15,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.blocks import Block, Outputs, Transformer, at_least_float32, normal_parameter
+from clip_train.models.blocks import (
+    Block,
+    Outputs,
+    Transformer,
+    VisionTower,
+    at_least_float32,
+    normal_parameter,
+)
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
-from clip_train.models.vision import VisionTower
 from clip_train.settings import clipped, import_path
 from clip_train.task import text_ends
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clip_train.models.blocks import Transformer
-from clip_train.models.vision import PatchEmbedding
+from clip_train.models.blocks import PatchEmbedding, Transformer
 
 
 def units(model: nn.Module) -> list[nn.Module]:

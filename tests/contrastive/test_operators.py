@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.softmax import Softmaxes, add_cross_entropy_gradient
+from clip_train.contrastive.info_nce import Softmaxes, add_cross_entropy_gradient
 from clip_train.contrastive.tiles import GPU_SIDE, tile_shape, tiles
 
 VIEWS = {

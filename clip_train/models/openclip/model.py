@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
-from clip_train.models.blocks import Outputs, at_least_float32
+from clip_train.models.blocks import Outputs, at_least_float32, check_size, normalised
 from clip_train.models.openclip.config import OpenCLIPArchitecture
-from clip_train.models.vision import check_size, normalised
 
 Tokenize = Callable[[list[str]], Tensor]
 
