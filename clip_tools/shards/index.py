@@ -4,6 +4,7 @@ them with the one that is there."""
 import argparse
 import contextlib
 import hashlib
+import io
 import multiprocessing
 import os
 from array import array
@@ -188,7 +189,7 @@ def index_shard(
         with open_shard(url) as file:
             hashed = HashedFile(url, file, block_bytes)
             try:
-                for sample in iter_samples(hashed):  # type: ignore[arg-type]
+                for sample in iter_samples(io.BufferedReader(hashed)):
                     reason = decode.why_invalid(sample, caption_key)
                     if reason is not None:
                         invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1

@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
+from typing import Any
 
 SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents, not forgers
 
@@ -29,8 +30,8 @@ def block_sum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:SUM_DIGITS]
 
 
-class BlockFile(io.BufferedIOBase):
-    """A seekable stream; a subclass loads block k. Holds one block. Not for several threads."""
+class BlockFile(io.RawIOBase):
+    """A seekable stream for `io.BufferedReader`; a subclass loads block k. Holds one block."""
 
     def __init__(self, url: str, size: int, block_bytes: int) -> None:
         self.url, self.size, self.block_bytes = url, size, block_bytes
@@ -46,25 +47,20 @@ class BlockFile(io.BufferedIOBase):
         """The bytes [from, to) of a block."""
         return block * self.block_bytes, min(self.size, (block + 1) * self.block_bytes)
 
-    def read(self, count: int | None = -1, /) -> bytes:
-        """Return up to `count` bytes; fewer only at the end of the file."""
-        if self.closed:
-            raise ValueError(f"{self.url} is closed")
-        rest = max(0, self.size - self._position)
-        left = rest if count is None or count < 0 else min(count, rest)
-        pieces = []
-        while left:
-            block, begin = divmod(self._position, self.block_bytes)
-            if block != self._number:
-                self._number, self._data = -1, memoryview(b"")  # freed before the next one comes
-                self._data = memoryview(self._load(block))
-                self._number = block
-            piece = self._data[begin : begin + left]
-            assert piece, f"block {block} of {self.url} is shorter than it must be"
-            pieces.append(piece)
-            self._position += len(piece)
-            left -= len(piece)
-        return b"".join(pieces)
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer, at most up to the end of a block; 0 at the end of the file."""
+        if self._position >= self.size:
+            return 0
+        block, begin = divmod(self._position, self.block_bytes)
+        if block != self._number:
+            self._number, self._data = -1, memoryview(b"")  # freed before the next one comes
+            self._data = memoryview(self._load(block))
+            self._number = block
+        piece = self._data[begin : begin + len(buffer)]
+        assert piece, f"block {block} of {self.url} is shorter than it must be"
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]

@@ -46,7 +46,7 @@ class FsspecStorage(RemoteStorage):
         return await asyncio.to_thread(getattr(self._fs, method), *arguments, **options)
 
     async def head(self, key: str, pace: Pace) -> Entry:
-        info = await pace.hold(self._call("info", key), pace.seconds)
+        info = await pace.hold(self._call("info", key))
         if info.get("mimetype") == "text/html" and not key.endswith((".html", ".htm")):
             raise ChangedError(
                 "the server answers with an HTML page, not with the file: check the URL in a "
@@ -63,10 +63,10 @@ class FsspecStorage(RemoteStorage):
     ) -> bytes:
         """File systems have no streams in common: the whole range must come in time."""
         if end is None:
-            return await pace.hold(self._call("cat_file", key), pace.limit(self.part_bytes))
+            return await pace.hold(self._call("cat_file", key), self.part_bytes)
         request = self._call("cat_file", key, start=begin, end=end)
         so_far = f"not all of {end - begin} bytes"
-        return whole(await pace.hold(request, pace.limit(end - begin), so_far), end - begin)
+        return whole(await pace.hold(request, end - begin, so_far), end - begin)
 
     async def listing(self, folder: str, found: list[Entry], pace: Pace) -> None:
         found.clear()
@@ -81,12 +81,12 @@ class FsspecStorage(RemoteStorage):
             await self._call("makedirs", self._fs._parent(key), exist_ok=True)
         if isinstance(source, Path):
             write = self._call("put_file", str(source), key)
-            return await pace.hold(write, pace.limit(source.stat().st_size))
+            return await pace.hold(write, source.stat().st_size)
         if self._fs.async_impl:
             write = self._fs._pipe_file(key, source, mode="create" if if_absent else "overwrite")
         else:
             write = asyncio.to_thread(self._write, key, source, "xb" if if_absent else "wb")
-        return await pace.hold(write, pace.limit(len(source)))
+        return await pace.hold(write, len(source))
 
     def _write(self, key: str, data: bytes, mode: str) -> None:
         """mode: `pipe_file` would look first and write then; "xb" is one system call."""
@@ -96,7 +96,7 @@ class FsspecStorage(RemoteStorage):
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                await pace.hold(self._call("rm_file", key), pace.seconds)
+                await pace.hold(self._call("rm_file", key))
         return None
 
     def glob(self, pattern: str) -> list[str]:

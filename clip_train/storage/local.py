@@ -15,7 +15,7 @@ from clip_train.storage.base import Entry, Storage, checked
 # File systems without hard links answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 # Some network file systems cannot fsync a folder: they order renames themselves.
-_NO_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOENT}
+_NO_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 _PART = ".*.part"  # hidden files of unfinished writes: .NAME.RANDOM.part
 
 
@@ -64,7 +64,7 @@ class LocalStorage(Storage):
         with _part_of(target) as part:
             same_disk = source.stat().st_dev == target.parent.stat().st_dev
             written = source if move and same_disk else shutil.copyfile(source, part)
-            fsync_file(written)
+            _fsync(written)
             os.replace(written, target)
         if move:
             source.unlink(missing_ok=True)
@@ -73,22 +73,13 @@ class LocalStorage(Storage):
         target = self.path(name)
         with _part_of(target) as part:
             part.write_bytes(data)
-            fsync_file(part)
-            if not if_absent:
-                os.replace(part, target)
-                return True
+            _fsync(part)
             try:
-                os.link(part, target)  # one system call: only one of several writers succeeds
+                if if_absent:
+                    _claim(target, part)
             except FileExistsError:
                 return False
-            except OSError as e:
-                if e.errno not in _NO_LINKS:
-                    raise
-                try:  # claim the name with an empty file, which readers take for a torn one
-                    target.touch(exist_ok=False)
-                except FileExistsError:
-                    return False
-                os.replace(part, target)
+            os.replace(part, target)  # nothing happens if it is a link to the same file
         return True
 
     def list(self, prefix: str = "", *, unfinished: bool = False) -> list[Entry]:
@@ -115,7 +106,7 @@ class LocalStorage(Storage):
         for name in names:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self.path(name).unlink()
-                fsync_folder(self.path(name).parent)
+                _fsync(self.path(name).parent)
 
     def delete_tree(self, prefix: str) -> None:
         target = self.path(prefix)
@@ -123,7 +114,7 @@ class LocalStorage(Storage):
             raise ValueError("delete_tree needs a folder below the root")
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(target)
-            fsync_folder(target.parent)
+            _fsync(target.parent)
         shutil.rmtree(target, ignore_errors=True)  # if another process removed a file meanwhile
 
 
@@ -133,27 +124,32 @@ def _part_of(target: Path) -> Iterator[Path]:
     missing = [each for each in (target.parent, *target.parent.parents) if not each.is_dir()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        fsync_folder(folder.parent)
+        _fsync(folder.parent)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         yield part
     finally:
         part.unlink(missing_ok=True)
-    fsync_folder(target.parent)
+    _fsync(target.parent)
 
 
-def fsync_file(path: Path) -> None:
+def _claim(target: Path, part: Path) -> None:
+    """Make the name exist, by one system call. FileExistsError for all writers but one."""
+    try:
+        os.link(part, target)
+    except OSError as e:
+        if e.errno not in _NO_LINKS:
+            raise
+        target.touch(exist_ok=False)  # empty: readers take it for a torn one
+
+
+def _fsync(path: Path) -> None:
+    """Make a file, or the renames in a folder, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:
+        if e.errno not in _NO_FSYNC or not path.is_dir():
+            raise
     finally:
         os.close(fd)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    try:
-        fsync_file(folder)
-    except OSError as e:
-        if e.errno not in _NO_FSYNC:
-            raise

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -81,12 +82,12 @@ class ObjectStorage(RemoteStorage):
 
     async def head(self, key: str, pace: Pace) -> Entry:
         try:
-            found = await pace.hold(obstore.head_async(self._client, key), pace.seconds)
+            found = await pace.hold(obstore.head_async(self._client, key))
         except TransferError:
             raise
         except Exception:  # the answer to a HEAD has no body with the reason
             request = obstore.get_range_async(self._client, key, start=0, length=1)
-            await pace.hold(request, pace.seconds)
+            await pace.hold(request)
             raise
         return Entry(key, found["size"], tag=found["e_tag"])
 
@@ -96,7 +97,7 @@ class ObjectStorage(RemoteStorage):
         """An idle timeout would not notice a drip, so the average rate is watched."""
         options: Any = {} if end is None else {"range": (begin, end)}
         request = obstore.get_async(self._client, key, options=options)
-        answer = await pace.hold(request, pace.seconds)
+        answer = await pace.hold(request)
         found = answer.meta["e_tag"]
         if tag not in (None, found):
             raise ChangedError(f"its ETag was {tag} when it was opened and is {found}")
@@ -105,9 +106,9 @@ class ObjectStorage(RemoteStorage):
         while True:
             elapsed = time.monotonic() - start
             due = len(data) / pace.rate if pace.rate else elapsed  # seconds
-            left = pace.seconds + due - elapsed
+            left = replace(pace, seconds=pace.seconds + due - elapsed)
             try:
-                data += await pace.hold(anext(chunks), left, f"only {len(data)} bytes")
+                data += await left.hold(anext(chunks), so_far=f"only {len(data)} bytes")
             except StopAsyncIteration:
                 return whole(bytes(data), (answer.meta["size"] if end is None else end) - begin)
 
@@ -115,7 +116,7 @@ class ObjectStorage(RemoteStorage):
         last = found[-1].name if found else None
         pages = aiter(obstore.list(self._client, folder or None, offset=last, chunk_size=1000))
         while True:
-            page = await pace.hold(anext(pages, None), pace.seconds)
+            page = await pace.hold(anext(pages, None))
             if not page:
                 return
             for each in page:
@@ -125,26 +126,30 @@ class ObjectStorage(RemoteStorage):
         if isinstance(source, bytes):
             mode: Literal["create", "overwrite"] = "create" if if_absent else "overwrite"
             request = obstore.put_async(self._client, key, source, mode=mode, use_multipart=False)
-            return await pace.hold(request, pace.limit(len(source)))
+            return await pace.hold(request, len(source))
         # a client of its own, which repeats each part by itself
         part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / _MAX_PARTS))
-        limit = pace.limit(part_bytes * PARALLEL) or _LONGEST_REQUEST_SECONDS
-        seconds = timedelta(seconds=min(limit, _LONGEST_REQUEST_SECONDS))
+        limit = _LONGEST_REQUEST_SECONDS
+        if pace.rate:
+            limit = min(limit, pace.seconds + part_bytes * PARALLEL / pace.rate)
         retries = {
             "max_retries": int(math.log2(1 + self.patience / _FIRST_BACKOFF_SECONDS)),
-            "retry_timeout": 1.5 * seconds,  # a silent request is repeated once
+            "retry_timeout": timedelta(seconds=1.5 * limit),  # a silent request is repeated once
         }
         client = await asyncio.to_thread(
-            self.open, client_options={**_CLIENT, "timeout": seconds}, retry_config=retries
+            self.open,
+            client_options={**_CLIENT, "timeout": timedelta(seconds=limit)},
+            retry_config=retries,
         )
         return await obstore.put_async(
             client, key, source, chunk_size=part_bytes, max_concurrency=PARALLEL
         )
 
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
-        seconds = pace.seconds * (1 + len(keys) / 10)  # obstore deletes ten at a time
+        # obstore deletes ten at a time
+        pace = replace(pace, seconds=pace.seconds * (1 + len(keys) / 10))
         try:
-            return await pace.hold(obstore.delete_async(self._client, list(keys)), seconds)
+            return await pace.hold(obstore.delete_async(self._client, list(keys)))
         except FileNotFoundError as e:
             if meaning(e) != "missing":
                 raise

@@ -1,7 +1,5 @@
 """A remote file that reads like a local one: ranges fetched ahead, retried and verified."""
 
-import math
-import threading
 from concurrent.futures import Future
 from functools import partial
 
@@ -16,21 +14,7 @@ _DAMAGED = (
 )
 
 
-class _Budget:
-    """Memory of this process for ranges fetched ahead, over all open files."""
-
-    lock = threading.Lock()
-    reserved = 0
-
-    def reserve(self, count: int, limit: float = math.inf) -> bool:
-        """Reserve unless it would be more than `limit`; a negative `count` gives it back."""
-        with self.lock:
-            fits = self.reserved + count <= limit
-            self.reserved += count * fits
-            return fits
-
-
-_budget = _Budget()
+_ahead_bytes: dict[int, int] = {}  # fetched ahead, by each open file of this process
 
 
 class RangedFile(BlockFile):
@@ -74,29 +58,24 @@ class RangedFile(BlockFile):
     def _load(self, block: int) -> bytes:
         in_order, self._previous = block == self._previous + 1, block
         self._depth = min(max(2, 2 * self._depth), self._config.read_ahead) if in_order else 0
-        for number in [n for n in self._ahead if not block <= n <= block + self._depth]:
-            self._drop(number)
-        future = self._ahead.pop(block, None)
-        if future is None:
-            future = self._start(block)
-        else:
-            _budget.reserve(-self.block_bytes)
-        end = min(block + 1 + self._depth, -(-self.size // self.block_bytes))
-        for number in range(block + 1, end):
+        others = sum(held for file, held in list(_ahead_bytes.items()) if file != id(self))
+        room = max(0, self._config.read_ahead_bytes - others) // self.block_bytes
+        end = min(block + 1 + min(self._depth, room), -(-self.size // self.block_bytes))
+        wanted = range(block + 1, end)
+        for number in set(self._ahead) - {block, *wanted}:
+            self._ahead.pop(number).cancel()
+        future = self._ahead.pop(block, None) or self._start(block)
+        for number in wanted:
             if number not in self._ahead:
-                if not _budget.reserve(self.block_bytes, self._config.read_ahead_bytes):
-                    break
                 self._ahead[number] = self._start(number)
+        _ahead_bytes[id(self)] = len(self._ahead) * self.block_bytes
         return future.result()
 
     def close(self) -> None:
-        for number in list(self._ahead):
-            self._drop(number)
+        _ahead_bytes.pop(id(self), None)
+        for future in self._ahead.values():
+            future.cancel()
         super().close()
-
-    def _drop(self, number: int) -> None:
-        self._ahead.pop(number).cancel()
-        _budget.reserve(-self.block_bytes)
 
     def _start(self, block: int) -> Future[bytes]:
         begin, end = self.bounds(block)

@@ -61,14 +61,11 @@ class Pace:
     backoff_seconds: float = 0.2  # doubled by each attempt
     keys: str = ""  # the recipe's keys for the first two, for messages
 
-    def limit(self, num_bytes: int) -> float | None:
-        """Seconds that a request of so many bytes may take; None: any."""
-        return self.seconds + num_bytes / self.rate if self.rate else None
-
-    async def hold(
-        self, answer: Awaitable[T], seconds: float | None, so_far: str = "no answer"
-    ) -> T:
-        """Return the answer. TransferError if it does not come within `seconds` (None: any)."""
+    async def hold(self, answer: Awaitable[T], num_bytes: int = 0, so_far: str = "no answer") -> T:
+        """Return the answer to a request of so many bytes. TransferError if it takes too long."""
+        seconds: float | None = self.seconds
+        if num_bytes:
+            seconds = self.seconds + num_bytes / self.rate if self.rate else None
         try:
             return await asyncio.wait_for(answer, seconds)
         except (asyncio.TimeoutError, TimeoutError) as e:

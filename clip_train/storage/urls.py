@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob as local_glob
+import io
 import os
 import re
 from pathlib import Path
@@ -76,7 +77,7 @@ def open_read(
         from clip_train.storage.reader import RangedFile
 
         remote = cast("RemoteStorage", open_storage(url))
-        return cast(BinaryIO, RangedFile(remote, config or StorageConfig(), checksums))
+        return io.BufferedReader(RangedFile(remote, config or StorageConfig(), checksums))
     return local_path(url).open("rb")
 
 
