@@ -7,7 +7,7 @@ all ranks here. What only looks at the run is a `Callback`.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.rng import restore_rng, rng_state
+from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics.meters import StepTimer, peak_memory_bytes
@@ -31,24 +32,13 @@ EVALUATE_LATER = (
 )
 
 
-class Batches(Protocol):
-    """An endless source of this rank's shares, on the engine's device."""
-
-    def __next__(self) -> Batch: ...
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def close(self) -> None:
-        """End its workers."""
-
-
 @dataclass
 class Trainer:
     """A run, assembled by `launcher.train`. All ranks make the same calls."""
 
     engine: Engine
     objective: Objective
-    batches: Batches
+    batches: Prefetcher  # this rank's shares without end, on the engine's device
     plan: BatchPlan  # of the largest global batch
     sizes: BatchSizes
     steps: int

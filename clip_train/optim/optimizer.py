@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,10 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-class Trial(NamedTuple):
-    """The result of two steps of an optimizer on a small matrix."""
+def try_out(config: OptimConfig) -> Needs:
+    """Take two steps of an imported optimizer on a matrix and, as separate parameters, on its rows.
 
-    slots: int  # tensors of the parameter's shape in its state
-    elementwise: bool  # the rows of a matrix are updated alike, whether apart or together
-
-
-def try_out(config: OptimConfig) -> Trial:
-    """Two steps on a matrix and, as separate parameters, on its rows.
+    If the rows are updated alike, apart or together, it needs only elements.
 
     UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
     may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
@@ -76,18 +71,19 @@ def try_out(config: OptimConfig) -> Trial:
             f"optim.name ({path}) cannot be used with optim.options ({shown(config.options)}): "
             f"{e}; correct them"
         ) from None
-    slots, lost = 0, [key for key, value in group.items() if value != fresh.get(key)]
+    lost = [key for key, value in group.items() if value != fresh.get(key)]
     for slot, value in optimizer.state[whole].items():
-        if isinstance(value, Tensor) and value.shape == whole.shape:
-            slots += 1
-        elif value is not None and not (slot == "step" and float(value) == 2):
+        of_its_shape = isinstance(value, Tensor) and value.shape == whole.shape
+        is_counter = slot == "step" and float(value) == 2
+        if value is not None and not of_its_shape and not is_counter:
             lost.append(slot)
     if lost:
         raise UserError(
             f"optim.name ({path}) remembers {', '.join(lost)}, which does not have a parameter's "
             "shape: a checkpoint could not hold it; choose another optimizer"
         )
-    return Trial(slots, torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7))
+    alike = torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7)
+    return "elements" if alike else "parameters"
 
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
@@ -173,16 +169,16 @@ def needs(config: OptimConfig) -> Needs:
     if config.name == "lion":
         find_class(LION, remedy="pip install lion-pytorch")
     if config.is_imported:
-        trial = try_out(config)
-        return "elements" if trial.elementwise else "parameters"
+        return try_out(config)
     return "parameters" if config.name == "muon" else "elements"
 
 
 def moment_bytes(config: OptimConfig) -> int:
-    """Bytes of the optimizer's state and the moving average for each trained element, at most."""
+    """Bytes of the optimizer's state and the moving average for each trained element.
+
+    An imported optimizer counts as if it had two moments.
+    """
     average = 0 if config.ema_decay is None else 4
-    if config.is_imported:
-        return average + 4 * try_out(config).slots
     return average + {"lion": 4, "sgd": 4 if config.momentum else 0}.get(config.name, 8)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
@@ -37,21 +36,6 @@ class BatchNormAct2d(BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[b, C, height, width] -> the same"""
         return self.act(self.drop(super().forward(x)))
-
-
-class ResNetLayer(nn.ModuleList):
-    """A stage of OpenCLIP's ResNet, which has no activation checkpointing of its own."""
-
-    activation_checkpointing = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, channels, height, width] -> [b, out, height / stride, width / stride]"""
-        for block in self:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x)
-        return x
 
 
 OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
@@ -126,7 +110,7 @@ def build(
 ) -> Contrastive:
     """UserError if OpenCLIP cannot build it, and for batch norms that cannot see all ranks.
 
-    activation_checkpointing: for ResNets, and for towers that have it; the others ignore it.
+    activation_checkpointing: for towers that have it; the others, ResNets too, ignore it.
     """
     fake = detect_fake_mode()
     if fake is not None:  # timm reads numbers from tensors, which fake tensors do not have
@@ -167,8 +151,8 @@ def build(
             f"({type(e).__name__}: {e}); choose another model, or correct the JSON"
         ) from e
     model.architecture = architecture
-    if architecture.vision_cfg.is_resnet:
-        _prepare_resnet(model.visual, norm, activation_checkpointing)
+    if norm == "group":
+        _use_group_norms(model.visual)
     for name, each in model.named_modules():
         if isinstance(each, _BatchNorm):
             if (
@@ -190,14 +174,8 @@ def build(
     return model
 
 
-def _prepare_resnet(tower: Any, norm: str, activation_checkpointing: bool) -> None:
-    """norm: `group` makes each batch norm a group norm of 32 groups, or as many as divide C."""
-    for stage in (1, 2, 3, 4):
-        layer = tower.get_submodule(f"layer{stage}")
-        layer.__class__ = ResNetLayer
-        layer.activation_checkpointing = activation_checkpointing
-    if norm == "batch":
-        return
+def _use_group_norms(tower: Any) -> None:
+    """Make each batch norm a group norm of 32 groups, or as many as divide its channels."""
     for name, each in [*tower.named_modules()]:
         if isinstance(each, _BatchNorm):
             group = nn.GroupNorm(math.gcd(32, each.num_features), each.num_features)
