@@ -73,9 +73,8 @@ def try_out(config: OptimConfig) -> Needs:
         ) from None
     lost = [key for key, value in group.items() if value != fresh.get(key)]
     for slot, value in optimizer.state[whole].items():
-        of_its_shape = isinstance(value, Tensor) and value.shape == whole.shape
-        is_counter = slot == "step" and float(value) == 2
-        if value is not None and not of_its_shape and not is_counter:
+        fits = value is None or (isinstance(value, Tensor) and value.shape == whole.shape)
+        if not (fits or (slot == "step" and float(value) == 2)):
             lost.append(slot)
     if lost:
         raise UserError(
