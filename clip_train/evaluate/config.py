@@ -38,16 +38,15 @@ class EvaluateConfig(Settings):
     @classmethod
     def _drop_removed_keys(cls, section: Any) -> Any:
         """Recipes in checkpoints and run directories of earlier versions have `linear_probe`."""
-        if not isinstance(section, dict) or "linear_probe" not in section:
+        if not isinstance(section, dict):
             return section
-        others = dict(section)
-        probe = others.pop("linear_probe")
+        probe = section.get("linear_probe")
         if probe is not None:
             raise ValueError(
                 f"evaluate.linear_probe ({shown(probe)}): there is no such key; leave it out, "
                 "export the model with clip-train export, and run CLIP_benchmark's linear_probe"
             )
-        return others
+        return {key: value for key, value in section.items() if key != "linear_probe"}
 
     @model_validator(mode="after")
     def _measures_something(self) -> EvaluateConfig:

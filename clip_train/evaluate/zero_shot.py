@@ -29,6 +29,7 @@ from clip_train.engine import Engine
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET, EvaluateConfig
 from clip_train.evaluate.features import Encoded, Labeller, forward_together
+from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
 
@@ -191,11 +192,19 @@ def check_labels(
 def zero_shot_metrics(
     engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, seen: Encoded, batch_size: int
 ) -> dict[str, float]:
-    """Accuracies from 0 to 1 over the labelled images of all ranks, and their number. UserError if
-    it is 0."""
-    embeddings = class_embeddings(engine, tokenize, classes, batch_size)
-    hits = count_hits(seen.image, seen.labels, embeddings)
-    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), *hits)
+    """Accuracies from 0 to 1 over the labelled images of all ranks, and their number.
+
+    A class that ties with the right one counts as guessed before it: a collapsed model scores 0.
+    UserError if no image has a label.
+    """
+    embeddings = class_embeddings(engine, tokenize, classes, batch_size)  # [C, D]
+    has_label = seen.labels >= 0
+    rule = Groups(
+        seen.labels[has_label], torch.arange(len(embeddings), device=engine.device), ties_ahead=True
+    )
+    (places,) = ranks_of_matches(seen.image[has_label], embeddings, [rule])
+    hits = [int((places <= k).sum()) for k in (1, 5)]
+    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), len(places), *hits)
     if not labelled:
         raise UserError(
             f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "
@@ -231,21 +240,3 @@ def class_embeddings(
     features = torch.cat(parts).view(per_rank, len(classes.templates), -1)
     embeddings = F.normalize(features.mean(dim=1), dim=-1)
     return dist.all_gather(embeddings)[:num]
-
-
-def count_hits(features: Tensor, labels: Tensor, embeddings: Tensor) -> tuple[int, int, int]:
-    """(labelled images, right at the first guess, right among the first five).
-
-    A class that ties with the right one counts as guessed before it: a collapsed model scores 0.
-
-    Args:
-        features: [b, D] float32.
-        labels: int64 [b]; -1 is no label.
-        embeddings: [C, D] float32.
-    """
-    features, labels = features[labels >= 0], labels[labels >= 0]
-    scores = features @ embeddings.T  # [b, C]
-    right = scores.gather(1, labels[:, None])
-    # `not less` rather than `at least`: a NaN never scores
-    ahead = (~(scores < right)).sum(dim=1) - 1  # without the class itself
-    return len(labels), int((ahead < 1).sum()), int((ahead < 5).sum())

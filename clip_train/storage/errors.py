@@ -70,10 +70,6 @@ class DeniedError(StorageError, PermissionError):
     """The server refuses, with fresh credentials too."""
 
 
-class TakenError(StorageError, FileExistsError):
-    """The name exists already."""
-
-
 class RefusedError(StorageError):
     """The request is wrong, or goes to a wrong place: it will not pass by itself."""
 
@@ -87,11 +83,11 @@ class ChangedError(OSError):
 
 
 # What is raised once retrying is over; StorageError if the cause may pass.
-RAISED: dict[Meaning, type[StorageError]] = {
+RAISED: dict[Meaning, type[OSError]] = {
     "missing": MissingError,
     "denied": DeniedError,
     "expired": DeniedError,
-    "taken": TakenError,
+    "taken": FileExistsError,
     "no bucket": RefusedError,
     "final": RefusedError,
     "elsewhere": RefusedError,
@@ -107,8 +103,8 @@ def meaning(error: BaseException) -> Meaning:
     if _STILL_EXPIRED in message:
         kind = "expired"
     elif status is not None:
-        refused = 400 <= status < 500
-        kind = _BY_CODE.get(code) or _BY_STATUS.get(status, "final" if refused else "again")
+        default: Meaning = "final" if 400 <= status < 500 else "again"
+        kind = _BY_CODE.get(code) or _BY_STATUS.get(status, default)
     elif isinstance(error, PermissionError) or _NO_CREDENTIALS.search(f"{code} {message}"):
         kind = "denied"
     elif isinstance(error, FileExistsError) or type(error).__name__ == "AlreadyExistsError":

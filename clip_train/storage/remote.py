@@ -29,7 +29,6 @@ from clip_train.storage.errors import (
     RAISED,
     Meaning,
     StorageError,
-    TakenError,
     TransferError,
     describe,
     is_unreachable,
@@ -202,7 +201,7 @@ class RemoteStorage(Storage):
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         try:
             self.wait(f"writing {name}", partial(self.put, self.key(name), data, if_absent))
-        except TakenError:
+        except FileExistsError:
             return self.read_bytes(name) == data  # an attempt of ours whose answer was lost
         return True
 
