@@ -7,12 +7,22 @@ obstore has no typed error for most answers (for none to a listing): status and 
 import asyncio
 import re
 import socket
+from collections.abc import Iterator
 from typing import Literal
 
-# again: another attempt may succeed. expired: these credentials were valid once. denied: they are
+# again: another attempt may succeed. unreachable: nothing listens there, or the host's name is
+# unknown. expired: these credentials were valid once. denied: they are
 # invalid or missing. taken: the name exists. elsewhere: in another region. final: refused for good.
 Meaning = Literal[
-    "missing", "no bucket", "taken", "denied", "expired", "elsewhere", "final", "again"
+    "missing",
+    "no bucket",
+    "taken",
+    "denied",
+    "expired",
+    "elsewhere",
+    "final",
+    "again",
+    "unreachable",
 ]
 
 _BY_CODE: dict[str, Meaning] = {  # whatever the status: many of these are a 400
@@ -46,6 +56,8 @@ _REMEDIES = {  # by code, or by meaning
     "InvalidAccessKeyId": _WRONG_KEY,
     "SignatureDoesNotMatch": _WRONG_KEY,
     "NotImplementedError": "this protocol is read-only; use s3://, gs://, az:// or a local folder",
+    "unreachable": "unknown host, or the connection is refused; check the URL, and that the server "
+    "is up",
     "elsewhere": "set AWS_DEFAULT_REGION to the bucket's region",
     "denied": "give these credentials the right to do it",
     "expired": "the credentials have expired: renew them where they come from "
@@ -107,45 +119,40 @@ def meaning(error: BaseException) -> Meaning:
         kind = _BY_CODE.get(code) or _BY_STATUS.get(status, default)
     elif isinstance(error, PermissionError) or _NO_CREDENTIALS.search(f"{code} {message}"):
         kind = "denied"
+    elif any(isinstance(e, ConnectionRefusedError | socket.gaierror) for e in _causes(error)):
+        kind = "unreachable"
     elif isinstance(error, FileExistsError) or type(error).__name__ == "AlreadyExistsError":
         kind = "taken"
     elif isinstance(error, FileNotFoundError):
         # fsspec's HTTP reports every failed look-up so: its cause tells a broken connection
         cause = error.__cause__
-        broken = isinstance(cause, OSError | asyncio.TimeoutError) or _is_http(cause)
+        is_http = type(cause).__module__.startswith("aiohttp")
+        broken = is_http or isinstance(cause, OSError | asyncio.TimeoutError)
         kind = "again" if broken and not isinstance(cause, FileNotFoundError) else "missing"
     elif isinstance(error, _FINAL) and not isinstance(error, UnicodeError):
         kind = "final"
     return kind
 
 
-def _is_http(error: BaseException | None) -> bool:
-    """Whether it is an answer to a plain HTTP URL, which has no buckets or profiles."""
-    return type(error).__module__.startswith("aiohttp")
-
-
-def is_unreachable(error: BaseException | None) -> bool:
-    """Whether nothing listens at that address, or the host's name is unknown."""
-    while error is not None and not isinstance(error, ConnectionRefusedError | socket.gaierror):
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what caused it, in turn."""
+    while error is not None:
+        yield error
         error = error.__cause__
-    return error is not None
 
 
 def describe(error: BaseException) -> str:
     """One line: status, code and message of the server's answer, and the remedy if known."""
     if isinstance(error, TransferError | ChangedError):
         return str(error)
-    if is_unreachable(error):
-        return (
-            "unknown host, or the connection is refused; check the URL, and that the server is up"
-        )
+    kind, cause = meaning(error), error.__cause__ or error
+    if kind == "unreachable":
+        return _REMEDIES[kind]
     status, code, message = _answer(error)
     head = code if status is None else f"HTTP {status} {code}".strip()
     text = " ".join(message.split()) or ("no reason given" if status is None else "")
-    cause = error.__cause__ or error
-    kind = meaning(error)
     advice = _REMEDIES.get(code) or _REMEDIES.get(kind, "")
-    if kind == "denied" and _is_http(cause):
+    if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
     elif kind == "denied" and status is None:
         advice = _LOG_IN
@@ -157,8 +164,7 @@ def _answer(error: BaseException) -> tuple[int | None, str, str]:
 
     Without an answer of a server: None, the kind of error, its text.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore's
             answer = response.get("Error", {})
@@ -168,7 +174,6 @@ def _answer(error: BaseException) -> tuple[int | None, str, str]:
         number = str(getattr(cause, "status", getattr(cause, "code", None)))  # aiohttp's, gcsfs's
         if number.isdigit():
             return int(number), "", str(cause)
-        cause = cause.__cause__
     return _answer_in(type(error).__name__, str(error))
 
 

@@ -31,7 +31,6 @@ from clip_train.storage.errors import (
     StorageError,
     TransferError,
     describe,
-    is_unreachable,
     meaning,
 )
 from clip_train.storage.redact import redact
@@ -161,8 +160,8 @@ class RemoteStorage(Storage):
                 )
                 message = redact(f"{self.url}: {what}{count}: {describe(e)}")
                 helps = kind == "again"
-                if is_unreachable(e) and self.host not in reached:  # a wrong URL
-                    helps = attempt < LOUD_ATTEMPT
+                if kind == "unreachable":  # the URL may be wrong
+                    helps = attempt < LOUD_ATTEMPT or self.host in reached
                 if kind in ("denied", "expired", "elsewhere"):
                     helps = await asyncio.to_thread(self.renew, kind, renewed)
                     renewed = True
