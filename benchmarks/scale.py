@@ -33,9 +33,8 @@ from common import finish, parser
 
 from clip_train.checkpoint import commit, manifest
 from clip_train.checkpoint.commit import SaveRequest, read_found
-from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
-from clip_train.checkpoint.snapshot import FragmentReader
+from clip_train.checkpoint.reader import FragmentReader
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
@@ -50,6 +49,7 @@ WORLDS = (64, 1024, 4096)
 SLOTS = ("param", "exp_avg", "exp_avg_sq")
 SHARDS, SAMPLES, SHARD_BYTES, SHARD_BLOCK = 231_349, 10_000, 400 << 20, 4 << 20
 PREFIX, STEP, EPOCH = manifest.attempt_prefix(0, 1000), 1000, 0
+FILE_NAME = "rank{:05d}.safetensors"
 MIB = 2**20
 TARGETS = {
     "held": "at most 256 MiB on rank 0 and 64 MiB on any other, at 4,096 ranks",
@@ -154,7 +154,7 @@ def request_of(
         )
         at += 4 * numel * len(SLOTS)
     fragments = {"shapes": {name: shape for name, shape, _, _ in part}, "rows": rows, "tensors": {}}
-    path = storage.path(f"{PREFIX}/{manifest.rank_file(rank)}")
+    path = storage.path(f"{PREFIX}/{FILE_NAME.format(rank)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.truncate(at)
@@ -162,9 +162,7 @@ def request_of(
     request = SaveRequest(
         STEP, PREFIX, EPOCH, rank, world_size, at, fragments, state=state, created="now"
     )
-    request.entry = FileEntry(
-        manifest.rank_file(rank), at, ["0" * 64] * manifest.num_blocks(at), rank
-    )
+    request.entry = FileEntry(FILE_NAME.format(rank), at, ["0" * 64] * -(-at // BLOCK_BYTES), rank)
     return request
 
 
@@ -180,9 +178,7 @@ def saves(params: list, world_size: int, storage: Counting) -> list[dict]:
         "save, rank 0",
         world_size,
         storage,
-        lambda: commit.commit(
-            storage, first, lambda: None, "token", lambda: time.monotonic() + 600
-        ),
+        lambda: commit.commit(storage, first, commit.NO_LEASE, timeout_seconds=600.0),
     )
     return [whole, own]
 
@@ -196,8 +192,7 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
 
     def open_own() -> set[int]:
         mine = pickle.loads(pickle.dumps(found))
-        files = CheckpointFiles(mine, storage.path(PREFIX), None)
-        reader = FragmentReader(mine.layout, files)
+        reader = FragmentReader(mine, storage.path(PREFIX), None)
         wanted = [
             Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
         ]

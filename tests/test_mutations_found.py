@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.commit import NO_LEASE, SaveRequest, commit, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
@@ -91,8 +90,7 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     with pytest.raises(Killed):
         write_snapshot(storage, memory.fd, request)
         put_rank_manifest(storage, request)
-        end = time.monotonic() + 60
-        commit(storage, request, lambda: None, "", lambda: end)
+        commit(storage, request, NO_LEASE, 60.0)
     memory.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None

@@ -1,17 +1,25 @@
-"""Commits a checkpoint once every rank has written its file, and reads committed ones.
+"""The protocol of commits: who may write, how a checkpoint is committed, how it is read. No torch.
 
-Ranks learn about each other's files from the rank manifests in the store, never through the
-collectives of the training. No torch.
+Every writer takes the next epoch; one whose epoch is no longer the highest may not commit. Rank 0
+commits a checkpoint once every rank has written its file. Ranks learn about each other's files from
+the rank manifests in the store, never through the collectives of the training.
 """
 
 import contextlib
+import itertools
+import json
+import math
+import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.manifest import Commit, CommitRef, FileEntry, FormatError, Manifest
@@ -26,7 +34,7 @@ _POLL_SECONDS = (0.05, 2.0)  # between two listings of the rank manifests: at fi
 LATE_SECONDS = 30.0  # a manifest may appear so late on NFS, which caches that a file is missing
 
 
-class DamagedError(Exception):
+class DamagedError(CheckpointError):
     """A committed checkpoint is not whole, and why."""
 
 
@@ -44,6 +52,79 @@ class SupersededError(RefusedError):
 
 def explain(e: BaseException) -> str:
     return str(e) if isinstance(e, CheckpointError) else f"{type(e).__name__}: {e}"
+
+
+# -- who may write
+
+
+class Lease(NamedTuple):
+    """The right to write."""
+
+    epoch: int
+    token: str  # unique to the process that took it
+
+
+NO_LEASE = Lease(0, "")
+
+
+def epochs(storage: Storage) -> list[int]:
+    """The epochs of all leases, ascending. OSError."""
+    matches = [manifest.LEASE_NAME.fullmatch(entry.name) for entry in storage.list("lease")]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
+    """Take the epoch after all that `storage` and `others` know; each of several racers gets its
+    own.
+
+    The lease is also written to `others`, where a process that is cut off from `storage` sees it.
+    CheckpointError for a store that cannot be written to.
+    """
+    taken = [-1]
+    with writable(storage):
+        for each in (storage, *others):
+            taken += [*epochs(each), *(ref.epoch for ref in list_commits(each))]
+        body = {
+            "token": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        for epoch in itertools.count(max(taken) + 1):
+            name, data = manifest.lease_name(epoch), manifest.add_checksum({**body, "epoch": epoch})
+            if storage.put_bytes(name, data, if_absent=True):
+                break
+    for each in others:
+        with contextlib.suppress(OSError):
+            each.put_bytes(name, data)
+    return Lease(epoch, str(body["token"]))
+
+
+def check(storage: Storage, held: Lease) -> None:
+    """FencedError if another process has taken a higher epoch; OSError.
+
+    On a server that ignores If-None-Match another process may have taken the same epoch: the token
+    tells.
+    """
+    epoch = max([held.epoch, *epochs(storage)])
+    who, token = "another process", held.token
+    try:
+        holder = read_small(storage, manifest.lease_name(epoch), manifest.parse_checked)
+        token = holder["token"]
+        who = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}"
+    except (DamagedError, KeyError):
+        pass
+    except FormatError:
+        who, token = "another process, of a newer clip-train,", ""
+    except OSError:
+        if epoch == held.epoch:
+            raise
+    if epoch > held.epoch or token != held.token:
+        raise FencedError(
+            f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is "
+            f"{held.epoch}), so this one may not commit there any more: stop one of the two, or "
+            "give them different run.name and checkpoint.remote"
+        )
 
 
 # -- saving
@@ -64,11 +145,14 @@ class SaveRequest:
     created: str = ""  # ISO 8601, UTC
     scores: dict[CommitRef, float] = field(default_factory=dict)  # the evaluations of `keep_best`
     since: float = field(default_factory=time.monotonic)  # seconds
+    newer_since: float = math.inf  # when the next save began
     entry: FileEntry | None = None  # once it is written, as is
     path: Path = Path()  # of the file on this rank's disk
 
 
-def put_rank_manifest(store: Storage, request: SaveRequest, error: Exception | None = None) -> None:
+def put_rank_manifest(
+    store: Storage, request: SaveRequest, error: BaseException | None = None
+) -> None:
     """Write this rank's manifest: its file and fragments, or why there is none. OSError."""
     body: dict[str, Any] = {"rank": request.rank, "step": request.step}
     if error is not None:
@@ -83,23 +167,20 @@ def put_rank_manifest(store: Storage, request: SaveRequest, error: Exception | N
 def commit(
     store: Storage,
     request: SaveRequest,
-    check_fence: Callable[[], None],
-    token: str,
-    end: Callable[[], float],
+    held: Lease,
+    timeout_seconds: float,
+    late_seconds: float = math.inf,
 ) -> str:
     """On rank 0: wait for all ranks' manifests, then write layout, manifest and marker.
 
-    Returns the folder of the attempt that is committed.
-    check_fence: raises FencedError if another process has taken over. end: when to stop waiting
-    (`time.monotonic`).
+    Returns the URL of the attempt that is committed. timeout_seconds: from the snapshot until
+    waiting ends; late_seconds: from the next snapshot, if that is earlier.
     FencedError, RefusedError; OSError or CheckpointError for failures that may pass.
     """
-    try:
-        bodies = _rank_manifests(store, request, end)
-        files = [FileEntry.from_json(body["file"]) for body in bodies]
-        check_sizes(store, request.prefix, files)
-    except DamagedError as e:
-        raise CheckpointError(f"{store.url}: {e}") from e
+    prefix = request.prefix
+    bodies = _rank_manifests(store, request, timeout_seconds, late_seconds)
+    files = [FileEntry(**body["file"]) for body in bodies]
+    check_sizes(store, prefix, files)
     layout = manifest.build_layout([body["fragments"] for body in bodies])
     whole = Manifest(
         step=request.step,
@@ -110,27 +191,27 @@ def commit(
         state=request.state,
         created=request.created,
     )
-    data = whole.to_bytes()
-    store.put_bytes(f"{request.prefix}/{manifest.LAYOUT}", layout)
-    store.put_bytes(f"{request.prefix}/{manifest.MANIFEST}", data)
-    check_fence()
-    marker = Commit(request.epoch, request.step, request.prefix, manifest.sha256_of(data), token)
-    if store.put_bytes(marker.ref.name, marker.to_bytes(), if_absent=True):
-        return request.prefix
-    # a checkpoint writer of this process may have committed this step and died before it said so
-    there = read_commit(store, marker.ref)
-    if there.token != token:
-        raise FencedError(f"{store.url}/{marker.ref.name} has been committed by another process")
-    return there.prefix
+    data = manifest.add_checksum(asdict(whole))
+    store.put_bytes(f"{prefix}/{manifest.LAYOUT}", layout)
+    store.put_bytes(f"{prefix}/{manifest.MANIFEST}", data)
+    # A local commit does not ask the remote store for the lease: it is needed most when that is
+    # down, and one that comes too late sorts below the successor's.
+    check(store, held)
+    ref = CommitRef(request.epoch, request.step)
+    marker = Commit(*ref, prefix, manifest.sha256_of(data), held.token)
+    if not store.put_bytes(ref.name, manifest.add_checksum(asdict(marker)), if_absent=True):
+        # a checkpoint writer of this process may have committed this step and died before it said
+        there = read_commit(store, ref)
+        if there.token != held.token:
+            raise FencedError(f"{store.url}/{ref.name} has been committed by another process")
+        prefix = there.prefix
+    return f"{store.url}/{prefix}"
 
 
 def _rank_manifests(
-    store: Storage, request: SaveRequest, end: Callable[[], float]
+    store: Storage, request: SaveRequest, timeout_seconds: float, late_seconds: float
 ) -> list[dict[str, Any]]:
-    """All rank manifests, by rank.
-
-    RefusedError if one has an error or is missing at `end`; DamagedError, OSError.
-    """
+    """All rank manifests, by rank. RefusedError if one has an error or never comes; OSError."""
     bodies: dict[int, dict[str, Any]] = {}
     missing = {
         manifest.rank_manifest_name(request.prefix, rank): rank
@@ -139,7 +220,9 @@ def _rank_manifests(
     read = partial(read_small, store, parse=manifest.parse_checked)
     pause, longest_pause = _POLL_SECONDS
     while True:
-        late = time.monotonic() > end()
+        # if a newer save has begun, all ranks have this one on their disks, maybe not uploaded
+        end = min(request.since + timeout_seconds, request.newer_since + late_seconds)
+        late = time.monotonic() > end
         listed = [entry.name for entry in store.list(request.prefix) if entry.name in missing]
         read_bodies = in_parallel(read, listed, _PARALLEL_READS)
         for name, body in zip(listed, read_bodies, strict=True):
@@ -193,6 +276,7 @@ def writable(storage: Storage) -> Iterator[None]:
 class Found:
     """A committed checkpoint: its small files, each verified when it was read."""
 
+    ref: CommitRef
     commit: Commit
     manifest: Manifest
     manifest_bytes: bytes = b""  # as stored
@@ -216,17 +300,17 @@ def read_small(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
         try:
             return parse(storage.read_bytes(name))
         except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
+            raise DamagedError(f"{storage.url}/{name} is missing") from None
         except ValueError as e:
             why = str(e)
-    raise DamagedError(f"{name} is not readable: {why}")
+    raise DamagedError(f"{storage.url}/{name} is not readable: {why}")
 
 
 def read_commit(storage: Storage, ref: CommitRef) -> Commit:
     """The content of the marker `ref`. DamagedError, FormatError, OSError."""
-    marker = read_small(storage, ref.name, Commit.from_bytes)
-    if marker.ref != ref:
-        raise DamagedError(f"{ref.name} is the marker of epoch {marker.epoch}, step {marker.step}")
+    marker = read_small(storage, ref.name, lambda data: Commit(**manifest.parse_checked(data)))
+    if manifest.parse_prefix(marker.prefix) != ref:
+        raise DamagedError(f"{storage.url}/{ref.name} names the folder {marker.prefix!r}")
     return marker
 
 
@@ -244,17 +328,20 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
     DamagedError, FormatError, OSError.
     """
     marker = read_commit(storage, ref)
-    check = partial(manifest.verified, sha256=marker.manifest_sha256, where="its commit marker")
+
     name = f"{marker.prefix}/{manifest.MANIFEST}"
+    check = partial(manifest.verified, sha256=marker.manifest_sha256, where="its commit marker")
     data = read_small(storage, name, check)
     try:
-        whole = Manifest.from_bytes(data)
+        whole = Manifest(**manifest.check_format(json.loads(data)))
+        if len(manifest.blocks_of(whole.files)) != whole.world_size:
+            raise ValueError(f"it has {len(whole.files)} files, not {whole.world_size}")
     except ValueError as e:
-        raise DamagedError(f"{name} is not readable: {e}") from e
-    check = partial(manifest.verified, sha256=whole.layout_sha256, where="the manifest")
+        raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
+    check = partial(manifest.verified, sha256=whole.layout_sha256, where="its manifest")
     layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
     check_sizes(storage, marker.prefix, whole.files)
-    return Found(marker, whole, data, layout, storage.url)
+    return Found(ref, marker, whole, data, layout, storage.url)
 
 
 def copy_commit(found: Found, target: Storage) -> None:
@@ -262,7 +349,7 @@ def copy_commit(found: Found, target: Storage) -> None:
     prefix = found.commit.prefix
     target.put_bytes(f"{prefix}/{manifest.LAYOUT}", found.layout)
     target.put_bytes(f"{prefix}/{manifest.MANIFEST}", found.manifest_bytes)
-    target.put_bytes(found.commit.ref.name, found.commit.to_bytes())
+    target.put_bytes(found.ref.name, manifest.add_checksum(asdict(found.commit)))
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:
@@ -271,9 +358,11 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
     for entry in files:
         name = f"{prefix}/{entry.name}"
         if name not in sizes:
-            raise DamagedError(f"{name} is missing")
+            raise DamagedError(f"{storage.url}/{name} is missing")
         if sizes[name] != entry.size:
-            raise DamagedError(f"{name} has {sizes[name]} bytes instead of {entry.size}")
+            raise DamagedError(
+                f"{storage.url}/{name} has {sizes[name]} bytes instead of {entry.size}"
+            )
 
 
 def in_parallel(action: Callable[[J], T], jobs: Sequence[J], workers: int) -> Iterator[T]:

@@ -1,6 +1,8 @@
 """Looking at checkpoints without changing anything: all of them, or one to export or evaluate."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from clip_train import dist
@@ -12,8 +14,8 @@ from clip_train.checkpoint.commit import (
     readable,
 )
 from clip_train.checkpoint.config import locate
-from clip_train.checkpoint.fetch import PARALLEL_BLOCKS, fetch_block
-from clip_train.checkpoint.manifest import CommitRef, FileEntry, FormatError
+from clip_train.checkpoint.manifest import CommitRef, FormatError, blocks_of
+from clip_train.checkpoint.reader import PARALLEL_BLOCKS, fetch_block
 from clip_train.checkpoint.restore import (
     Places,
     Resumed,
@@ -55,7 +57,7 @@ def _examine(storage: Storage, where: str, ref: CommitRef, *, verify: bool) -> L
     line = Line(ref.step, ref.epoch, where)
     try:
         found = read_found(storage, ref)
-        whole, prefix = found.manifest, found.commit.prefix
+        whole = found.manifest
         line = replace(
             line,
             num_bytes=sum(entry.size for entry in whole.files),
@@ -63,12 +65,11 @@ def _examine(storage: Storage, where: str, ref: CommitRef, *, verify: bool) -> L
             ranks=whole.world_size,
             engine=whole.state.get("recipe", {}).get("engine", {}),
         )
-        blocks = [(entry, number) for entry in whole.files for number in range(len(entry.blocks))]
-
-        def check(block: tuple[FileEntry, int]) -> None:
-            fetch_block(storage, f"{prefix}/{block[0].name}", *block)
-
-        list(in_parallel(check, blocks if verify else [], PARALLEL_BLOCKS))
+        if verify:
+            check = partial(fetch_block, storage, found.commit.prefix)
+            blocks = list(chain(*blocks_of(whole.files)))
+            for _ in in_parallel(check, blocks, PARALLEL_BLOCKS):
+                pass
     except (DamagedError, FormatError) as e:
         line = replace(line, problem=str(e))
     return line

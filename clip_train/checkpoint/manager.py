@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.checkpoint import lease, manifest
-from clip_train.checkpoint.commit import SaveRequest, explain, put_rank_manifest
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.commit import SaveRequest, acquire, explain, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.process import Schedule, WriterProcess
@@ -142,7 +142,7 @@ class CheckpointManager:
             return
         main = self.remote or self.storage
         others = [self.storage] if self.remote is not None else []
-        held = dist.on_main(partial(lease.acquire, main, others))
+        held = dist.on_main(partial(acquire, main, others))
         config = self.config
         policy = Policy(
             keep_last=config.keep_last,

@@ -21,20 +21,22 @@ import re
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
-T = TypeVar("T")
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's
 BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
 
 LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
 _COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
 _PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]+")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 MANIFEST = "_MANIFEST.json"
 LAYOUT = "_LAYOUT.bin"
+Natural = Annotated[int, Field(strict=True, ge=0)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # in its own folder
 
 # -- names
 
@@ -81,10 +83,6 @@ def lease_name(epoch: int) -> str:
     return f"lease/e{epoch:06d}.json"
 
 
-def rank_file(rank: int) -> str:
-    return f"rank{rank:05d}.safetensors"
-
-
 def rank_manifest_name(prefix: str, rank: int) -> str:
     return f"{prefix}/_rank{rank:05d}.json"
 
@@ -99,9 +97,7 @@ SHARED_KEY = "@shared|"
 
 
 def add_checksum(body: dict[str, Any]) -> bytes:
-    """JSON that carries its own sha256, so that a bit that flips on the way is noticed and the file
-    read again.
-    """
+    """JSON with its own sha256: readers notice a bit that flips on the way, and read again."""
     body = {**body, "format": FORMAT_VERSION}
     return json.dumps({**body, "sha256": sha256_of(_canonical(body))}, sort_keys=True).encode()
 
@@ -118,7 +114,7 @@ def parse_checked(data: bytes) -> dict[str, Any]:
         raise ValueError("it names no sha256")
     if digest not in (None, sha256_of(_canonical(body))):  # before its format is believed
         raise ValueError("it does not have the sha256 that it names")
-    return _check_format(body)
+    return check_format(body)
 
 
 def _canonical(body: dict[str, Any]) -> bytes:
@@ -132,7 +128,7 @@ def sha256_of(data: bytes) -> str:
 def verified(data: bytes, sha256: str, where: str) -> bytes:
     """ValueError for data without this sha256. where: what names it."""
     if sha256_of(data) != sha256:
-        raise ValueError(f"does not have the sha256 in {where}")
+        raise ValueError(f"it does not have the sha256 in {where}")
     return data
 
 
@@ -140,7 +136,8 @@ class FormatError(Exception):
     """Written by another version of this program: no damage, and not to be stepped over."""
 
 
-def _check_format(body: Any) -> dict[str, Any]:
+def check_format(body: Any) -> dict[str, Any]:
+    """The content of a small file. ValueError for anything else; FormatError."""
     version = body.get("format") if isinstance(body, dict) else None
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"format {version!r}")
@@ -161,98 +158,64 @@ def _check_format(body: Any) -> dict[str, Any]:
     return body
 
 
-def _build(cls: type[T], body: Any) -> T:
-    """A dataclass of those keys of `body` that it has. ValueError."""
-    try:
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        return cls(**{name: body[name] for name in names})
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"not a {cls.__name__}: {type(e).__name__} {e}") from e
+class Block(NamedTuple):
+    """What is verified, and fetched, at once."""
+
+    file: int  # its place in the manifest
+    name: str
+    start: int  # bytes [start, end)
+    end: int
+    sha256: str
+
+
+# The constructors of the following check types and names, and ignore unknown keys: ValueError.
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """What a file must be."""
 
-    name: str  # within the attempt's folder
-    size: int  # bytes
+    name: FileName  # within the attempt's folder
+    size: Natural  # bytes
     blocks: list[str]  # sha256 of every BLOCK_BYTES bytes
-    rank: int  # who wrote it
-
-    def block_range(self, number: int) -> tuple[int, int]:
-        """The bytes of one block: begin, end."""
-        return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.size)
-
-    @classmethod
-    def from_json(cls, body: Any) -> FileEntry:
-        """ValueError for anything but one file in the attempt's own folder."""
-        entry = _build(cls, body)
-        if not isinstance(entry.name, str) or not _FILE_NAME.fullmatch(entry.name):
-            raise ValueError(f"not a file name: {entry.name!r}")
-        size, count = entry.size, len(entry.blocks)
-        if not isinstance(size, int) or size < 0 or count != num_blocks(size):
-            raise ValueError(f"{entry.name} of {size!r} bytes has {count} blocks")
-        return entry
-
-
-def num_blocks(size: int) -> int:
-    return -(-size // BLOCK_BYTES)
+    rank: Natural  # who wrote it
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint consists of."""
 
-    step: int
-    epoch: int
-    world_size: int
+    step: Natural
+    epoch: Natural
+    world_size: Natural
     files: list[FileEntry]  # one of each rank, in their order
     layout_sha256: str  # of LAYOUT
     state: dict[str, Any]  # the trainer's: counters, data position, recipe, ...
     created: str = ""  # ISO 8601, UTC
-
-    def to_bytes(self) -> bytes:
-        body = {**asdict(self), "format": FORMAT_VERSION}
-        return json.dumps(body, indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
-        """ValueError for anything but a manifest; FormatError for another version's."""
-        whole = _build(cls, _check_format(json.loads(data)))
-        numbers = (whole.step, whole.epoch, whole.world_size)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"not a manifest: its numbers are {numbers}")
-        if not isinstance(whole.state, dict) or not isinstance(whole.files, list):
-            raise ValueError("not a manifest: no state, or no files")
-        if len(whole.files) != whole.world_size:
-            raise ValueError(f"not a manifest: {len(whole.files)} files, not {whole.world_size}")
-        return replace(whole, files=[FileEntry.from_json(entry) for entry in whole.files])
 
 
 @dataclass(frozen=True)
 class Commit:
     """The content of a commit marker."""
 
-    epoch: int
-    step: int
+    epoch: Natural
+    step: Natural
     prefix: str
     manifest_sha256: str
     token: str = ""  # of the lease under which it was written
 
-    @property
-    def ref(self) -> CommitRef:
-        return CommitRef(self.epoch, self.step)
 
-    def to_bytes(self) -> bytes:
-        return add_checksum(asdict(self))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Commit:
-        """ValueError for anything but a commit marker of this format."""
-        commit = _build(cls, parse_checked(data))
-        if not isinstance(commit.prefix, str) or parse_prefix(commit.prefix) != commit.ref:
-            raise ValueError(f"it names the folder {commit.prefix!r}")
-        return commit
+def blocks_of(files: Sequence[FileEntry]) -> list[list[Block]]:
+    """The blocks of each file. ValueError if a file has not as many as its size needs."""
+    blocks: list[list[Block]] = []
+    for number, entry in enumerate(files):
+        starts = range(0, entry.size, BLOCK_BYTES)
+        if len(starts) != len(entry.blocks):
+            raise ValueError(f"{entry.name} of {entry.size} bytes has {len(entry.blocks)} blocks")
+        ends = [min(start + BLOCK_BYTES, entry.size) for start in starts]
+        cuts = zip(starts, ends, entry.blocks, strict=True)
+        blocks.append([Block(number, entry.name, *cut) for cut in cuts])
+    return blocks
 
 
 def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:

@@ -1,7 +1,7 @@
 """Which checkpoint to resume from: the newest one, here or in the remote store, that proves whole.
 
 Newest first: the marker is read; the manifest and the layout must have their sha256; every file its
-size; every block its sha256 (`fetch.py`; the ranks share that work). At the first mismatch all
+size; every block its sha256 (`reader.py`; the ranks share that work). At the first mismatch all
 ranks step back together to the next older one, and report why. Something that cannot be read for
 another reason (permission, network, a broken disk) is not damage: it stops the run, which would
 otherwise silently lose its work.
@@ -32,9 +32,8 @@ from clip_train.checkpoint.commit import (
     writable,
 )
 from clip_train.checkpoint.config import locate
-from clip_train.checkpoint.fetch import CheckpointFiles
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.snapshot import FragmentReader
+from clip_train.checkpoint.reader import FragmentReader
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
@@ -229,7 +228,7 @@ def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found 
             with readable(storage.url):
                 return read_found(storage, ref)
         except DamagedError as e:
-            reasons.append(f"{storage.url}: {e}" if len(urls) > 1 else str(e))
+            reasons.append(str(e))
     return "; ".join(reasons)
 
 
@@ -258,17 +257,13 @@ def _open(
     else:
         folder = spool = dist.agreed(lambda: Path(tempfile.mkdtemp(prefix="clip-train-")))
     shared = local is not None and cache is not None
-    files = CheckpointFiles(found, folder, remote, shared=shared, log=log)
+    reader = dist.agreed(FragmentReader, found, folder, remote, shared=shared, log=log)
     if spool is not None:
-        weakref.finalize(files, shutil.rmtree, spool, ignore_errors=True)
+        weakref.finalize(reader, shutil.rmtree, spool, ignore_errors=True)
     if cache is not None:
-        files.verify_all()
+        reader.verify_all()
     if shared and local is not None and remote is not None and not is_local:
         dist.on_main(copy_commit, found, local)  # all files are there now
-    source = remote or local
-    assert source is not None
-    path = f"{source.url}/{prefix}"
-    reader = dist.agreed(FragmentReader, found.layout, files, path)
     dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
     same_ranks = found.manifest.world_size == dist.world_size()
     return Resumed(
@@ -277,11 +272,11 @@ def _open(
         reader=reader,
         rank_tensors=dist.agreed(reader.tensors, dist.rank()) if same_ranks else None,
         world_size=found.manifest.world_size,
-        path=path,
-        ref=found.commit.ref,
+        path=reader.path,
+        ref=found.ref,
         in_remote=remote is not None,
         skipped=skipped,
-        fetched=int(dist.sum_scalars(files.fetched)[0]),
+        fetched=int(dist.sum_scalars(reader.fetched)[0]),
     )
 
 

@@ -8,10 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clip_train.checkpoint import lease as leases
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import list_commits, prefix_of
-from clip_train.checkpoint.lease import NO_LEASE, Lease
+from clip_train.checkpoint.commit import NO_LEASE, Lease, check, list_commits, prefix_of
 from clip_train.checkpoint.manifest import CommitRef, attempt_of, parse_prefix
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Entry, Storage
@@ -71,12 +69,12 @@ def apply_retention(
     commits = list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):
         return
-    leases.check(storage, policy.lease)
+    check(storage, policy.lease)
     stay = kept(commits, policy, scores)
     epoch = policy.lease.epoch
     removed = [ref for ref in commits if ref not in stay and ref.epoch <= epoch]
     for old in removed:
-        leases.check(storage, policy.lease)
+        check(storage, policy.lease)
         storage.delete(old.name)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
 

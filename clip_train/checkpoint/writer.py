@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import mmap
 import os
 import signal
@@ -20,15 +21,19 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from clip_train.checkpoint import commit, lease, manifest
+from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
+    LATE_SECONDS,
     FencedError,
     RefusedError,
     SaveRequest,
     SupersededError,
+    commit,
     explain,
     in_parallel,
+    put_rank_manifest,
 )
 from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from clip_train.checkpoint.retention import (
@@ -71,13 +76,20 @@ class Event(Enum):
     FENCED = auto()  # another process has taken over
 
 
+_ENDS = {
+    type(None): Event.COMMITTED,
+    FencedError: Event.FENCED,
+    SupersededError: Event.SUPERSEDED,
+}
+
+
 @dataclass(frozen=True)
 class Message:
     event: Event
-    text: str = ""  # why it failed, where it was committed, or a line for the user
-    prefix: str = ""  # the attempt
-    step: int = 0
-    seconds: float = 0.0  # since the snapshot was taken
+    text: str  # why it failed, where it was committed, or a line for the user
+    prefix: str  # the attempt
+    step: int
+    seconds: float  # since the snapshot was taken
 
 
 def main(connection_fd: int, memory_fd: int, parent: int) -> None:
@@ -116,7 +128,7 @@ class Writer:
         self._remote_jobs = ThreadPoolExecutor(1)
         self._changed = threading.Condition()  # notified of a new `_upload_request`
         self._upload_request: SaveRequest | None = None  # the newest whose upload may begin
-        self._upload_job: Future[None] | None = None  # its upload
+        self._upload_job: Future[str] | None = None  # its upload
 
     def receive(self, request: SaveRequest | None) -> None:
         """From the rank; None: finish. Never waits for a disk or a store."""
@@ -124,145 +136,123 @@ class Writer:
             self._local_jobs.submit(self._remote_jobs.submit, os._exit, 0)
             return
         request.since = time.monotonic()
+        if self._newest is not None:
+            self._newest.newer_since = request.since
         self._newest = request
         self._active.add(request.prefix)
-        self._local_jobs.submit(self._run, self._save_locally, request)
-
-    def _run(self, job: Callable[[SaveRequest], None], request: SaveRequest) -> None:
-        try:
-            job(request)
-        except Exception as e:
-            self._fail(request, e)
+        job = self._local_jobs.submit(self._save_locally, request)
+        job.add_done_callback(partial(self._ended, request))
 
     # -- the local disk
 
-    def _save_locally(self, request: SaveRequest) -> None:
+    def _save_locally(self, request: SaveRequest) -> str | None:
+        """Returns where it is committed; None: it is going to be uploaded."""
+        shared = self.settings.shared
         try:
-            write_snapshot(self.local, self._memory_fd, request, publish=self.settings.shared)
-            if self.settings.shared:
-                commit.put_rank_manifest(self.local, request)
+            write_snapshot(self.local, self._memory_fd, request, publish=shared)
+            if shared:
+                put_rank_manifest(self.local, request)
         finally:
             self._report(Event.WRITTEN, "", request)
         where = ""
-        if self.settings.shared and request.rank == 0:
+        if shared and request.rank == 0:
             try:
-                where = self._commit(self.local, request)
+                timeout = self.settings.timeout_seconds
+                where = commit(self.local, request, self.policy.lease, timeout, LATE_SECONDS)
                 self._report(Event.LOCAL, where, request)
             except (OSError, CheckpointError) as e:
                 if self.remote is None or isinstance(e, (FencedError, RefusedError)):
                     raise
                 text = f"step {request.step} is not committed locally: {explain(e)}"
-                self._report(Event.NOTE, text)
+                self._report(Event.NOTE, text, request)
         self._tidy(self.local, request)
         if self.remote is None:
-            self._end(Event.COMMITTED, where, request)
-            return
+            return where
         with self._changed:
-            older, self._upload_request = self._upload_request, request
-            skipped = self._upload_job is not None and self._upload_job.cancel()  # if not begun
-            self._upload_job = self._remote_jobs.submit(self._run, self._upload, request)
+            self._upload_request = request
+            if self._upload_job is not None:
+                self._upload_job.cancel()  # if it has not begun
+            self._upload_job = self._remote_jobs.submit(self._upload, request)
             self._changed.notify_all()
-        if older is not None and skipped:
-            why = f"superseded by step {request.step} before its upload began"
-            self._fail(older, SupersededError(why))
-
-    def _commit(self, store: Storage, request: SaveRequest) -> str:
-        """Returns where. FencedError, RefusedError; OSError, CheckpointError for what may pass."""
-
-        def end() -> float:
-            """If a newer save has begun, all ranks have this one on their disks, maybe not
-            uploaded.
-            """
-            newest, end = self._newest, request.since + self.settings.timeout_seconds
-            if store is self.local and newest is not None and newest is not request:
-                end = min(end, newest.since + commit.LATE_SECONDS)
-            return end
-
-        # A local commit does not ask the remote store for the lease: it is needed most when that is
-        # down, and one that comes too late sorts below the successor's.
-        check_fence = partial(lease.check, store, self.policy.lease)
-        prefix = commit.commit(store, request, check_fence, self.policy.lease.token, end)
-        return f"{store.url}/{prefix}"
+        self._upload_job.add_done_callback(partial(self._ended, request))
+        return None
 
     # -- the remote store
 
-    def _upload(self, request: SaveRequest) -> None:
-        """Upload file and rank manifest and, on rank 0, commit.
+    def _upload(self, request: SaveRequest) -> str:
+        """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
         It is tried until it succeeds or a newer save waits. FencedError, RefusedError.
         """
         assert self.remote is not None and request.entry is not None
-        name = f"{request.prefix}/{request.entry.name}"
-        uploaded, tries, where = False, 0, ""
-        while True:
-            tries += 1
+        timeout, uploaded = self.settings.timeout_seconds, False
+        for tries in itertools.count(1):
             try:
                 if not uploaded:
-                    self.remote.put_file(request.path, name)
-                    commit.put_rank_manifest(self.remote, request)
+                    self.remote.put_file(request.path, f"{request.prefix}/{request.entry.name}")
+                    put_rank_manifest(self.remote, request)
                     uploaded = True
-                if request.rank == 0:
-                    where = self._commit(self.remote, request)
-                break
+                if request.rank > 0:
+                    break
+                return commit(self.remote, request, self.policy.lease, timeout)
             except (FencedError, RefusedError):
                 raise
             except (OSError, CheckpointError) as e:
                 why = explain(e)
             pause = min(2.0**tries, _LONGEST_PAUSE)
-            if time.monotonic() + pause > request.since + self.settings.timeout_seconds:
+            if time.monotonic() + pause > request.since + timeout:
                 raise RefusedError(f"{why}; given up after {tries} tries")
             if self._upload_request is request:
                 text = f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s"
-                self._report(Event.NOTE, text)
+                self._report(Event.NOTE, text, request)
             with self._changed:
                 if self._changed.wait_for(lambda: self._upload_request is not request, pause):
                     newer = self._upload_request
                     assert newer is not None
                     raise RefusedError(f"{why}; superseded by step {newer.step}")
-        self._end(Event.COMMITTED, where, request)
-        self._tidy(self.remote, request)
-        self._tidy(self.local, request)  # what has been uploaded may now go
+        return ""
 
     # -- what became of it
 
-    def _fail(self, request: SaveRequest, e: Exception) -> None:
-        events: dict[type[Exception], Event] = {
-            FencedError: Event.FENCED,
-            SupersededError: Event.SUPERSEDED,
-        }
-        self._end(events.get(type(e), Event.FAILED), explain(e), request)
-        if request.rank == 0:
-            return
-        # rank 0's checkpoint writer waits for a manifest of this rank
-        if self.settings.shared and request.entry is None:  # else it may be committed locally
-            with contextlib.suppress(OSError):
-                commit.put_rank_manifest(self.local, request, e)
-        if self.remote is not None:
-            self._remote_jobs.submit(self._put_error, self.remote, request, e)
-
-    def _put_error(self, remote: Storage, request: SaveRequest, error: Exception) -> None:
-        try:
-            commit.put_rank_manifest(remote, request, error)
-        except OSError:
-            time.sleep(1.0)
-            self._remote_jobs.submit(self._put_error, remote, request, error)  # again
-
-    def _end(self, event: Event, text: str, request: SaveRequest) -> None:
+    def _ended(self, request: SaveRequest, job: Future[Any]) -> None:
         """Report how a save has ended: it is not going to be committed any more, in any store."""
-        self._report(event, text, request)
+        error: BaseException | None
+        if job.cancelled():
+            newer = self._upload_request.step if self._upload_request is not None else 0
+            error = SupersededError(f"superseded by step {newer} before its upload began")
+        else:
+            error = job.exception()
+            if error is None and job.result() is None:
+                return
+        text = job.result() if error is None else explain(error)
+        self._report(_ENDS.get(type(error), Event.FAILED), text, request)
         self._active.discard(request.prefix)
         if not self.settings.shared and request.entry is not None:
             with contextlib.suppress(OSError):
                 request.path.unlink()
+        if error is None:
+            if self.remote is not None:
+                self._tidy(self.remote, request)
+                self._tidy(self.local, request)  # what has been uploaded may now go
+        elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
+            if self.settings.shared and request.entry is None:  # else it may be committed locally
+                with contextlib.suppress(OSError):
+                    put_rank_manifest(self.local, request, error)
+            if self.remote is not None:
+                self._remote_jobs.submit(self._put_error, self.remote, request, error)
 
-    def _report(self, event: Event, text: str, request: SaveRequest | None = None) -> None:
-        message = Message(event, text)
-        if request is not None:
-            seconds = time.monotonic() - request.since
-            message = Message(event, text, request.prefix, request.step, seconds)
+    def _put_error(self, remote: Storage, request: SaveRequest, error: BaseException) -> None:
+        try:
+            put_rank_manifest(remote, request, error)
+        except OSError:
+            time.sleep(1.0)
+            self._remote_jobs.submit(self._put_error, remote, request, error)  # again
+
+    def _report(self, event: Event, text: str, request: SaveRequest) -> None:
+        seconds = time.monotonic() - request.since
         # if the rank is gone, the message thread ends this process
         with self._sending, contextlib.suppress(OSError):
-            self._send(message)
+            self._send(Message(event, text, request.prefix, request.step, seconds))
 
     def _tidy(self, store: Storage, request: SaveRequest) -> None:
         """Retention, by rank 0; on a disk that not all ranks share each rank removes leftovers."""
@@ -273,9 +263,8 @@ class Writer:
                 elif request.rank == 0:
                     apply_retention(store, self.policy, request.scores, set(self._active))
         except Exception as e:  # saving continues, whatever it is
-            self._report(
-                Event.NOTE, f"{store.url}: old checkpoints could not be removed: {explain(e)}"
-            )
+            text = f"{store.url}: old checkpoints could not be removed: {explain(e)}"
+            self._report(Event.NOTE, text, request)
 
 
 # -- from memory to the disk, hashed once on the way
@@ -290,7 +279,7 @@ def write_snapshot(
     publish: into the attempt's folder; else it stays where it is staged. CheckpointError, OSError.
     """
     check_space(storage.root, request.size, free_bytes(storage.root))
-    name = manifest.rank_file(request.rank)
+    name = f"rank{request.rank:05d}.safetensors"
     path = storage.path(f"{manifest.staged_name(request.prefix)}+{name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clip_train.checkpoint import lease, manifest
+from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
+    NO_LEASE,
     FencedError,
+    Lease,
     RefusedError,
     SaveRequest,
+    acquire,
     commit,
     put_rank_manifest,
 )
@@ -47,7 +50,7 @@ class Shop(LocalStorage):
 
 
 def request(rank: int) -> SaveRequest:
-    prefix, name = manifest.attempt_prefix(0, 7), manifest.rank_file(rank)
+    prefix, name = manifest.attempt_prefix(0, 7), f"rank{rank:05d}.safetensors"
     empty: dict[str, Any] = {"shapes": {}, "rows": [], "tensors": {}}
     out = SaveRequest(7, prefix, 0, rank, WORLD_SIZE, 3, empty, {"step": 7}, "now")
     out.entry = FileEntry(name, 3, ["0" * 64], rank)
@@ -56,17 +59,16 @@ def request(rank: int) -> SaveRequest:
 
 def put(storage: LocalStorage, ranks: range) -> None:
     for rank in ranks:
-        storage.put_bytes(f"{request(rank).prefix}/{manifest.rank_file(rank)}", b"abc")
+        storage.put_bytes(f"{request(rank).prefix}/rank{rank:05d}.safetensors", b"abc")
         put_rank_manifest(storage, request(rank))
 
 
 def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path: Path) -> None:
     storage = Shop(tmp_path)
-    held = lease.acquire(storage)
+    held = acquire(storage)
     put(storage, range(100))
     storage.third_look = lambda: put(storage, range(100, WORLD_SIZE))
-    mine, end = request(0), time.monotonic() + 3600.0
-    commit(storage, mine, lambda: lease.check(storage, held), held.token, lambda: end)
+    commit(storage, request(0), held, 3600.0)
     assert storage.exists(CommitRef(0, 7).name) and len(storage.asked) == WORLD_SIZE
     assert storage.asked.total() == WORLD_SIZE  # each once, when it is there
 
@@ -74,11 +76,10 @@ def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path:
 def test_a_rank_whose_manifest_never_comes_is_named(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     put(storage, range(WORLD_SIZE - 1))
-    end = time.monotonic() + 3.0
     with pytest.raises(
         RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"
     ):
-        commit(storage, request(0), lambda: None, "", lambda: end)
+        commit(storage, request(0), NO_LEASE, 3.0)
     assert not storage.exists(CommitRef(0, 7).name)
 
 
@@ -87,7 +88,7 @@ def test_another_ranks_error_is_named(tmp_path: Path) -> None:
     put(storage, range(WORLD_SIZE - 1))
     put_rank_manifest(storage, request(WORLD_SIZE - 1), RefusedError("no space"))
     with pytest.raises(RefusedError, match=f"rank {WORLD_SIZE - 1}: no space"):
-        commit(storage, request(0), lambda: None, "", lambda: time.monotonic() + 60)
+        commit(storage, request(0), NO_LEASE, 60.0)
 
 
 @pytest.mark.parametrize("token, fenced", [("mine", False), ("theirs", True)])
@@ -98,9 +99,8 @@ def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
     storage = LocalStorage(tmp_path)
     earlier = manifest.attempt_prefix(0, 7, 2)
     put(storage, range(WORLD_SIZE))
-    storage.put_bytes(
-        CommitRef(0, 7).name, manifest.Commit(0, 7, earlier, "0" * 64, token).to_bytes()
-    )
-    mine, end = request(0), time.monotonic() + 60
+    marker = manifest.Commit(0, 7, earlier, "0" * 64, token)
+    storage.put_bytes(CommitRef(0, 7).name, manifest.add_checksum(asdict(marker)))
     with pytest.raises(FencedError) if fenced else contextlib.nullcontext():
-        assert commit(storage, mine, lambda: None, "mine", lambda: end) == earlier
+        where = commit(storage, request(0), Lease(0, "mine"), 60.0)
+        assert where == f"{tmp_path}/{earlier}"

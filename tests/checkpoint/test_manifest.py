@@ -1,8 +1,13 @@
 import json
 import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clip_train.checkpoint.commit import DamagedError, read_commit, read_found
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import (
     Commit,
@@ -10,10 +15,23 @@ from clip_train.checkpoint.manifest import (
     FileEntry,
     FormatError,
     Manifest,
+    add_checksum,
     attempt_prefix,
+    check_format,
     encode_state,
+    parse_checked,
     parse_prefix,
+    sha256_of,
 )
+from clip_train.storage.local import LocalStorage
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    return Manifest(**check_format(json.loads(data)))
+
+
+def parse_commit(data: bytes) -> Commit:
+    return Commit(**parse_checked(data))
 
 
 def test_names() -> None:
@@ -58,55 +76,86 @@ def test_manifest_and_commit_come_back() -> None:
         {"cursors": {"0": 1}},
         "now",
     )
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert parse_manifest(add_checksum(asdict(manifest))) == manifest
     commit = Commit(0, 3, attempt_prefix(0, 3), "ff", "token")
-    assert Commit.from_bytes(commit.to_bytes()) == commit
+    assert parse_commit(add_checksum(asdict(commit))) == commit
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\0", b"[]", b"{}", b'{"format": 3}', b'{"format": 3, "files": [{}]}']
 )
-def test_rubbish_is_a_value_error(data: bytes) -> None:
-    for kind in (Manifest, Commit):
-        with pytest.raises(ValueError):
-            kind.from_bytes(data)
+@pytest.mark.parametrize("parse", [parse_manifest, parse_commit])
+def test_rubbish_is_a_value_error(data: bytes, parse: Callable[[bytes], Any]) -> None:
+    with pytest.raises(ValueError):
+        parse(data)
 
 
 @pytest.mark.parametrize(
     "version, remedy", [(1, "the clip-train that wrote it"), (2, "export"), (4, "update")]
 )
 def test_another_versions_format_is_not_rubbish(version: int, remedy: str) -> None:
-    for kind in (Manifest, Commit):
+    for parse in (parse_manifest, parse_commit):
         with pytest.raises(FormatError, match=f"format {version}.*{remedy}"):
-            kind.from_bytes(b'{"format": %d}' % version)
+            parse(b'{"format": %d}' % version)
 
 
 def test_a_bit_that_flips_on_the_way_is_seen() -> None:
-    data = Commit(0, 3, attempt_prefix(0, 3), "ff", "token").to_bytes()
+    data = add_checksum(asdict(Commit(0, 3, attempt_prefix(0, 3), "ff", "token")))
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises((ValueError, FormatError)):
-            Commit.from_bytes(flipped)
+            parse_commit(flipped)
 
 
-def test_a_manifest_cannot_point_elsewhere() -> None:
-    with pytest.raises(ValueError, match="1 files, not 2"):
-        Manifest.from_bytes(Manifest(3, 0, 2, [FileEntry("a", 7, ["ab"], 0)], "", {}).to_bytes())
-    evil = Manifest(3, 0, 1, [FileEntry("../../etc/passwd", 7, ["ab"], 0)], "", {})
-    with pytest.raises(ValueError, match="not a file name"):
-        Manifest.from_bytes(evil.to_bytes())
-    with pytest.raises(ValueError, match="names the folder"):
-        Commit.from_bytes(Commit(0, 3, "../ckpt", "ff").to_bytes())
+PREFIX = attempt_prefix(0, 3)
+WHOLE = {
+    "step": 3,
+    "epoch": 0,
+    "world_size": 1,
+    "files": [{"name": "rank00000.safetensors", "size": 9, "blocks": ["a"], "rank": 0}],
+    "layout_sha256": "",
+    "state": {},
+}
+
+
+def committed(folder: Path, body: dict[str, Any], prefix: str = PREFIX) -> LocalStorage:
+    """A commit, with right sums, of such a manifest."""
+    storage, data = LocalStorage(folder), add_checksum(body)
+    storage.put_bytes(f"{PREFIX}/_MANIFEST.json", data)
+    marker = Commit(0, 3, prefix, sha256_of(data))
+    storage.put_bytes(CommitRef(0, 3).name, add_checksum(asdict(marker)))
+    return storage
+
+
+def test_a_commit_marker_cannot_point_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match="names the folder"):
+        read_commit(committed(tmp_path, WHOLE, "../ckpt"), CommitRef(0, 3))
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"name": 3}, {"size": "9"}, {"size": 9, "blocks": ["a", "b"]}, {"size": 1 << 40}]
+    "wrong", [{"world_size": 2}, {"world_size": "1"}, {"step": -1}, {"state": "x"}, {"files": {}}]
 )
-def test_a_manifest_with_a_wrong_file_is_stepped_over(wrong: dict) -> None:
-    entry = {"name": "rank00000.safetensors", "size": 9, "blocks": ["a"], "rank": 0} | wrong
-    body = json.loads(Manifest(1, 0, 1, [FileEntry(**entry)], "", {}).to_bytes())
-    with pytest.raises(ValueError, match=r"not a file name|blocks"):
-        Manifest.from_bytes(json.dumps(body).encode())
+def test_a_manifest_that_makes_no_sense_is_damage(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(DamagedError, match="is not readable"):
+        read_found(committed(tmp_path, WHOLE | wrong), CommitRef(0, 3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 3},
+        {"name": "../../etc/passwd"},
+        {"name": "a\n"},
+        {"size": "9"},
+        {"size": 9, "blocks": ["a", "b"]},
+        {"size": 1 << 40},
+    ],
+)
+def test_a_manifest_with_a_wrong_file_is_damage(tmp_path: Path, wrong: dict) -> None:
+    (entry,) = WHOLE["files"]  # type: ignore[misc]
+    storage = committed(tmp_path, WHOLE | {"files": [entry | wrong]})
+    with pytest.raises(DamagedError, match="is not readable"):
+        read_found(storage, CommitRef(0, 3))
 
 
 def test_config_checks_itself() -> None:

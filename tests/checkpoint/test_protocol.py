@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clip_train.checkpoint import commit, lease
+from clip_train.checkpoint import commit
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Policy, apply_retention, kept
 from clip_train.storage.local import LocalStorage
@@ -51,7 +51,7 @@ class Interrupted(LocalStorage):
 def epoch_0(folder: Path, **policy: Any) -> Policy:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
-    held = lease.Lease(0, token)
+    held = commit.Lease(0, token)
     return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "lease": held, **policy})
 
 
@@ -80,14 +80,14 @@ def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successo
 def test_a_lease_of_a_newer_version_stops_an_older_writer(tmp_path: Path, epoch: int) -> None:
     storage = LocalStorage(tmp_path)
     for _ in range(2):
-        held = lease.acquire(storage)
+        held = commit.acquire(storage)
     body = json.loads(storage.read_bytes(f"lease/e{held.epoch:06d}.json"))
     content = {**{k: v for k, v in body.items() if k != "sha256"}, "format": 99, "token": "theirs"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     sealed = json.dumps({**content, "sha256": hashlib.sha256(canonical).hexdigest()}).encode()
     (tmp_path / f"lease/e{epoch:06d}.json").write_bytes(sealed)
     with pytest.raises(commit.FencedError, match="of a newer clip-train, writes to"):
-        lease.check(storage, held)
+        commit.check(storage, held)
 
 
 def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_what_another_process_left_goes_after_the_grace(tmp_path: Path) -> None:
     other.write_bytes(b"half")
     storage, policy = (
         LocalStorage(tmp_path),
-        Policy(keep_last=9, lease=lease.Lease(1, ""), orphan_grace_seconds=3600.0),
+        Policy(keep_last=9, lease=commit.Lease(1, ""), orphan_grace_seconds=3600.0),
     )
     apply_retention(storage, policy, {})
     assert other.exists() and committed(tmp_path)

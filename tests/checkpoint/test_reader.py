@@ -13,9 +13,16 @@ import safetensors.torch
 import torch
 
 from clip_train.checkpoint.commit import Found
-from clip_train.checkpoint.fetch import CheckpointFiles
-from clip_train.checkpoint.manifest import BLOCK_BYTES, Commit, FileEntry, Manifest, build_layout
-from clip_train.checkpoint.snapshot import FragmentReader, Plan, SharedMemory, lay_out, plan_file
+from clip_train.checkpoint.manifest import (
+    BLOCK_BYTES,
+    Commit,
+    CommitRef,
+    FileEntry,
+    Manifest,
+    build_layout,
+)
+from clip_train.checkpoint.reader import FragmentReader
+from clip_train.checkpoint.snapshot import Plan, SharedMemory, lay_out, plan_file
 from clip_train.checkpoint.writer import copy_hashed
 from clip_train.errors import CheckpointError
 from clip_train.task import Fragment
@@ -43,9 +50,13 @@ def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
     for rank, (name, plan) in enumerate(plans.items()):
         blocks = write_file(folder / PREFIX / name, plan)
         entries.append(FileEntry(name, plan.num_bytes, blocks, rank))
-    found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, len(plans), entries, "", {}))
     layout = build_layout([plan.fragments for plan in plans.values()])
-    return FragmentReader(layout, CheckpointFiles(found, folder / PREFIX, None))
+    return FragmentReader(found(entries, layout), folder / PREFIX, None)
+
+
+def found(entries: list[FileEntry], layout: bytes) -> Found:
+    whole = Manifest(1, 0, len(entries), entries, "", {})
+    return Found(CommitRef(0, 1), Commit(0, 1, PREFIX, ""), whole, layout=layout)
 
 
 def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, Plan]:
@@ -229,6 +240,5 @@ def test_what_is_read_can_be_written_to_and_the_file_stays(tmp_path: Path) -> No
     "data", [b"", b"no zlib", zlib.compress(b""), zlib.compress(bytes([255] * 8) + b"{}")]
 )
 def test_a_layout_that_makes_no_sense_is_an_error(tmp_path: Path, data: bytes) -> None:
-    found = Found(Commit(0, 1, PREFIX, ""), Manifest(1, 0, 0, [], "", {}))
     with pytest.raises(CheckpointError, match="its layout is not readable"):
-        FragmentReader(data, CheckpointFiles(found, tmp_path, None))
+        FragmentReader(found([], data), tmp_path, None)

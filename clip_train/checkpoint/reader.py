@@ -1,0 +1,375 @@
+"""Reads one checkpoint: any range of any parameter, however it was cut, bit for bit.
+
+A rank reads local files, completed from the remote store. Every block is verified before a byte of
+it is given out. Where all ranks see one folder, they share hashing and fetching.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.commit import READS, DamagedError, Found, in_parallel, readable
+from clip_train.checkpoint.manifest import BLOCK_BYTES, Block
+from clip_train.checkpoint.snapshot import DTYPES
+from clip_train.errors import CheckpointError, UserError
+from clip_train.task import EMA, Wanted
+from clip_train.storage.base import Storage
+
+LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
+PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
+_PROGRESS_SECONDS = 10.0  # between lines about a fetch that takes long
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Extent(NamedTuple):
+    """Where a part of a tensor is."""
+
+    start: int  # elements [start, end) of the flattened tensor
+    end: int
+    dtype: torch.dtype
+    file: int  # its place in the manifest
+    at: int  # bytes [at, stop) of the file
+    stop: int
+
+    @property
+    def blocks(self) -> slice:
+        """Which blocks of the file."""
+        return slice(self.at // BLOCK_BYTES, -(-self.stop // BLOCK_BYTES))
+
+
+@dataclass
+class Layout:
+    """LAYOUT, read and checked: where everything is in the files of all ranks."""
+
+    shapes: dict[str, tuple[int, ...]]  # of every parameter
+    kinds: list[tuple[str, torch.dtype]]  # slot, dtype
+    rows: Any  # one structured array of the fragments, sorted by parameter and start
+    tensors: list[dict[str, tuple[list[int], Extent]]]  # of each file: those that are no fragments
+
+
+def _natural(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is not a size")
+    return number
+
+
+def parse_layout(layout: bytes, sizes: list[int]) -> Layout:
+    """The inverse of `manifest.build_layout`. sizes: of the files, bytes.
+
+    ValueError if a fragment or a tensor is not within its parameter and its file; for a forged one
+    any other error.
+    """
+    unpacked = zlib.decompressobj()
+    data = unpacked.decompress(layout, LARGEST_LAYOUT)
+    if not unpacked.eof:
+        raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
+    begin = 8 + int.from_bytes(data[:8], "little")
+    head = json.loads(data[8:begin])
+    shapes = {name: tuple(shape) for name, shape in head["params"]}
+    numels = np.array([math.prod(map(_natural, shape)) for shape in shapes.values()], np.int64)
+    kinds = [(slot, _TORCH[dtype]) for slot, dtype in head["kinds"]]
+
+    # LAYOUT's columns as one structured array, [num_rows]; `offsets` are bytes in the file, by kind
+    num_rows, fields = _natural(head["rows"]), ["param", "start", "numel", "file"]
+    shape = (len(fields) + len(kinds), num_rows)
+    columns = np.frombuffer(data, np.int64, math.prod(shape), begin).reshape(shape)
+    offsets = ("offsets", np.int64, (len(kinds),))
+    rows = np.empty(num_rows, [*((field, np.int64) for field in fields), offsets])
+    for field, column in zip(fields, columns, strict=False):
+        rows[field] = column
+    rows["offsets"] = columns[len(fields) :].T
+
+    size = np.array(sizes, np.int64)
+    for field, most in (("param", len(numels)), ("file", len(size))):
+        if np.any((rows[field] < 0) | (rows[field] >= most)):
+            raise ValueError("a fragment names a parameter or a file that does not exist")
+    last_start = numels[rows["param"]] - rows["numel"]
+    inside = (rows["start"] >= 0) & (rows["numel"] >= 0) & (rows["start"] <= last_start)
+    if not np.all(inside) or np.any(np.diff(rows["param"]) < 0):
+        raise ValueError("a fragment is not within its parameter")
+    for kind, (_, dtype) in enumerate(kinds):
+        offset = rows["offsets"][:, kind]  # -1: the fragment has no such slot
+        last = size[rows["file"]] - rows["numel"] * dtype.itemsize
+        if np.any((offset < -1) | (offset > np.maximum(last, -1))):
+            raise ValueError("a fragment is not within its file")
+
+    whole: list[dict[str, tuple[list[int], Extent]]] = []
+    for file, (tensors, num_bytes) in enumerate(zip(head["tensors"], sizes, strict=True)):
+        whole.append({})
+        for name, (kind, shape, at) in tensors.items():
+            numel, dtype = math.prod(map(_natural, shape)), _TORCH[kind]
+            stop = _natural(at) + numel * dtype.itemsize
+            if stop > num_bytes:
+                raise ValueError(f"{name!r} is not within its file")
+            whole[file][name] = (shape, Extent(0, numel, dtype, file, at, stop))
+    return Layout(shapes, kinds, rows, whole)
+
+
+def fetch_block(storage: Storage, prefix: str, block: Block) -> bytes:
+    """One block, verified. DamagedError, OSError."""
+    where = f"{storage.url}/{prefix}/{block.name}"
+    try:
+        for _ in range(READS):
+            data = storage.read_bytes(f"{prefix}/{block.name}", block.start, block.end)
+            if hashlib.sha256(data).hexdigest() == block.sha256:
+                return data
+    except FileNotFoundError:
+        raise DamagedError(f"{where} is missing") from None
+    raise DamagedError(
+        f"{where} does not have its sha256 in bytes {block.start} to {block.end}: one has changed "
+        "since"
+    )
+
+
+class FragmentReader:
+    """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
+
+    folder: where the files are, or are fetched to. remote: where missing blocks come from; None:
+    nowhere. shared: all ranks see `folder`, and what one of them fetches the others need not. log:
+    takes how far a fetch is.
+    path: of the checkpoint, a folder or a URL. shapes: every parameter with its shape. fetched:
+    bytes, by this rank.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        folder: Path,
+        remote: Storage | None,
+        *,
+        shared: bool = True,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """CheckpointError if the layout is not readable."""
+        self.path = f"{remote.url}/{found.commit.prefix}" if remote is not None else str(folder)
+        self.fetched = 0
+        self._counting = threading.Lock()
+        self._found, self._folder, self._remote = found, folder, remote
+        self._shared, self._log = shared, log
+        self._sizes = [entry.size for entry in found.manifest.files]
+        self._blocks = manifest.blocks_of(found.manifest.files)
+        self._ready: set[Block] = set()  # verified
+        self._maps: dict[int, Tensor] = {}
+        try:
+            layout = parse_layout(found.layout, self._sizes)
+        except Exception as e:  # whatever a forged one leads to
+            why = f"{self.path}: its layout is not readable: {type(e).__name__}: {e}"
+            raise CheckpointError(why) from e
+        self.shapes, self._kinds, self._tensors = layout.shapes, layout.kinds, layout.tensors
+        cuts = np.searchsorted(layout.rows["param"], np.arange(len(self.shapes) + 1)).tolist()
+        ranges = zip(self.shapes, itertools.pairwise(cuts), strict=True)
+        self._rows = {name: layout.rows[low:high] for name, (low, high) in ranges}
+
+    # -- verifying and fetching
+
+    def verify_all(self) -> None:
+        """Every block is verified by some rank, or fetched by it. Collective.
+
+        Where all ranks see one folder the files are in it afterwards. On all ranks: DamagedError;
+        CheckpointError if one cannot read for another reason.
+        """
+        rank, world_size = dist.rank(), dist.world_size()
+        blocks = list(itertools.chain(*self._blocks))
+        mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
+        if len(self._blocks) == world_size:
+            mine = self._blocks[rank]  # its own file
+        why: str | None = None
+        error: Exception | None = None
+        try:
+            self._verify(mine)
+        except DamagedError as e:
+            why = str(e)
+        except Exception as e:
+            error = e
+        dist.raise_agreed(error)
+        damaged = [each for each in dist.gather_objects(why) if each is not None]
+        if damaged:
+            raise DamagedError(damaged[0])
+        if self._shared:
+            self._ready.update(blocks)
+
+    def _verify(self, blocks: Iterable[Block]) -> None:
+        """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
+        unknown = sorted({block for block in blocks if block not in self._ready})
+        before, began = self.fetched, time.monotonic()
+        next_line = began + _PROGRESS_SECONDS
+        for done, _ in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
+            now = time.monotonic()
+            if self.fetched > before and now >= next_line and done < len(unknown):
+                next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
+                self._log(
+                    f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank "
+                    f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
+                )
+
+    def _ensure(self, block: Block) -> None:
+        """One block is whole on this disk, or fetched. DamagedError, CheckpointError."""
+        path = self._folder / block.name
+        data, problem = b"", "does not have its sha256: a byte has changed since it was written"
+        with readable(str(self._folder)):
+            try:
+                with path.open("rb") as f:
+                    f.seek(block.start)
+                    data = f.read(block.end - block.start)
+            except FileNotFoundError:
+                problem = "is missing"
+        if hashlib.sha256(data).hexdigest() == block.sha256:
+            self._ready.add(block)
+            return
+        if self._remote is None:
+            raise DamagedError(f"{path} {problem}; take an older checkpoint, or another copy of it")
+        with readable(self._remote.url):
+            data = fetch_block(self._remote, self._found.commit.prefix, block)
+        try:
+            _write_block(path, self._sizes[block.file], block.start, data)
+        except OSError as e:
+            what, remedy = "cannot write at", "mend it, or set run.dir"
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                what = "the disk is full at"
+                remedy = "make room there, or lower checkpoint.keep_last"
+            where = f"{path}, to which the checkpoint of step {self._found.commit.step} is fetched"
+            raise CheckpointError(f"{what} {where} ({type(e).__name__}: {e}): {remedy}") from e
+        with self._counting:
+            self.fetched += len(data)
+            self._ready.add(block)
+
+    # -- reading
+
+    def slots(self, name: str) -> set[str]:
+        """What is stored of a parameter: "param" and, unless frozen, the optimizer's slots."""
+        if name not in self._rows:
+            return set()
+        stored = np.any(self._rows[name]["offsets"] >= 0, axis=0).tolist()
+        return {slot for (slot, _), there in zip(self._kinds, stored, strict=True) if there}
+
+    def _pieces(self, name: str, slot: str, start: int, end: int) -> Iterator[Extent]:
+        """The stored parts of elements `[start, end)`, in their order. CheckpointError for an
+        unknown parameter.
+        """
+        if name not in self._rows:
+            raise CheckpointError(f"{self.path}: no parameter {name!r} in this checkpoint")
+        rows = self._rows[name]
+        first = max(int(np.searchsorted(rows["start"], start, side="right")) - 1, 0)
+        stop = int(np.searchsorted(rows["start"], end, side="left"))
+        kinds = [(kind, dtype) for kind, (of, dtype) in enumerate(self._kinds) if of == slot]
+        for row in rows[first:stop]:
+            begin = int(row["start"])
+            lower, upper = max(start, begin), min(end, begin + int(row["numel"]))
+            for kind, dtype in kinds:
+                offset = int(row["offsets"][kind])
+                if offset >= 0 and lower < upper:
+                    at = offset + (lower - begin) * dtype.itemsize
+                    stop = at + (upper - lower) * dtype.itemsize
+                    yield Extent(lower, upper, dtype, int(row["file"]), at, stop)
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all
+        ranks.
+        """
+        pieces = (
+            piece
+            for name, slot, start, numel in wanted
+            for piece in self._pieces(name, slot, start, start + numel)
+        )
+        blocks = (block for piece in pieces for block in self._blocks[piece.file][piece.blocks])
+        dist.agreed(self._verify, blocks)
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        """Elements `[start, start + numel)` of the flattened parameter, [numel], in host memory.
+
+        CheckpointError if the checkpoint has no such parameter or slot, or lacks a part of the
+        range.
+        """
+        parts: list[Tensor] = []
+        done, end = start, start + numel  # [start, done) is in `parts`
+        for piece in self._pieces(name, slot, start, end):
+            if piece.start != done:
+                break
+            parts.append(self._load(piece))
+            done = piece.end
+        if done < end:
+            raise CheckpointError(
+                f"{self.path}: {slot!r} of {name} {list(self.shapes[name])} lacks element "
+                f"{done}; [{start}, {end}) was asked for, the checkpoint has "
+                f"{sorted(self.slots(name))}"
+            )
+        if not parts:
+            return torch.empty(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _load(self, piece: Extent) -> Tensor:
+        """Its elements, flat; verified and fetched if need be. CheckpointError."""
+        if piece.at == piece.stop:
+            return torch.empty(0, dtype=piece.dtype)
+        self._verify(self._blocks[piece.file][piece.blocks])
+        if piece.file not in self._maps:
+            path, size = self._folder / self._blocks[piece.file][0].name, self._sizes[piece.file]
+            try:  # private: torch wants memory that it could write to; it holds no file descriptor
+                data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            except (OSError, RuntimeError) as e:  # torch's own: it is gone, or shorter by now
+                raise CheckpointError(f"{path}: {type(e).__name__}: {e}") from e
+            self._maps[piece.file] = data
+        return self._maps[piece.file][piece.at : piece.stop].view(piece.dtype)
+
+    def full_state(self, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter whole, as in the model's state dict (fp32): for export and evaluation.
+
+        ema: its moving average, if it has one (a frozen one has not). UserError if none has.
+        """
+        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self.shapes}
+        if ema and EMA not in slots.values():
+            raise UserError(
+                f"--ema: {self.path} has no moving average, as optim.ema_decay was null; leave "
+                "it out"
+            )
+        wanted = [
+            Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self.shapes.items()
+        ]
+        self.prepare(wanted)
+        return {each.name: self.read(*each).reshape(self.shapes[each.name]) for each in wanted}
+
+    def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
+        """What rank `rank` saved for itself (its random state); None: what was the same on all
+        ranks (memory banks), readable on any number of them. CheckpointError.
+        """
+        file, prefix = (0, manifest.SHARED_KEY) if rank is None else (rank, manifest.RANK_KEY)
+        tensors: dict[str, Tensor] = {}
+        for key, (shape, piece) in self._tensors[file].items():
+            if key.startswith(prefix):
+                # a copy: the caller may keep it for long, and write to it
+                tensors[key.removeprefix(prefix)] = self._load(piece).reshape(shape).clone()
+        return tensors
+
+
+def _write_block(path: Path, size: int, start: int, data: bytes) -> None:
+    """Write `data` at `start` of a file of `size` bytes, to which several ranks may write. OSError.
+
+    A file that is not complete yet does not have its hashes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, size)
+        done = 0
+        while done < len(data):  # not through a map, where a full disk would end the process
+            done += os.pwrite(fd, memoryview(data)[done:], start + done)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
