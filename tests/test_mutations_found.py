@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import NO_LEASE, SaveRequest, commit, put_rank_manifest
+from clip_train.checkpoint.commit import SaveRequest, acquire
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
+from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
-from clip_train.checkpoint.writer import write_snapshot
+from clip_train.checkpoint.writer import Event, Message, Settings, Writer
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
@@ -84,13 +86,14 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     memory = SharedMemory()
     memory.reserve(plan.num_bytes).result()
     memory.fill(plan)
-    request = SaveRequest(
-        2, manifest.attempt_prefix(1, 2), 1, 0, 1, plan.num_bytes, plan.fragments, {}
-    )
-    with pytest.raises(Killed):
-        write_snapshot(storage, memory.fd, request)
-        put_rank_manifest(storage, request)
-        commit(storage, request, NO_LEASE, 60.0)
+    held, messages = acquire(LocalStorage(tmp_path)), queue.SimpleQueue[Message]()
+    policy = Policy(CheckpointConfig(), held)
+    writer = Writer(Settings(str(tmp_path), True, policy), memory.fd, messages.put)
+    writer.local = storage
+    prefix = manifest.attempt_prefix(1, 2)
+    writer.receive(SaveRequest(2, prefix, 1, 0, 1, plan.num_bytes, plan.fragments, {}))
+    ends = [messages.get(timeout=60.0).event for _ in range(2)]
+    assert ends == [Event.WRITTEN, Event.FAILED]
     memory.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None

@@ -143,7 +143,7 @@ class SaveRequest:
     fragments: dict[str, Any]  # what the file holds and where: `snapshot.Plan.fragments`
     state: Any = None  # rank 0: the trainer's, encoded
     created: str = ""  # ISO 8601, UTC
-    scores: dict[CommitRef, float] = field(default_factory=dict)  # the evaluations of `keep_best`
+    scores: dict[CommitRef, float] | None = None  # rank 0: the evaluations of `keep_best`
     since: float = field(default_factory=time.monotonic)  # seconds
     newer_since: float = math.inf  # when the next save began
     entry: FileEntry | None = None  # once it is written, as is
@@ -178,7 +178,13 @@ def commit(
     FencedError, RefusedError; OSError or CheckpointError for failures that may pass.
     """
     prefix = request.prefix
-    bodies = _rank_manifests(store, request, timeout_seconds, late_seconds)
+    # if a newer save has begun, all ranks have this one on their disks, maybe not uploaded
+    bodies = _rank_manifests(
+        store,
+        prefix,
+        request.world_size,
+        lambda: min(request.since + timeout_seconds, request.newer_since + late_seconds),
+    )
     files = [FileEntry(**body["file"]) for body in bodies]
     check_sizes(store, prefix, files)
     layout = manifest.build_layout([body["fragments"] for body in bodies])
@@ -209,21 +215,19 @@ def commit(
 
 
 def _rank_manifests(
-    store: Storage, request: SaveRequest, timeout_seconds: float, late_seconds: float
+    store: Storage, prefix: str, world_size: int, end: Callable[[], float]
 ) -> list[dict[str, Any]]:
-    """All rank manifests, by rank. RefusedError if one has an error or never comes; OSError."""
+    """All rank manifests of an attempt, by rank. end: when to stop waiting for them.
+
+    RefusedError if one has an error or never comes; OSError.
+    """
     bodies: dict[int, dict[str, Any]] = {}
-    missing = {
-        manifest.rank_manifest_name(request.prefix, rank): rank
-        for rank in range(request.world_size)
-    }
+    missing = {manifest.rank_manifest_name(prefix, rank): rank for rank in range(world_size)}
     read = partial(read_small, store, parse=manifest.parse_checked)
     pause, longest_pause = _POLL_SECONDS
     while True:
-        # if a newer save has begun, all ranks have this one on their disks, maybe not uploaded
-        end = min(request.since + timeout_seconds, request.newer_since + late_seconds)
-        late = time.monotonic() > end
-        listed = [entry.name for entry in store.list(request.prefix) if entry.name in missing]
+        late = time.monotonic() > end()
+        listed = [entry.name for entry in store.list(prefix) if entry.name in missing]
         read_bodies = in_parallel(read, listed, _PARALLEL_READS)
         for name, body in zip(listed, read_bodies, strict=True):
             rank = missing.pop(name)
@@ -232,11 +236,11 @@ def _rank_manifests(
                 raise kind(f"rank {rank}: {body['error']}")
             bodies[rank] = body
         if not missing:
-            return [bodies[rank] for rank in range(request.world_size)]
+            return [bodies[rank] for rank in range(world_size)]
         if late:
             absent = ", ".join(map(str, list(missing.values())[:8]))
             raise RefusedError(
-                f"no manifest of ranks {absent} under {store.url}/{request.prefix}: do all ranks "
+                f"no manifest of ranks {absent} under {store.url}/{prefix}: do all ranks "
                 "share this place?"
             )
         time.sleep(pause)
@@ -279,8 +283,8 @@ class Found:
     ref: CommitRef
     commit: Commit
     manifest: Manifest
-    manifest_bytes: bytes = b""  # as stored
-    layout: bytes = b""  # LAYOUT, as stored
+    layout: bytes  # LAYOUT
+    files: dict[str, bytes] = field(default_factory=dict)  # all small files as stored, marker last
     url: str = ""  # of the store they were read from
 
 
@@ -339,17 +343,17 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
     except ValueError as e:
         raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
     check = partial(manifest.verified, sha256=whole.layout_sha256, where="its manifest")
-    layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
+    layout_name = f"{marker.prefix}/{manifest.LAYOUT}"
+    layout = read_small(storage, layout_name, check)
     check_sizes(storage, marker.prefix, whole.files)
-    return Found(ref, marker, whole, data, layout, storage.url)
+    files = {layout_name: layout, name: data, ref.name: manifest.add_checksum(asdict(marker))}
+    return Found(ref, marker, whole, layout, files, storage.url)
 
 
-def copy_commit(found: Found, target: Storage) -> None:
-    """Commit a checkpoint in `target`, which has its data. OSError."""
-    prefix = found.commit.prefix
-    target.put_bytes(f"{prefix}/{manifest.LAYOUT}", found.layout)
-    target.put_bytes(f"{prefix}/{manifest.MANIFEST}", found.manifest_bytes)
-    target.put_bytes(found.ref.name, manifest.add_checksum(asdict(found.commit)))
+def copy_commit(files: dict[str, bytes], target: Storage) -> None:
+    """Commit a checkpoint in `target`, which has its data. files: `Found.files`. OSError."""
+    for name, data in files.items():
+        target.put_bytes(name, data)
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:

@@ -45,7 +45,6 @@ class Saved(Enum):
 
     COMMITTED = auto()
     UNDER_WAY = auto()  # the snapshot is taken; `poll` reports the rest
-    DEFERRED = auto()  # a disk still takes the previous snapshot; `due` asks for it again
     FAILED = auto()  # rank 0 has logged why, and training may continue
 
 
@@ -93,8 +92,8 @@ class CheckpointManager:
         self._settings: Settings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
-        # the last snapshot, or the one resumed from: its step, and which one of this step
-        self._snapshot = (-1, 0)
+        self._step = -1  # of the last snapshot, or resumed from
+        self._snapshots = 0  # an attempt's folder is never written with other bytes
         self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
         self._writing: SaveRequest | None = None  # it still needs the memory
         self._saved: int | None = None  # rank 0: the step last committed in the main store
@@ -129,7 +128,7 @@ class CheckpointManager:
         if resumed is not None and resumed.own:
             self._protect = {resumed.ref}
             if self.remote is None or resumed.in_remote:
-                self._saved, self._snapshot = resumed.step, (resumed.step, 0)
+                self._saved = self._step = resumed.step
         return resumed
 
     def begin(self) -> None:
@@ -143,24 +142,9 @@ class CheckpointManager:
         main = self.remote or self.storage
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(acquire, main, others))
-        config = self.config
-        policy = Policy(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            orphan_grace_seconds=60 * config.orphan_grace_minutes,
-            lease=held,
-            protect=self._protect,
-            damaged=self._damaged,
-        )
         self._memory = SharedMemory()
-        self._settings = Settings(
-            str(self.folder),
-            config.remote,
-            self._shared,
-            60 * config.save_timeout_minutes,
-            policy,
-        )
+        policy = Policy(self.config, held, self._protect, self._damaged)
+        self._settings = Settings(str(self.folder), self._shared, policy)
         self._writer = dist.agreed(WriterProcess, self._settings, self._memory.fd)
 
     def prepare(
@@ -190,20 +174,17 @@ class CheckpointManager:
             return False
         if not dist.any_rank(self._writing is not None):
             return True
-        self._defer(step)
+        if self._schedule.deferred is None:
+            self._schedule.deferred = step
+            self._count("deferred")
+            self._log(f"checkpoint of step {step} is deferred: {self._still_writing()}")
         if dist.is_main() and self._schedule.overdue():
             why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
             self._fail(self._schedule.deferred or step, why)
         return False
 
-    def _defer(self, step: int) -> None:
-        if self._schedule.deferred is None:
-            self._schedule.deferred = step
-            self._count("deferred")
-            self._log(f"checkpoint of step {step} is deferred: {self._still_writing()}")
-
     def _still_writing(self) -> str:
-        return f"step {self._snapshot[0]} is still being written to {self.folder}"
+        return f"step {self._step} is still being written to {self.folder}"
 
     def save(
         self,
@@ -218,9 +199,9 @@ class CheckpointManager:
         """Save the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
         shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
-        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`; a previous
-        snapshot that is being written is waited for. A step that is saved already is not saved
-        again.
+        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. A previous
+        snapshot that is being written is waited for; `due` does not let a save begin before. A
+        step that is saved already is not saved again.
 
         CheckpointError after `max_failed_saves` failures in a row, or when another process has
         taken over.
@@ -230,99 +211,81 @@ class CheckpointManager:
         end = time.monotonic() + self.config.grace_seconds
         self._end = end if wait else None
         there = self._saved == step or step in self._pending
-        if self._snapshot[0] == step and dist.broadcast_object(there):
+        if self._step == step and dist.broadcast_object(there):
             if not wait:
                 return Saved.UNDER_WAY
             if self._finish(step, end):
                 return Saved.COMMITTED
             if not dist.broadcast_object(time.monotonic() < end):
                 return Saved.FAILED  # else there is time to try again
-        if wait and not self._wait_together(lambda: self._writing is not None, end):
+        status = Saved.FAILED
+        if self._wait_together(lambda: self._writing is not None, end):
+            plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
+            if self._submit(step, plan, state):
+                status = Saved.UNDER_WAY
+        else:
             self._abandon(step, f"; {self._still_writing()}")
-            return Saved.FAILED
-        status = self._submit(step, fragments, rank_tensors, state, shared_tensors)
         if wait and status is Saved.UNDER_WAY:
             status = Saved.COMMITTED if self._finish(step, end) else Saved.FAILED
         return status
 
-    def _submit(
-        self,
-        step: int,
-        fragments: Iterable[Fragment],
-        rank_tensors: dict[str, Tensor],
-        state: dict[str, Any],
-        shared_tensors: dict[str, Tensor] | None,
-    ) -> Saved:
+    def _submit(self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]) -> bool:
         """Take the snapshot and give it to the checkpoint writer, if all ranks can. Collective.
 
         What is sent between ranks has the same size for any number of them.
         """
+        assert self._memory is not None and self._settings is not None
+        self._schedule.saved(step)
+        self._step, self._snapshots = step, self._snapshots + 1
         request: SaveRequest | None = None
         error: str | None = None
         free = 0  # bytes on this rank's disk
-        # counts the snapshots of a step: an attempt's folder is never written with other bytes
-        number = self._snapshot[1] + 1 if self._snapshot[0] == step else 1
         try:
             free = free_bytes(self.folder)
-            if self._writing is None:
-                plan = plan_file(dist.rank(), fragments, rank_tensors, shared_tensors)
-                request = self._take(step, number, plan, state)
-        except Exception as e:
+            if dist.is_main() and self._fatal is not None:
+                raise CheckpointError(self._fatal)
+            if self._writer is None:
+                self._writer = WriterProcess(self._settings, self._memory.fd)
+            if dist.is_main() and self._scores:
+                values = {ref.name: value for ref, value in self._scores.items()}
+                state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
+            plan = make_plan()
+            self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
+            self._memory.fill(plan)
+            epoch = self._settings.policy.lease.epoch
+            request = SaveRequest(
+                step=step,
+                prefix=manifest.attempt_prefix(epoch, step, self._snapshots),
+                epoch=epoch,
+                rank=dist.rank(),
+                world_size=dist.world_size(),
+                size=plan.num_bytes,
+                fragments=plan.fragments,
+                state=manifest.encode_state(state) if dist.is_main() else None,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                scores=dict(self._scores) if dist.is_main() else None,
+            )
+        except Exception as e:  # anything may go wrong
             error = explain(e)
-        writing = self._writing is not None
-        failed, busy, least = dist.max_scalars(error is not None, writing, -free)
+        failed, least = dist.max_scalars(request is None, -free)
         (total,) = dist.sum_scalars(request.size if request is not None else 0)
         if failed:
             errors = enumerate(dist.gather_objects(error))
             error = "; ".join([f"rank {rank}: {text}" for rank, text in errors if text][:3])
-        elif not busy and self._shared:
+        elif self._shared:
             try:
                 check_space(self.folder, int(total), int(-least))
             except CheckpointError as e:
                 error = str(e)
-        if error is not None:
-            self._schedule.saved(step)
-            self._fail(step, error)
+        if request is None or self._writer is None or error is not None:
+            self._fail(step, error or "")
             self._share()
             if self._fatal is not None:
                 raise CheckpointError(self._fatal)
-            return Saved.FAILED
-        if busy:
-            self._defer(step)
-            return Saved.DEFERRED
-        assert request is not None and self._writer is not None
-        self._schedule.saved(step)
-        self._snapshot = (step, number)
+            return False
         self._pending[step] = self._writing = request
         self._writer.send(request)
-        return Saved.UNDER_WAY
-
-    def _take(self, step: int, number: int, plan: Plan, state: dict[str, Any]) -> SaveRequest:
-        """Copy the state. Anything may go wrong."""
-        assert self._memory is not None and self._settings is not None
-        if dist.is_main() and self._fatal is not None:
-            raise CheckpointError(self._fatal)
-        if self._writer is None:
-            self._writer = WriterProcess(self._settings, self._memory.fd)
-        if dist.is_main():
-            values = {ref.name: value for ref, value in self._scores.items()}
-            kept = {"metric": self.config.keep_best, "values": values}
-            state = manifest.encode_state({**state, "keep_best": kept} if values else state)
-        self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
-        self._memory.fill(plan)
-        epoch = self._settings.policy.lease.epoch
-        return SaveRequest(
-            step=step,
-            prefix=manifest.attempt_prefix(epoch, step, number),
-            epoch=epoch,
-            rank=dist.rank(),
-            world_size=dist.world_size(),
-            size=plan.num_bytes,
-            fragments=plan.fragments,
-            state=state if dist.is_main() else None,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            scores=dict(self._scores),
-        )
+        return True
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         """Take the evaluation's results at `step`, for `checkpoint.keep_best`."""

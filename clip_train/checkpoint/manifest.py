@@ -8,8 +8,8 @@
         _MANIFEST.json                   all ranks' files, and the trainer's state
     commit/e000007-s0000001200.json      written last: without it there is no checkpoint
 
-The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot of
-that step. Every process that is going to write takes the next epoch. A writer whose epoch is no
+The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot in
+that process. Every process that is going to write takes the next epoch. A writer whose epoch is no
 longer the highest may not commit. The newest checkpoint has the highest (epoch, step).
 """
 
@@ -59,7 +59,7 @@ class CommitRef(NamedTuple):
 
 
 def attempt_prefix(epoch: int, step: int, number: int = 1) -> str:
-    """The folder of the `number`th snapshot that one process has taken of a step."""
+    """The folder of the `number`th snapshot of one process."""
     return f"ckpt/s{step:010d}/e{epoch:06d}-{number}"
 
 

@@ -10,8 +10,11 @@ import itertools
 import json
 import math
 import os
+import shutil
+import tempfile
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -140,9 +143,10 @@ def fetch_block(storage: Storage, prefix: str, block: Block) -> bytes:
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
 
-    folder: where the files are, or are fetched to. remote: where missing blocks come from; None:
-    nowhere. shared: all ranks see `folder`, and what one of them fetches the others need not. log:
-    takes how far a fetch is.
+    folder: where the files are, or are fetched to; None: a temporary one of this rank.
+    remote: where missing blocks come from; None: nowhere.
+    shared: all ranks see `folder`, and what one of them fetches the others need not.
+    log: takes how far a fetch is.
     path: of the checkpoint, a folder or a URL. shapes: every parameter with its shape. fetched:
     bytes, by this rank.
     """
@@ -150,13 +154,16 @@ class FragmentReader:
     def __init__(
         self,
         found: Found,
-        folder: Path,
+        folder: Path | None,
         remote: Storage | None,
         *,
         shared: bool = True,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """CheckpointError if the layout is not readable."""
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="clip-train-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.path = f"{remote.url}/{found.commit.prefix}" if remote is not None else str(folder)
         self.fetched = 0
         self._counting = threading.Lock()
@@ -178,11 +185,11 @@ class FragmentReader:
 
     # -- verifying and fetching
 
-    def verify_all(self) -> None:
+    def verify_all(self) -> str | None:
         """Every block is verified by some rank, or fetched by it. Collective.
 
-        Where all ranks see one folder the files are in it afterwards. On all ranks: DamagedError;
-        CheckpointError if one cannot read for another reason.
+        Returns what is damaged, the same on all ranks; if None, and all ranks see one folder, the
+        files are in it. CheckpointError, on all ranks, if one cannot read for another reason.
         """
         rank, world_size = dist.rank(), dist.world_size()
         blocks = list(itertools.chain(*self._blocks))
@@ -200,9 +207,10 @@ class FragmentReader:
         dist.raise_agreed(error)
         damaged = [each for each in dist.gather_objects(why) if each is not None]
         if damaged:
-            raise DamagedError(damaged[0])
+            return damaged[0]
         if self._shared:
             self._ready.update(blocks)
+        return None
 
     def _verify(self, blocks: Iterable[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""

@@ -8,10 +8,7 @@ otherwise silently lose its work.
 """
 
 import contextlib
-import shutil
-import tempfile
 import uuid
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -196,26 +193,47 @@ def resolve(
     the store, and each block is verified when it is read.
     CheckpointError, on all ranks, if one cannot read.
     """
+    local = places.local
     for _ in range(_LISTINGS):
         listed = dist.on_main(list_places, places)
-        found: Resumed | None = None
+        resumed: Resumed | None = None
         skipped: list[Skipped] = []
         for ref, urls in listed.items():
             if only is not None and ref != only:
                 continue
-            looked = dist.on_main(_read_small_files, places, ref, urls)
-            try:
-                if isinstance(looked, str):
-                    raise DamagedError(looked)
-                found = _open(looked, places, urls, cache, log, skipped)
-                break
-            except DamagedError as e:  # on all ranks
-                skipped.append(Skipped(ref, str(e)))
+            found = dist.on_main(_read_small_files, places, ref, urls)
+            if isinstance(found, str):
+                skipped.append(Skipped(ref, found))
+                continue
+            folder, remote = _folders(places, urls, cache, found.url, found.commit.prefix)
+            shared = local is not None and cache is not None
+            reader = dist.agreed(FragmentReader, found, folder, remote, shared=shared, log=log)
+            damage = reader.verify_all() if cache is not None else None
+            if damage is not None:
+                skipped.append(Skipped(ref, damage))
+                continue
+            if local is not None and cache is not None and found.url != local.url:
+                dist.on_main(copy_commit, found.files, local)  # all files are there now
+            dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
+            same_ranks = found.manifest.world_size == dist.world_size()
+            resumed = Resumed(
+                step=found.manifest.step,
+                state=found.manifest.state,
+                reader=reader,
+                rank_tensors=dist.agreed(reader.tensors, dist.rank()) if same_ranks else None,
+                world_size=found.manifest.world_size,
+                path=reader.path,
+                ref=ref,
+                in_remote=remote is not None,
+                skipped=skipped,
+                fetched=int(dist.sum_scalars(reader.fetched)[0]),
+            )
+            break
         listed = dist.on_main(list_places, places) if skipped else {}
         if all(each.ref in listed for each in skipped):
             break
         # a process that still runs has removed one while we looked: there are newer ones
-    return found, skipped
+    return resumed, skipped
 
 
 def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found | str:
@@ -232,52 +250,19 @@ def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found 
     return "; ".join(reasons)
 
 
-def _open(
-    found: Found,
-    places: Places,
-    urls: list[str],
-    cache: LocalStorage | None,
-    log: Log,
-    skipped: list[Skipped],
-) -> Resumed:
-    """One checkpoint; all of it is verified unless it is only looked at. Collective.
-
-    DamagedError, CheckpointError, on all ranks.
+def _folders(
+    places: Places, urls: list[str], cache: LocalStorage | None, url: str, prefix: str
+) -> tuple[Path | None, Storage | None]:
+    """Where the files of a checkpoint are read or fetched to (None: a temporary folder), and where
+    missing ones come from (None: nowhere). url: of the store that its small files are from.
     """
-    prefix, local = found.commit.prefix, places.local
-    is_local = local is not None and found.url == local.url
-    remote = places.remote
+    local, remote = places
+    is_local = local is not None and url == local.url
     if remote is not None and (remote.url not in urls or (cache is None and is_local)):
         remote = None
-    spool: Path | None = None
     if local is not None and (cache is not None or is_local):
-        folder = local.path(prefix)
-    elif cache is not None:
-        folder = cache.path(manifest.staged_name(prefix))
-    else:
-        folder = spool = dist.agreed(lambda: Path(tempfile.mkdtemp(prefix="clip-train-")))
-    shared = local is not None and cache is not None
-    reader = dist.agreed(FragmentReader, found, folder, remote, shared=shared, log=log)
-    if spool is not None:
-        weakref.finalize(reader, shutil.rmtree, spool, ignore_errors=True)
-    if cache is not None:
-        reader.verify_all()
-    if shared and local is not None and remote is not None and not is_local:
-        dist.on_main(copy_commit, found, local)  # all files are there now
-    dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
-    same_ranks = found.manifest.world_size == dist.world_size()
-    return Resumed(
-        step=found.manifest.step,
-        state=found.manifest.state,
-        reader=reader,
-        rank_tensors=dist.agreed(reader.tensors, dist.rank()) if same_ranks else None,
-        world_size=found.manifest.world_size,
-        path=reader.path,
-        ref=found.ref,
-        in_remote=remote is not None,
-        skipped=skipped,
-        fetched=int(dist.sum_scalars(reader.fetched)[0]),
-    )
+        return local.path(prefix), remote
+    return cache.path(manifest.staged_name(prefix)) if cache is not None else None, remote
 
 
 def read_scores(state: dict[str, Any], metric: str | None) -> dict[CommitRef, float]:

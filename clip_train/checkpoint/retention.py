@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import NO_LEASE, Lease, check, list_commits, prefix_of
+from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import CommitRef, attempt_of, parse_prefix
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Entry, Storage
@@ -22,10 +23,7 @@ HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other
 class Policy:
     """What stays. protect: stays always (the one resumed from). damaged: do not count as kept."""
 
-    keep_last: int
-    keep_every: int | None = None  # steps
-    keep_best: str | None = None  # a metric's name; with a minus in front the lowest is best
-    orphan_grace_seconds: float = 3600.0
+    config: CheckpointConfig
     lease: Lease = NO_LEASE  # the writer's
     protect: set[CommitRef] = field(default_factory=set)
     damaged: set[CommitRef] = field(default_factory=set)
@@ -38,16 +36,17 @@ def kept(
 
     scores: the evaluations of `keep_best` so far.
     """
+    config = policy.config
     good = [ref for ref in commits if ref not in policy.damaged]
-    stay = set(good[: policy.keep_last]) | policy.protect
-    if policy.keep_every is not None:
-        stay |= {ref for ref in good if ref.step % policy.keep_every == 0}
+    stay = set(good[: config.keep_last]) | policy.protect
+    if config.keep_every is not None:
+        stay |= {ref for ref in good if ref.step % config.keep_every == 0}
     scored = [ref for ref in good if ref in scores]
     if scored:
-        sign = -1 if (policy.keep_best or "").startswith("-") else 1
+        sign = -1 if (config.keep_best or "").startswith("-") else 1
         stay.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
     # a damaged one, which may still be mended by hand, goes when `keep_last` good ones are newer
-    oldest = good[policy.keep_last - 1] if len(good) >= policy.keep_last else CommitRef(-1, -1)
+    oldest = good[config.keep_last - 1] if len(good) >= config.keep_last else CommitRef(-1, -1)
     return stay | {ref for ref in policy.damaged if ref > oldest}
 
 
@@ -89,13 +88,13 @@ def apply_retention(
             return attempt in in_flight
         return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
 
-    now = time.time()
+    now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
     named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
     for attempt, files in attempts(storage).items():
         ref = parse_prefix(attempt)
         if ref is None or spared(attempt) or is_named(named, ref, attempt):
             continue
-        grace = 0.0 if ref.epoch == epoch else policy.orphan_grace_seconds
+        grace = 0.0 if ref.epoch == epoch else orphan_grace
         modified = max(entry.modified for entry in files)
         if ref not in removed:
             if now - modified < grace:
@@ -105,7 +104,7 @@ def apply_retention(
                 continue
         _remove(storage, attempt, files)
     for entry in storage.list("preflight"):
-        if now - entry.modified >= policy.orphan_grace_seconds:
+        if now - entry.modified >= orphan_grace:
             storage.delete(entry.name)
 
 

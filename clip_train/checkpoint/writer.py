@@ -35,7 +35,7 @@ from clip_train.checkpoint.commit import (
     in_parallel,
     put_rank_manifest,
 )
-from clip_train.checkpoint.manifest import BLOCK_BYTES, FileEntry
+from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.retention import (
     Policy,
     apply_retention,
@@ -58,9 +58,7 @@ class Settings:
     """The first message to a checkpoint writer."""
 
     folder: str
-    remote: str | None
     shared: bool  # all ranks see `folder`, so checkpoints are committed there too
-    timeout_seconds: float
     policy: Policy
 
 
@@ -87,9 +85,9 @@ _ENDS = {
 class Message:
     event: Event
     text: str  # why it failed, where it was committed, or a line for the user
-    prefix: str  # the attempt
-    step: int
-    seconds: float  # since the snapshot was taken
+    prefix: str = ""  # the attempt
+    step: int = 0
+    seconds: float = 0.0  # since the snapshot was taken
 
 
 def main(connection_fd: int, memory_fd: int, parent: int) -> None:
@@ -116,8 +114,10 @@ class Writer:
 
     def __init__(self, settings: Settings, memory_fd: int, send: Callable[[Message], None]) -> None:
         self.settings, self.policy = settings, settings.policy
+        self._timeout = 60 * settings.policy.config.save_timeout_minutes  # seconds
         self.local = LocalStorage(settings.folder)
-        self.remote: Storage | None = open_storage(settings.remote) if settings.remote else None
+        remote = settings.policy.config.remote
+        self.remote: Storage | None = open_storage(remote) if remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
         # two retentions at once would find each other's folders gone
@@ -147,25 +147,38 @@ class Writer:
 
     def _save_locally(self, request: SaveRequest) -> str | None:
         """Returns where it is committed; None: it is going to be uploaded."""
-        shared = self.settings.shared
+        shared, local = self.settings.shared, self.local
+        name = f"rank{request.rank:05d}.safetensors"
+        staged = local.path(f"{manifest.staged_name(request.prefix)}+{name}")
         try:
-            write_snapshot(self.local, self._memory_fd, request, publish=shared)
+            check_space(local.root, request.size, free_bytes(local.root))
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            blocks = copy_hashed(self._memory_fd, staged, request.size)
+            request.path = staged
             if shared:
-                put_rank_manifest(self.local, request)
+                local.put_file(staged, f"{request.prefix}/{name}", move=True)  # which fsyncs it
+                request.path = local.path(f"{request.prefix}/{name}")
+            request.entry = FileEntry(name, request.size, blocks, request.rank)
+            if shared:
+                put_rank_manifest(local, request)
+        except Exception:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+            raise
         finally:
             self._report(Event.WRITTEN, "", request)
         where = ""
         if shared and request.rank == 0:
             try:
-                timeout = self.settings.timeout_seconds
-                where = commit(self.local, request, self.policy.lease, timeout, LATE_SECONDS)
+                held = self.policy.lease
+                where = commit(local, request, held, self._timeout, LATE_SECONDS)
                 self._report(Event.LOCAL, where, request)
             except (OSError, CheckpointError) as e:
                 if self.remote is None or isinstance(e, (FencedError, RefusedError)):
                     raise
                 text = f"step {request.step} is not committed locally: {explain(e)}"
-                self._report(Event.NOTE, text, request)
-        self._tidy(self.local, request)
+                self._report(Event.NOTE, text)
+        self._tidy(local, request.scores)
         if self.remote is None:
             return where
         with self._changed:
@@ -185,7 +198,7 @@ class Writer:
         It is tried until it succeeds or a newer save waits. FencedError, RefusedError.
         """
         assert self.remote is not None and request.entry is not None
-        timeout, uploaded = self.settings.timeout_seconds, False
+        uploaded = False
         for tries in itertools.count(1):
             try:
                 if not uploaded:
@@ -194,17 +207,17 @@ class Writer:
                     uploaded = True
                 if request.rank > 0:
                     break
-                return commit(self.remote, request, self.policy.lease, timeout)
+                return commit(self.remote, request, self.policy.lease, self._timeout)
             except (FencedError, RefusedError):
                 raise
             except (OSError, CheckpointError) as e:
                 why = explain(e)
             pause = min(2.0**tries, _LONGEST_PAUSE)
-            if time.monotonic() + pause > request.since + timeout:
+            if time.monotonic() + pause > request.since + self._timeout:
                 raise RefusedError(f"{why}; given up after {tries} tries")
             if self._upload_request is request:
                 text = f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s"
-                self._report(Event.NOTE, text, request)
+                self._report(Event.NOTE, text)
             with self._changed:
                 if self._changed.wait_for(lambda: self._upload_request is not request, pause):
                     newer = self._upload_request
@@ -232,8 +245,8 @@ class Writer:
                 request.path.unlink()
         if error is None:
             if self.remote is not None:
-                self._tidy(self.remote, request)
-                self._tidy(self.local, request)  # what has been uploaded may now go
+                self._tidy(self.remote, request.scores)
+                self._tidy(self.local, request.scores)  # what has been uploaded may now go
         elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
             if self.settings.shared and request.entry is None:  # else it may be committed locally
                 with contextlib.suppress(OSError):
@@ -248,49 +261,32 @@ class Writer:
             time.sleep(1.0)
             self._remote_jobs.submit(self._put_error, remote, request, error)  # again
 
-    def _report(self, event: Event, text: str, request: SaveRequest) -> None:
-        seconds = time.monotonic() - request.since
+    def _report(self, event: Event, text: str, request: SaveRequest | None = None) -> None:
+        message = Message(event, text)
+        if request is not None:
+            seconds = time.monotonic() - request.since
+            message = Message(event, text, request.prefix, request.step, seconds)
         # if the rank is gone, the message thread ends this process
         with self._sending, contextlib.suppress(OSError):
-            self._send(Message(event, text, request.prefix, request.step, seconds))
+            self._send(message)
 
-    def _tidy(self, store: Storage, request: SaveRequest) -> None:
-        """Retention, by rank 0; on a disk that not all ranks share each rank removes leftovers."""
+    def _tidy(self, store: Storage, scores: dict[CommitRef, float] | None) -> None:
+        """Retention, by rank 0; on a disk that not all ranks share each rank removes leftovers.
+
+        scores: rank 0's; None on the others.
+        """
         try:
             with self._tidying:
                 if store is self.local and not self.settings.shared:
                     remove_leftovers(self.local, self.policy.lease.epoch)
-                elif request.rank == 0:
-                    apply_retention(store, self.policy, request.scores, set(self._active))
+                elif scores is not None:
+                    apply_retention(store, self.policy, scores, set(self._active))
         except Exception as e:  # saving continues, whatever it is
             text = f"{store.url}: old checkpoints could not be removed: {explain(e)}"
-            self._report(Event.NOTE, text, request)
+            self._report(Event.NOTE, text)
 
 
 # -- from memory to the disk, hashed once on the way
-
-
-def write_snapshot(
-    storage: LocalStorage, memory_fd: int, request: SaveRequest, *, publish: bool = True
-) -> None:
-    """Write the first bytes of `memory_fd` as this rank's file; sets the request's `entry` and
-    `path`.
-
-    publish: into the attempt's folder; else it stays where it is staged. CheckpointError, OSError.
-    """
-    check_space(storage.root, request.size, free_bytes(storage.root))
-    name = f"rank{request.rank:05d}.safetensors"
-    path = storage.path(f"{manifest.staged_name(request.prefix)}+{name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        blocks = copy_hashed(memory_fd, path, request.size)
-        if publish:
-            storage.put_file(path, f"{request.prefix}/{name}", move=True)  # which fsyncs it
-    except Exception:
-        path.unlink(missing_ok=True)
-        raise
-    request.path = storage.path(f"{request.prefix}/{name}") if publish else path
-    request.entry = FileEntry(name, request.size, blocks, request.rank)
 
 
 def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from clip_train.checkpoint import commit
+from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Policy, apply_retention, kept
 from clip_train.storage.local import LocalStorage
@@ -52,7 +53,8 @@ def epoch_0(folder: Path, **policy: Any) -> Policy:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
     held = commit.Lease(0, token)
-    return Policy(**{"keep_last": 9, "orphan_grace_seconds": 0.0, "lease": held, **policy})
+    config = CheckpointConfig(**{"keep_last": 9, "orphan_grace_minutes": 0.0, **policy})
+    return Policy(config, held)
 
 
 @pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit")])
@@ -111,7 +113,7 @@ def test_the_best_is_one_that_is_there() -> None:
     for name, best in (("top1", 3), ("-loss", 1)):
         scores = {CommitRef(0, 4): 9.0, **dict(zip(refs[1:], (3.0, 2.0, 1.0), strict=True))}
         scores[CommitRef(0, 6)] = 0.0
-        stay = kept(refs, Policy(keep_last=1, keep_best=name), scores)
+        stay = kept(refs, Policy(CheckpointConfig(keep_last=1, keep_best=name)), scores)
         assert {ref.step for ref in stay} == {5, best}
 
 
@@ -158,7 +160,7 @@ def test_small_files_that_a_kill_left_go_too(tmp_path: Path) -> None:
     storage.put_bytes("preflight/0123", b"{}")
     os.utime(tmp_path / "preflight/0123", (time.time() - 700,) * 2)
     storage.put_bytes("preflight/young", b"")
-    apply_retention(storage, epoch_0(tmp_path, orphan_grace_seconds=600.0), {})
+    apply_retention(storage, epoch_0(tmp_path, orphan_grace_minutes=10.0), {})
     assert [entry.name for entry in storage.list("preflight")] == ["preflight/young"]
 
 
@@ -178,7 +180,7 @@ def test_what_another_process_left_goes_after_the_grace(tmp_path: Path) -> None:
     other.write_bytes(b"half")
     storage, policy = (
         LocalStorage(tmp_path),
-        Policy(keep_last=9, lease=commit.Lease(1, ""), orphan_grace_seconds=3600.0),
+        Policy(CheckpointConfig(keep_last=9), commit.Lease(1, "")),
     )
     apply_retention(storage, policy, {})
     assert other.exists() and committed(tmp_path)
@@ -206,5 +208,5 @@ def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Pa
     found = commit.read_found(Flipping(tmp_path / "a"), CommitRef(0, 1))
     name = f"{found.commit.prefix}/rank00000.safetensors"
     local.put_file(remote.path(name), name)
-    commit.copy_commit(found, local)
+    commit.copy_commit(found.files, local)
     assert not once and set(committed(tmp_path / "b")) == {1} and damaged_in(tmp_path / "b") == []

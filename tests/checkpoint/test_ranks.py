@@ -309,10 +309,10 @@ def changed_since(root: Path) -> str:
 def test_what_has_changed_since_ends_all_ranks(tmp_path: Path) -> None:
     zero, one = run_ranks(changed_since, 2, tmp_path)
     assert (
-        zero.startswith("CheckpointError: ")
+        zero.startswith("DamagedError: ")
         and "rank00001.safetensors does not have its sha256" in zero
     )
-    assert one.startswith("RemoteRankError: rank 0 failed: CheckpointError: ")
+    assert one.startswith("RemoteRankError: rank 0 failed: DamagedError: ")
 
 
 def test_a_long_fetch_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

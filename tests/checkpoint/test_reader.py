@@ -56,7 +56,7 @@ def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
 
 def found(entries: list[FileEntry], layout: bytes) -> Found:
     whole = Manifest(1, 0, len(entries), entries, "", {})
-    return Found(CommitRef(0, 1), Commit(0, 1, PREFIX, ""), whole, layout=layout)
+    return Found(CommitRef(0, 1), Commit(0, 1, PREFIX, ""), whole, layout)
 
 
 def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, Plan]:

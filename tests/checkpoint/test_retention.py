@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import acquire
+from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import Commit, CommitRef
 from clip_train.checkpoint.retention import Policy, apply_retention, remove_leftovers
 from clip_train.storage.local import LocalStorage
@@ -49,6 +50,6 @@ def test_what_unfinished_writes_left_goes_with_its_attempt(tmp_path: Path) -> No
     storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
     storage.put_bytes(CommitRef(24, 1).name, marker_of(24, 1, prefix))
     storage.put_bytes("preflight/a/file", b"1")
-    policy = Policy(keep_last=1, orphan_grace_seconds=0.0, lease=leases[-1])
+    policy = Policy(CheckpointConfig(keep_last=1, orphan_grace_minutes=0.0), leases[-1])
     apply_retention(storage, policy, {})
     assert storage.list("preflight") == [] and not left.parent.exists()
