@@ -31,8 +31,8 @@ from clip_train.checkpoint.commit import READS, DamagedError, Found, in_parallel
 from clip_train.checkpoint.manifest import BLOCK_BYTES, Block
 from clip_train.checkpoint.snapshot import DTYPES
 from clip_train.errors import CheckpointError, UserError
-from clip_train.task import EMA, Wanted
 from clip_train.storage.base import Storage
+from clip_train.task import EMA, Wanted
 
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
