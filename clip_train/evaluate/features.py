@@ -31,7 +31,7 @@ class Encoded:
 
     image: Tensor  # [n, D] float32, normalised
     text: Tensor  # [t, D] float32, normalised; [0, D] where no captions were asked for
-    texts: Tensor  # int64 [t, context_length]
+    texts: Tensor  # int64 [t, context_length], as the owners also if `text` is empty
     owners: Tensor  # int64 [t]: whose caption it is, ascending
     labels: Tensor  # int64 [n], -1 where there is none
     logit_scale: Tensor  # [1], the factor itself; with captions only
@@ -53,7 +53,7 @@ def encode(
     image, text, texts = [], [], []
     owners: list[int] = []
     labels: list[int] = []
-    blank: tuple[Tensor, Tensor] | None = None
+    blank: ValBatch | None = None
     while True:
         # a loader that fails, or a bad label, ends all ranks together
         batch, found = dist.agreed(partial(_next, source, label))
@@ -62,32 +62,28 @@ def encode(
         if not more:
             break
         blank = blank or _blank(batch, device)
-        pixels, tokens, num = blank[0], blank[1][:0], 0
-        if batch is not None:
-            pixels, tokens, num = batch.images, batch.texts, len(batch.images)
-        tokens = tokens.to(device, non_blocking=True)
-        starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
-        on_device = pixels.to(device, non_blocking=True)
-        forward = partial(_forward, engine, on_device, tokens, blank[1], starts)
-        seen, read = forward_together(engine, forward)
-        image.append(seen[:num])  # of the blank sample only the width is kept
-        text += read
-        if batch is not None and with_text:
-            for i, captions in enumerate(batch.captions):
-                owners += [len(labels) + i] * len(captions)
-            texts.append(tokens)
+        batch = batch or blank
+        for i, captions in enumerate(batch.captions, len(labels)):
+            owners += [i] * len(captions)
         labels += found
+        texts.append(batch.texts[: sum(map(len, batch.captions))].to(device, non_blocking=True))
+        pixels = batch.images.to(device, non_blocking=True)
+        starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
+        forward = partial(_forward, engine, pixels, texts[-1], blank.texts, starts)
+        seen, read = forward_together(engine, forward)
+        image.append(seen[: len(batch.captions)])  # of the blank sample only the width is kept
+        text += read
     if blank is None:
         raise UserError("there are no samples in the data to be evaluated on")
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:
         seeds = torch.zeros(1, dtype=torch.int64, device=device)
-        logit_scale = engine.forward(MicroBatch(*blank, seeds))["logit_scale"]
+        logit_scale = engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
     return Encoded(
         images,
         torch.cat([images[:0], *text]),
-        torch.cat([blank[1][:0], *texts]),
+        torch.cat(texts),
         torch.tensor(owners, dtype=torch.int64, device=device),
         torch.tensor(labels, dtype=torch.int64, device=device),
         logit_scale,
@@ -126,13 +122,17 @@ def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch 
         raise UserError(f"evaluate.zero_shot_classes does not fit the data: {e}") from e
 
 
-def _blank(batch: ValBatch | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One image and one text of zeros, of the shape that some rank's batch has; collective."""
+def _blank(batch: ValBatch | None, device: torch.device) -> ValBatch:
+    """One image and one text of zeros, of the shape that some rank's batch has, which are no
+    sample. Collective."""
     shapes = dist.gather_objects(
         None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
     )
     image, text = next(s for s in shapes if s is not None)
-    return (
+    return ValBatch(
         torch.zeros(1, *image, dtype=torch.uint8, device=device),
         torch.zeros(1, *text, dtype=torch.int64, device=device),
+        captions=[],
+        keys=[],
+        metadata=[],
     )
