@@ -32,7 +32,6 @@ from clip_train.batch import BatchPlan
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP, flops_per_sample
@@ -42,7 +41,7 @@ from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.recovery import recovering_step
-from clip_train.step import train_step
+from clip_train.step import restore_rng, rng_state, train_step
 from clip_train.task import Batch, Objective, named_features
 
 DRY = "--dry-run" in sys.argv

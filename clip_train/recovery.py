@@ -16,11 +16,10 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.models.batch_norm import has_batch_norm
-from clip_train.step import train_step
+from clip_train.step import restore_rng, rng_state, train_step
 from clip_train.task import Batch, Objective, Phase, StepResult
 
 # Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but

@@ -16,13 +16,13 @@ from clip_train.batch import BatchPlan, BatchSizes
 from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
-from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
 from clip_train.metrics.meters import StepTimer, peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
+from clip_train.step import restore_rng, rng_state
 from clip_train.stop import StopRequest
 from clip_train.task import Batch, Objective, StepResult
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.library import ModuleEngine, contrastive_step
+from clip_train.step import restore_rng, rng_state
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks
 

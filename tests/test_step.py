@@ -10,10 +10,9 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.rng import restore_rng, rng_state
 from clip_train.engine import PlainEngine
 from clip_train.errors import DivergedError
-from clip_train.step import train_step
+from clip_train.step import restore_rng, rng_state, train_step
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 

@@ -25,6 +25,7 @@ from clip_train.models.openclip.config import (
     PREFIX,
     Described,
     OpenCLIPArchitecture,
+    described,
     is_resnet,
     named_model,
     parse_openclip,
@@ -349,13 +350,7 @@ def parse_architecture(content: Any, source: str) -> Architecture:
         raise UserError(
             f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}"
         )
-    preprocess: dict[str, Any] = {}
-    if "model_cfg" in content:
-        content, preprocess = content["model_cfg"], content.get("preprocess_cfg") or {}
-    cleaned = _without_neutral(content, Architecture)
-    for key in ("mean", "std"):
-        if key in preprocess:
-            cleaned[f"image_{key}"] = tuple(preprocess[key])
+    cleaned = _without_neutral(described(content), Architecture)
     for tower, schema in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
         if isinstance(cleaned.get(tower), dict):
             cleaned[tower] = _without_neutral(cleaned[tower], schema)

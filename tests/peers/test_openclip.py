@@ -160,29 +160,6 @@ def test_positions_of_another_size_are_interpolated_as_openclip_does(
     _compare(ours, resized)
 
 
-def test_openais_archives_are_read_as_openclip_reads_them(tmp_path: Path):
-    """Traced and in half precision, as OpenAI's; OpenCLIP runs the archive's code to load it."""
-    content = _small(quick_gelu=True)
-    content["vision_cfg"] |= {"width": 128, "head_width": 64, "mlp_ratio": 4.0}
-    content["text_cfg"] |= {"width": 64, "heads": 1}
-    peer = _perturbed(open_clip.model.CLIP(**content)).eval()
-    open_clip.model.convert_weights_to_fp16(peer)
-    for name in ("input_resolution", "context_length", "vocab_size"):
-        if hasattr(peer, name):
-            delattr(peer, name)
-        peer.register_buffer(name, torch.tensor(16))
-    peer.attn_mask = None  # in OpenAI's it is no buffer
-    peer.forward = lambda scale: scale * peer.logit_scale
-    torch.jit.save(torch.jit.trace(peer, torch.ones(1)), tmp_path / "ViT-S-8.pt")
-    architecture = _architecture(content, tmp_path)
-    ours = CLIP(architecture)
-    ours.load_state_dict(load_openclip(tmp_path / "ViT-S-8.pt", architecture))
-    _compare(
-        ours,
-        open_clip.load_openai_model(str(tmp_path / "ViT-S-8.pt"), precision="fp32", device="cpu"),
-    )
-
-
 def test_a_preset_of_full_size_agrees(tmp_path: Path):
     """ViT-B-32-quickgelu, 151 million parameters, at its own initialisation."""
     torch.manual_seed(0)

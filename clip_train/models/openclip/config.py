@@ -243,20 +243,24 @@ def is_resnet(content: Any) -> bool:
     return isinstance(vision, dict) and isinstance(vision.get("layers"), list | tuple)
 
 
-def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:
-    """OpenCLIP's `model_cfg`, alone or beside its `preprocess_cfg`.
+def described(content: dict[str, Any], *others: str) -> dict[str, Any]:
+    """OpenCLIP's `model_cfg`, which may be alone, with the keys of the `preprocess_cfg` beside it.
 
-    UserError for a model that cannot be trained here.
+    These are `image_mean` and `image_std`, and `others`.
     """
-    preprocess: dict[str, Any] = {}
-    if "model_cfg" in content:
-        preprocess = content.get("preprocess_cfg") or {}
-        content = content["model_cfg"]
-    names = {"mean": "image_mean", "std": "image_std"}
-    names |= {"interpolation": "interpolation", "resize_mode": "resize_mode"}
+    if "model_cfg" not in content:
+        return content
+    preprocess = content.get("preprocess_cfg") or {}
+    names = {"mean": "image_mean", "std": "image_std", **dict(zip(others, others, strict=True))}
     given = {ours: preprocess[key] for key, ours in names.items() if preprocess.get(key)}
+    return {**content["model_cfg"], **given}
+
+
+def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:
+    """OpenCLIP's JSON -> the model. UserError for a model that cannot be trained here."""
+    keys = described(content, "interpolation", "resize_mode")
     try:
-        return OpenCLIPArchitecture.model_validate({"open_clip": source, **content, **given})
+        return OpenCLIPArchitecture.model_validate({"open_clip": source, **keys})
     except ValidationError as e:
         lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in e.errors())
         raise UserError(f"model.name ({source}): {'; '.join(lines)}") from None
