@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model
-from clip_train.models.config import (
-    AnyArchitecture,
-    Architecture,
-    ModelConfig,
-    load_architecture,
-    preset_names,
-)
+from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig
 from clip_train.task import IMAGE_TEXT, Wanted
 
 WEIGHTS_NAMES = (
@@ -259,13 +253,11 @@ def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> N
     given = trained_with(file)
     quick_gelu = given.get("quick_gelu", architecture.quick_gelu)
     if quick_gelu != architecture.quick_gelu:
-        other = architecture.model_copy(update={"quick_gelu": quick_gelu}).model_cfg()
-        presets = [n for n in preset_names() if load_architecture(n).model_cfg() == other]
-        names = " or ".join([*presets, "a JSON"])
         raise UserError(
             f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model "
-            f'has the other: set model.name to {names} with "quick_gelu": '
-            f"{json.dumps(quick_gelu)}; of a teacher model.teacher_name"
+            f"has the other: set model.name to the preset {'with' if quick_gelu else 'without'} "
+            f'-quickgelu in its name, or to a JSON with "quick_gelu": {json.dumps(quick_gelu)}; of '
+            "a teacher model.teacher_name"
         )
     if architecture.model_copy(update=given) != architecture:
         log(
