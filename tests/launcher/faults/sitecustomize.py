@@ -2,7 +2,7 @@
 
 FAULT=raise:1     rank 1 raises an error of its own in its fifth step; raise:1:60: in its 60th
 FAULT=evaluate:1  the same in its first evaluation; evaluate:1:60: in the first from step 60 on
-FAULT=snapshot:1  the same in its first save
+FAULT=snapshot:1  the same in its first save; snapshot:1:60: in the first from step 60 on
 FAULT=loader:1    the same in a loader worker, in the sixth batch
 FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
@@ -100,7 +100,7 @@ def plant(trainer):
         return record(self, *args)
 
     def faulty_save(self, **options):
-        if fault == "snapshot" and mine:
+        if fault == "snapshot" and mine and self.step >= step:
             self.engine.state_fragments = broken
         if fault == "save" and mine:
             self.call("phase", "save")
