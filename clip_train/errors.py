@@ -2,23 +2,32 @@
 
 import os
 import socket
+from typing import Literal
+
+Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]  # of VERDICT: `launcher.runtime.verdict`
 
 
 class ClipTrainError(Exception):
     """Base of every error that is meant to be read by a user."""
 
     exit_status = 1  # of the process
+    word: Word = "FAILED"  # FATAL: the same line would fail again
+    node_suspect = False  # the cause may be this rank's node
 
 
 class UserError(ClipTrainError, ValueError):
     """A mistake in the recipe, the command or the data's place: names field, value and remedy."""
 
     exit_status = 2
+    word: Word = "FATAL"
 
 
 class RankError(UserError):
     """A mistake that this rank alone may see, and another node need not have: a wrong environment,
     a missing GPU."""
+
+    word: Word = "FAILED"
+    node_suspect = True
 
 
 def unreadable(error: OSError, message: str) -> UserError:
@@ -52,6 +61,8 @@ class CheckpointError(ClipTrainError):
 class DivergedError(ClipTrainError):
     """The loss or the gradient is no longer finite."""
 
+    word: Word = "FATAL"
+
 
 class OutOfMemoryError(ClipTrainError):
     """No memory, and no smaller way to compute the step from here."""
@@ -77,3 +88,4 @@ class Preempted(ClipTrainError):
     """Asked to stop (a signal, a time limit). The checkpoint is committed; run the line again."""
 
     exit_status = 75
+    word: Word = "PREEMPTED"

@@ -262,20 +262,22 @@ class Trainer:
             )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
-        committed = "nothing is committed"
-        if good is not None:
-            committed = f"step {good.step} is committed ({good.path})"
         local = good is not None and good.step == step  # if not in the remote store
         if saved is not Saved.COMMITTED and not local:
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); "
-                f"{committed}"
+                f"{self.committed()}"
             )
         removed = self._remove_stop_file()
         raise Preempted(
-            f"stopped by {reasons} after step {step}: {committed}{removed}; "
+            f"stopped by {reasons} after step {step}: {self.committed()}{removed}; "
             "run the same line to continue"
         )
+
+    def committed(self) -> str:
+        """The newest committed checkpoint, in words."""
+        good = self.checkpoints.last_good
+        return f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
 
     def _remove_stop_file(self) -> str:
         """Collective."""

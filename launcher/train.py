@@ -47,7 +47,7 @@ from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.verdict import VERDICT_FILE, node_name, read_verdict
+from launcher.runtime.verdict import RUN_DIR, VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
@@ -179,7 +179,8 @@ def describe_run_dir(
         History(config.run_dir).append(
             "start", step=start, previous=previous, **facts(resolved.given, env, device)
         )
-        (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
+        if RUN_DIR not in os.environ:  # else the controller removed it, and a rank may write it
+            (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         folder = LocalStorage(config.run_dir)
         folder.put_bytes("recipe.yaml", resolved.given.to_yaml().encode())
         sizes = engine_facts(config, resolved.plan, resolved.plan.world_size)
@@ -280,12 +281,7 @@ def build_trainer(
         skipped=skipped,
     )
     outcome.trainer = trainer
-
-    def committed() -> int | None:
-        good = checkpoints.last_good
-        return good.step if good is not None else None
-
-    watchdog.committed = committed
+    watchdog.committed = lambda: checkpoints.last_good
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():

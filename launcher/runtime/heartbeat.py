@@ -45,18 +45,17 @@ class Heartbeat:
     ) -> None:
         """publish: prints the failure that ends the run and writes its verdict, on one rank only;
         see `claim`."""
-        from torch.distributed import HashStore
-
         self.env, self._publish = env, publish
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self.abort: Failure | None = None  # why all ranks end
         # seconds, monotonic: when this rank learned of it; later while the rank that failed is
         # closing its run
         self.aborted_at = 0.0
-        self.is_open = False
         self.all_joined = False  # from then on silence is a death
-        self._store: Store = HashStore()  # until `open`: of this rank alone
+        self.is_open = False  # until then this rank is alone
+        self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
+        self._claiming = threading.Lock()
         self._answered = 0.0  # seconds, monotonic: the store's last answer
         # rank -> its key's value, and looks since it changed
         self._seen: dict[int, tuple[bytes, int]] = {}
@@ -76,20 +75,20 @@ class Heartbeat:
 
         Returns the failure that ends the run. From any thread.
         """
-        if self.abort is not None:
-            return self.abort
         # With this rank's number: ranks that notice the same death at once have equal failures.
-        own = f"{self.env.rank} {json.dumps(asdict(failure))}".encode()
-        found = own
-        with contextlib.suppress(RuntimeError):  # gone: every rank for itself
-            found = self._store.compare_set("abort", "", own.decode())
-            self._store.compare_set(ALL_JOINED, "", "1")
-        first = Failure(**json.loads(found.partition(b" ")[2]))
-        self.aborted_at = time.monotonic()
-        self.abort = first
+        own = found = f"{self.env.rank} {json.dumps(asdict(failure))}".encode()
+        with self._claiming:
+            if self.abort is not None:
+                return self.abort
+            if self.is_open:
+                with contextlib.suppress(RuntimeError):  # gone: every rank for itself
+                    found = self._store.compare_set("abort", "", own.decode())
+                    self._store.compare_set(ALL_JOINED, "", "1")
+            self.aborted_at = time.monotonic()
+            self.abort = Failure(**json.loads(found.partition(b" ")[2]))
         if found == own:
             self._publish(failure, trace)
-        return first
+        return self.abort
 
     def wait(self, seconds: float) -> Failure | None:
         """What ends the run, if it is known within `seconds`: a collective fails before a death is
@@ -108,22 +107,19 @@ class Heartbeat:
 
         late: ranks that have not joined by now have had their time.
         """
-        if self._closed.is_set():
+        if self._closed.is_set() or not self.is_open:
             return
         self._closed.set()
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-        lost = 0
-        for value, looks in self._seen.values():
-            lost += looks >= SILENT_BEATS - 1 and value != LEFT
+        silent = [value for value, looks in self._seen.values() if looks >= SILENT_BEATS - 1]
+        expected = self.env.world_size - sum(value != LEFT for value in silent)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
             self._store.add("left", 1)
             if self._server is None:
                 return
-            while self._store.add("left", 0) < self.env.world_size - lost:
-                if time.monotonic() > end:
-                    break
+            while self._store.add("left", 0) < expected and time.monotonic() < end:
                 time.sleep(0.05)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
@@ -155,7 +151,7 @@ class Heartbeat:
             self._answered = time.monotonic()
 
     def _poll(self) -> None:
-        if self.abort is None and self._store.check(["abort"]):
+        if self.is_open and self.abort is None and self._store.check(["abort"]):
             rank, _, failure = self._store.get("abort").partition(b" ")
             if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
                 self.aborted_at = time.monotonic()

@@ -1,7 +1,6 @@
-"""How a run ended, for who reads it afterwards: VERDICT in the run directory, and one error report
-for each attempt.
+"""How a run ended, for who reads it afterwards: VERDICT in the run directory.
 
-A batch script acts on them because exit statuses lie under launchers (torchrun makes 1 of any). No
+A batch script acts on it because exit statuses change under launchers (torchrun makes 1 of any). No
 torch here.
 """
 
@@ -13,32 +12,30 @@ import shutil
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
+from clip_train.errors import Word
 from clip_train.storage.local import LocalStorage
 
-# One word, then a JSON line with `step` and `reason`; `skipped` lists what only looked at the run
-# and failed.
+# One word, then a JSON line with `step` and `reason`. `where` is the rank that failed and its node,
+# `blamed` a node that may be the cause. `skipped` lists what only looked at the run and failed.
 #   DONE       all steps are trained and committed
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
 #   FAILED     ended by an error that may pass; running again may help
 #   FATAL      ended by an error that will come again: a mistake in the recipe, a diverged loss
 VERDICT_FILE = "VERDICT"
-Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]
-
-STOP_FILE = (
-    "STOP"  # in the run directory, made by the user: save, stop, and do not requeue; removed then
-)
-PROGRESS_FILE = "PROGRESS"  # in it too: the newest committed step
-# in the environment, by the batch script's controller: where the report goes
-ATTEMPT = "CLIP_TRAIN_ATTEMPT_DIR"
-REPORT = "error.json"  # there
-NOTIFY_SECONDS = (
-    20.0  # below the time for which the other ranks and the launcher wait for the rank that failed
-)
+# In the run directory, made by the user: save, stop, and do not requeue. Removed then.
+STOP_FILE = "STOP"
+PROGRESS_FILE = "PROGRESS"  # there too: the newest committed step
+# In the environment, by the batch script's controller: the run directory, without an old VERDICT.
+RUN_DIR = "CLIP_TRAIN_RUN_DIR"
+# Less than the other ranks and the launcher wait for the rank that failed.
+NOTIFY_SECONDS = 20.0
+Verdict = tuple[str, dict[str, Any]]  # the word, and the JSON line
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,17 @@ def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any
     LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(why)}\n".encode())
 
 
-def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> str:
-    """Run `log.notify` and wait for it; why it failed, empty if it did not."""
+def notify(
+    command: str | None,
+    run_dir: Path,
+    word: str,
+    step: int,
+    reason: str,
+    warn: Callable[[str], None],
+) -> None:
+    """Run `log.notify` and wait for it."""
+    if command is None:
+        return
     environ = {
         **os.environ,
         "VERDICT": word,
@@ -82,20 +88,14 @@ def notify(command: str, run_dir: Path, word: str, step: int, reason: str) -> st
         "STEP": str(step),
         "REASON": reason,
     }
+    line, none = ["sh", "-c", command], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            ["sh", "-c", command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            timeout=NOTIFY_SECONDS,
-            check=False,
-        )
-    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
-        return f"log.notify ({command}): {e}"
-    return f"log.notify ({command}) ended with status {done.returncode}" if done.returncode else ""
+        subprocess.run(line, env=environ, stdin=none, timeout=NOTIFY_SECONDS, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        warn(f"log.notify: {e}")
 
 
-def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
+def read_verdict(run_dir: Path) -> Verdict | None:
     """The word and the JSON (`step`, `reason`, ...); None if no verdict can be read."""
     try:
         word, _, line = (run_dir / VERDICT_FILE).read_text().partition("\n")
@@ -105,19 +105,14 @@ def read_verdict(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
         return None
 
 
-def write_report(failure: Failure, trace: str = "") -> None:
-    """In torchelastic's format: for torchrun, which prints it, and into the attempt's folder; the
-    first one stays.
-
-    A disk that is full or gone is no second error.
-    """
-    extra = {"timestamp": str(int(time.time())), "py_callstack": trace, **asdict(failure)}
-    text = json.dumps({"message": {"message": str(failure), "extraInfo": extra}})
-    attempt, torchrun = os.environ.get(ATTEMPT), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for file in (attempt and Path(attempt, REPORT), torchrun and Path(torchrun)):
-        if file:
-            with contextlib.suppress(OSError):
-                LocalStorage(file.parent).put_bytes(file.name, text.encode(), if_absent=True)
+def write_torchelastic_report(failure: Failure, trace: str = "") -> None:
+    """For torchrun, which prints the error of the first rank that failed."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"timestamp": str(int(time.time())), "py_callstack": trace}
+        text = json.dumps({"message": {"message": str(failure), "extraInfo": extra}})
+        with contextlib.suppress(OSError):
+            Path(file).write_text(text)
 
 
 def end_process(status: int) -> NoReturn:
@@ -127,12 +122,3 @@ def end_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError):
             shutil.rmtree(util.get_temp_dir())
     os._exit(status)
-
-
-def read_report(attempt: Path) -> Failure | None:
-    """None where there is none, or a torn one."""
-    try:
-        extra = json.loads((attempt / REPORT).read_text())["message"]["extraInfo"]
-        return Failure(**{name: extra[name] for name in Failure.__dataclass_fields__})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -6,6 +6,8 @@ has ended. It ends the rank after another one has failed
 this rank waited for others or is the one that hangs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import faulthandler
@@ -20,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from clip_train.callbacks import Callback
 from clip_train.settings import Seconds, Settings
@@ -29,6 +32,9 @@ from launcher.runtime.environment import detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
+
+if TYPE_CHECKING:
+    from clip_train.checkpoint.manager import LastGood
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 # For a rank to end by itself once another one has failed.
@@ -99,8 +105,8 @@ class Watchdog(Callback):
     ) -> None:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
-        # the newest committed step, once there is a trainer
-        self.committed: Callable[[], int | None] = lambda: None
+        # the newest committed checkpoint, once there is a trainer
+        self.committed: Callable[[], LastGood | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
@@ -187,11 +193,11 @@ class Watchdog(Callback):
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""
-        step = self.committed() if self.run_dir is not None else None
-        if step is not None and step != self._progress and self.run_dir is not None:
+        good = self.committed()
+        if self.run_dir is not None and good is not None and good.step != self._progress:
             with contextlib.suppress(OSError):  # again in a moment
-                LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{step}\n".encode())
-                self._progress = step
+                LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{good.step}\n".encode())
+                self._progress = good.step
 
     def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))
@@ -219,32 +225,26 @@ def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> f
     return limit
 
 
-COMMUNICATION = ("/torch/distributed/", "/comm/")  # torch's own, and an engine's layer over it
-# A rank whose innermost frame is in these files waits for others: NCCL's results are waited for
-# where they are read. Functions that these files call may hang by themselves.
-OUR_COMMUNICATION = ("/clip_train/dist.py", "/launcher/runtime/rendezvous.py")
+# A rank whose innermost frames are in these files waits for others: torch's own, an engine's layer
+# over it, and ours, where NCCL's results are read. Functions that these files call may hang.
+COMMUNICATION = (
+    "/torch/distributed/",
+    "/comm/",
+    "/clip_train/dist.py",
+    "/launcher/runtime/rendezvous.py",
+)
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
-    """Where the main thread stands: in words, and whether it waits for other ranks."""
+    """Where the main thread is: in words, and whether it waits for other ranks."""
     if frame is None:
         return "and the main thread is gone", False
-    stack = traceback.extract_stack(frame)
-    entered = next(
-        (i for i, f in enumerate(stack) if any(part in f.filename for part in COMMUNICATION)), None
-    )
-    if entered is None and stack[-1].filename.endswith(OUR_COMMUNICATION):
-        entered = max(i for i, f in enumerate(stack) if f.filename != stack[-1].filename) + 1
-    here = stack[-1] if entered is None else stack[max(0, entered - 1)]
+    stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith("/torch/_ops.py")]
+    entered = len(stack)
+    while entered > 1 and any(part in stack[entered - 1].filename for part in COMMUNICATION):
+        entered -= 1
+    here = stack[entered - 1]
     place = f"{'/'.join(here.filename.split('/')[-2:])}:{here.lineno} {here.name}"
-    if entered is None:
+    if entered == len(stack):
         return f"in {place}", False
-    collective = next(
-        (
-            f.name
-            for f in stack[entered:]
-            if f.name not in ("wrapper", "log_wrapper", "inner") and f.name[0] != "_"
-        ),
-        stack[-1].name,
-    )
-    return f"waiting in {collective}, called from {place}", True
+    return f"waiting in {stack[entered].name}, called from {place}", True

@@ -17,7 +17,7 @@ from typing import Any
 
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.storage.local import open_own
-from launcher.runtime.verdict import Failure
+from launcher.runtime.verdict import Verdict
 
 FILE = "attempts.jsonl"
 MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
@@ -53,7 +53,7 @@ class History:
     """The run's `attempts.jsonl`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path, self.folder = run_dir / FILE, run_dir / "attempts"
+        self.path = run_dir / FILE
         # without lines that a power loss has torn
         self.lines = list(iter_jsonl(self.path)) if self.path.exists() else []
 
@@ -71,10 +71,8 @@ class History:
         return [line for line in self.lines if line.get("event") == event]
 
     def next_number(self) -> int:
-        """Above every attempt that is known, or has left a folder or (earlier) `0001.log`."""
-        known = [line["attempt"] for line in self.of("begin") + self.of("end")]
-        left = [int(file.name[:4]) for file in self.folder.glob("[0-9][0-9][0-9][0-9]*")]
-        return 1 + max([*known, *left], default=0)
+        known = (line["attempt"] for line in self.of("begin") + self.of("end"))
+        return 1 + max(known, default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
@@ -122,17 +120,16 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     return Decision(decision, why, failures, fruitless)
 
 
-def explain(report: Failure | None, status: int) -> tuple[str, str, tuple[str, ...]]:
-    """Verdict, reason and the node to blame, of an attempt that is neither done nor preempted by
-    its VERDICT.
+def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
+    """An attempt's verdict, its reason and the node to blame.
 
-    report: of the first rank that failed, if it came to write one. status: of the command that ran
-    the ranks.
+    verdict: what VERDICT has, if it was written. status: of the command that ran the ranks.
     """
-    if report is None:
-        return "CRASHED", f"the ranks ended with status {status} and left no error report", ()
-    if report.word == "PREEMPTED" and status > 128:
+    if verdict is None:
+        return "CRASHED", f"the ranks ended with status {status} and left no verdict", ()
+    word, why = verdict
+    if word == "PREEMPTED" and status > 128 and not why["step"]:
         # srun sends TERM to the other ranks, and ends with the status of the one that was killed
         return "CRASHED", f"a rank was killed before the first step (status {status})", ()
-    reason = report.message if report.word == "PREEMPTED" else str(report)
-    return report.word, reason, (report.node,) if report.node_suspect else ()
+    reason = f"{why['where']}: {why['reason']}" if "where" in why else why["reason"]
+    return word, reason, (why["blamed"],) if "blamed" in why else ()

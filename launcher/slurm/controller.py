@@ -5,10 +5,9 @@ r"""The batch script's other half: runs the ranks of one attempt, and decides wh
 
 A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives
 (scancel, preemption): the ranks have it from Slurm already, and afterwards nothing is requeued.
-USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS. In the run
-directory it keeps attempts.jsonl and attempts/0001/error.json, the report of the first rank that
-failed. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and left to be
-submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
+USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS, and keeps
+attempts.jsonl in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file; 75
+preempted and left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
-    ATTEMPT,
     PROGRESS_FILE,
+    RUN_DIR,
     STOP_FILE,
     VERDICT_FILE,
     notify,
-    read_report,
     read_verdict,
     write_verdict,
 )
@@ -131,15 +129,13 @@ class Controller:
             nodes=self.nodes,
             step=before,
         )
-        folder = self.run_dir / "attempts" / f"{number:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
         nodes = ",".join(self.nodes)
         say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
         # an earlier attempt's must not be taken for this one's
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
-        status = self._run_ranks(command, number, folder)
-        outcome = self._outcome(status, before, folder)
+        status = self._run_ranks(command, number)
+        outcome = self._outcome(status, before)
         seconds = time.time() - started
         lost = 0.0 if outcome.verdict == "DONE" else seconds
         with contextlib.suppress(OSError):
@@ -171,17 +167,14 @@ class Controller:
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
         )
-        if self.config.log.notify is not None:
-            word = "FAILED" if decision.decision == "give up" else outcome.verdict
-            reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
-            failed = notify(self.config.log.notify, self.run_dir, word, outcome.step, reason)
-            if failed:
-                say(f"warning: {failed}")
+        word = "FAILED" if decision.decision == "give up" else outcome.verdict
+        reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
+        notify(self.config.log.notify, self.run_dir, word, outcome.step, reason, say)
         return decision
 
-    def _run_ranks(self, command: Sequence[str], number: int, folder: Path) -> int:
+    def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""
-        environ = {**os.environ, ATTEMPT: str(folder.absolute())}
+        environ = {**os.environ, RUN_DIR: str(self.run_dir.absolute())}
         # rank 0 runs on this node; another attempt starts with another port
         environ.setdefault("MASTER_PORT", str(free_port(candidates(f"{self.job}.{number}"))))
         try:
@@ -197,12 +190,8 @@ class Controller:
             time.sleep(0.2)
         return process.returncode
 
-    def _outcome(self, status: int, before: int, folder: Path) -> Outcome:
-        """By the verdict; without one, or after a failure, by the failed rank's report."""
-        verdict, report = read_verdict(self.run_dir), read_report(folder)
-        word, reason, blamed = explain(report, status)
-        if verdict is not None and (report is None or verdict[0] in ("DONE", "PREEMPTED")):
-            word, reason, blamed = verdict[0], verdict[1]["reason"], ()
+    def _outcome(self, status: int, before: int) -> Outcome:
+        word, reason, blamed = explain(read_verdict(self.run_dir), status)
         terminated = self.terminated.is_set()
         if terminated:  # a rank that is killed while it saves says nothing about its node
             blamed = ()

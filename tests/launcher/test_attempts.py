@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from launcher.runtime.verdict import ATTEMPT, Failure, node_name, read_report, write_report
+from launcher.runtime.outcome import Outcome as Ending
+from launcher.runtime.verdict import RUN_DIR, Failure, node_name, read_verdict
 from launcher.slurm.attempts import History, Outcome, decide, explain
 
 
@@ -88,6 +89,13 @@ STOPPED = report(
 )
 
 
+@pytest.fixture
+def publish(tmp_path, monkeypatch):
+    """As a rank does under the batch script, in this run directory."""
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    return lambda *failure: Ending().publish(*failure)
+
+
 @pytest.mark.parametrize(
     "found, status, verdict, nodes, reason",
     [
@@ -95,33 +103,33 @@ STOPPED = report(
         (report(), 1, "FAILED", ("n2",), "rank 1 on n2: CUDA error"),
         (DIVERGED, 137, "FAILED", (), "rank 0 on n1: diverged"),
         (DEAD, 137, "FAILED", ("n2",), "rank 1 on n2 has died or is frozen"),
-        (None, 7, "CRASHED", (), "the ranks ended with status 7 and left no error report"),
+        (None, 7, "CRASHED", (), "the ranks ended with status 7 and left no verdict"),
         (STOPPED, 75, "PREEMPTED", (), "stopped by SIGTERM before the first step"),
         (STOPPED, 1, "PREEMPTED", (), "stopped by SIGTERM before the first step"),  # torchrun's
         # srun has asked rank 0 to stop, because another rank was killed
         (STOPPED, 137, "CRASHED", (), "a rank was killed before the first step (status 137)"),
     ],
 )
-def test_the_cause(found, status, verdict, nodes, reason):
-    assert explain(found, status) == (verdict, reason, nodes)
+def test_the_cause(found, status, verdict, nodes, reason, publish, tmp_path):
+    if found is not None:
+        publish(found)
+    assert explain(read_verdict(tmp_path), status) == (verdict, reason, nodes)
 
 
-def test_the_first_report_of_an_attempt_stays_and_is_torchelastics(tmp_path, monkeypatch):
-    monkeypatch.delenv(ATTEMPT, raising=False)
-    write_report(report())  # without a batch script nobody wants to know
-    monkeypatch.setenv(ATTEMPT, str(tmp_path / "0002"))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "elastic" / "error.json"))
-    write_report(report(), "a traceback")
-    write_report(DIVERGED)
-    assert read_report(tmp_path / "0002") == report() and read_report(tmp_path / "0001") is None
-    message = json.loads((tmp_path / "elastic" / "error.json").read_text())["message"]
+def test_the_first_failure_of_an_attempt_is_its_verdict_and_torchelastics(
+    publish, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    publish(report(), "a traceback")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # each rank has its own
+    publish(DIVERGED)
+    assert read_verdict(tmp_path)[1]["reason"] == "CUDA error"
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (
         message["message"] == "rank 1 on n2: CUDA error"
         and message["extraInfo"]["py_callstack"] == "a traceback"
     )
     assert int(message["extraInfo"]["timestamp"]) > 0
-    (tmp_path / "0002" / "error.json").write_text('{"message": "to')
-    assert read_report(tmp_path / "0002") is None
 
 
 def test_a_node_goes_by_the_name_that_slurm_knows(monkeypatch):

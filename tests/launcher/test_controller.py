@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import launcher.slurm.controller
 from launcher.runtime.environment import candidates
-from launcher.runtime.verdict import Failure, read_verdict, write_verdict
+from launcher.runtime.verdict import read_verdict, write_verdict
 from launcher.slurm.attempts import History
 from tests.launcher.conftest import PATIENCE, ROOT
 from tests.launcher.conftest import until as in_time
@@ -109,13 +108,13 @@ def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path)
     assert History(run_dir).counts() == (1, 1)
 
 
-def test_the_report_of_an_attempt_that_the_history_has_lost_is_not_this_ones(recipe, bin, tmp_path):
-    old = tmp_path / "run" / "attempts" / "0001"
-    old.mkdir(parents=True)
-    (old / "error.json").write_text(json.dumps({"message": {"message": "of last week"}}))
+def test_the_verdict_of_an_attempt_that_the_history_has_lost_is_not_this_ones(
+    recipe, bin, tmp_path
+):
+    (tmp_path / "run").mkdir()
+    write_verdict(tmp_path / "run", "FATAL", 1, "of last week")
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and requeued(bin), out
-    assert history(tmp_path / "run")[-1]["attempt"] == 2
     assert "of last week" not in out
 
 
@@ -131,24 +130,12 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert (tmp_path / "ran").exists() and "LOST: the batch script on n1 was lost" in out, out
 
 
-def test_a_log_whose_attempt_never_began_is_left_alone(recipe, bin, tmp_path):
-    """Its job died in that moment, or the history is gone: the run goes on under the next number."""
-    (tmp_path / "run" / "attempts").mkdir(parents=True)
-    (tmp_path / "run" / "attempts" / "0001.log").write_text("of an attempt that was lost\n")
-    status, out = supervise(recipe, bin, "false")
-    assert status == 0 and requeued(bin), out
-    assert [(line["attempt"], line.get("blamed")) for line in history(tmp_path / "run")] == [
-        (2, None),
-        (2, []),
-    ]
-
-
-REPORT = Failure(1, "n1", "no GPU", status=2, node_suspect=True)
+VERDICT = {"step": 0, "reason": "no GPU", "where": "rank 1 on n1", "blamed": "n1"}
 BAD_NODE = (
     "sh",
     "-c",
-    'mkdir -p "$CLIP_TRAIN_ATTEMPT_DIR"; echo "$0" > "$CLIP_TRAIN_ATTEMPT_DIR/error.json"; exit 2',
-    json.dumps({"message": {"message": str(REPORT), "extraInfo": asdict(REPORT)}}),
+    'printf "FAILED\\n%s\\n" "$0" > "$CLIP_TRAIN_RUN_DIR/VERDICT"; exit 2',
+    json.dumps(VERDICT),
 )
 
 
@@ -234,7 +221,7 @@ def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypa
     ranks = ["sh", "-c", "sleep 2; exit 1"]
     process = start(recipe, bin, *ranks, overrides=[f"log.notify={command}"])
     out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and requeued(bin) and "ended with status 5" in out, out
+    assert process.returncode == 0 and requeued(bin) and "status 5" in out, out
     assert (tmp_path / "notified").read_text() == "CRASHED run 0\n"
     end = history(tmp_path / "run")[-1]
     assert end["gpu_hours"] >= 2 and end["gpu_hours_lost"] == end["gpu_hours"]  # 3,600 GPUs

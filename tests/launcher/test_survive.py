@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runtime.verdict import ATTEMPT, node_name, read_report, read_verdict
+from launcher.runtime.verdict import RUN_DIR, node_name, read_verdict
 from launcher.slurm.attempts import explain
 from tests.launcher.conftest import (
     ENDLESS,
@@ -67,10 +67,13 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
     status, out = finish(process)
     assert status == 1
     assert out.count("\nRuntimeError: broken on purpose") == times and "] error:" not in out, out
-    assert read_verdict(tmp_path / "run") == (
+    word, why = read_verdict(tmp_path / "run")
+    assert (word, why["step"], why["reason"]) == (
         "FAILED",
-        {"step": step, "reason": "RuntimeError: broken on purpose"},
+        step,
+        "RuntimeError: broken on purpose",
     )
+    assert why["where"] == f"rank 1 on {node_name()}" and why["blamed"] == node_name()
     assert seconds_to_verdict(tmp_path / "run") < PROMPT
 
 
@@ -114,16 +117,16 @@ def by_hand(recipe, *overrides, **of_rank_1):
     )
 
 
-def blamed(attempt: Path) -> tuple[str, tuple[str, ...]]:
+def blamed(run_dir: Path) -> tuple[str, tuple[str, ...]]:
     """What attempts.jsonl would have of an attempt: the reason, and the nodes that are to blame."""
-    _, reason, nodes = explain(read_report(attempt), 1)
+    _, reason, nodes = explain(read_verdict(run_dir), 1)
     return reason, nodes
 
 
 def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank_on_rank_0(
     recipe, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
     first, environ, line = by_hand(
         recipe, "launch.rendezvous_seconds=20", MASTER_ADDR="no-such-node.invalid"
     )
@@ -140,7 +143,7 @@ def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank
 
 
 def test_a_port_that_is_taken_is_its_own_cause(recipe, tmp_path, monkeypatch):
-    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         world = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Store
 
 from clip_train import dist
+from clip_train.checkpoint.manager import LastGood
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv
@@ -26,7 +27,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.launch import launch_local, local_ranks
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.rendezvous import connect, meet
-from launcher.runtime.verdict import ATTEMPT, read_report
+from launcher.runtime.verdict import RUN_DIR, read_verdict
 from launcher.runtime.watchdog import (
     LaunchConfig,
     Phase,
@@ -50,7 +51,7 @@ def test_the_stop_file_and_progress(tmp_path):
     stop = StopRequest()
     watchdog = Watchdog(LaunchConfig(), stop, run_dir=tmp_path, environ={})
     steps = iter([3])
-    watchdog.committed = lambda: next(steps, 5)
+    watchdog.committed = lambda: LastGood(next(steps, 5), "")
     watchdog.start()
     try:
         assert until(
@@ -82,7 +83,7 @@ def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
     watchdog = Watchdog(
         LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={}
     )  # ENAMETOOLONG
-    watchdog.committed = lambda: beats.append(1) or len(beats)
+    watchdog.committed = lambda: beats.append(1) or LastGood(len(beats), "")
     watchdog.start()
     try:
         assert until(lambda: len(beats) > 2)
@@ -190,7 +191,7 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, number):
-    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
     stop = StopRequest()
     stop.ask(number.name)
     before = {
@@ -206,8 +207,8 @@ def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, numb
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    report = read_report(tmp_path)
-    assert report is not None and report.word == "PREEMPTED" and number.name in report.message
+    word, why = read_verdict(tmp_path)
+    assert word == "PREEMPTED" and number.name in why["reason"]
 
 
 def test_a_number_of_ranks_that_cannot_be():
