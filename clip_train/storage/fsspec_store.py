@@ -68,13 +68,16 @@ class FsspecStorage(RemoteStorage):
         so_far = f"not all of {end - begin} bytes"
         return whole(await pace.hold(request, end - begin, so_far), end - begin)
 
-    async def listing(self, folder: str, found: list[Entry], pace: Pace) -> None:
-        found.clear()
-        with contextlib.suppress(FileNotFoundError):
+    async def listing(self, folder: str, pace: Pace) -> list[Entry]:
+        try:
             infos = await self._call("find", folder.rstrip("/"), withdirs=False, detail=True)
-            for key, info in infos.items():
-                if key.startswith(folder):
-                    found.append(Entry(key, int(info["size"]), _modified(info)))
+        except FileNotFoundError:
+            return []
+        return [
+            Entry(key, int(info["size"]), _modified(info))
+            for key, info in infos.items()
+            if key.startswith(folder)
+        ]
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         if not self._fs.async_impl:  # it may have real folders

@@ -112,13 +112,13 @@ class ObjectStorage(RemoteStorage):
             except StopAsyncIteration:
                 return whole(bytes(data), (answer.meta["size"] if end is None else end) - begin)
 
-    async def listing(self, folder: str, found: list[Entry], pace: Pace) -> None:
-        last = found[-1].name if found else None
-        pages = aiter(obstore.list(self._client, folder or None, offset=last, chunk_size=1000))
+    async def listing(self, folder: str, pace: Pace) -> list[Entry]:
+        found: list[Entry] = []
+        pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
         while True:
             page = await pace.hold(anext(pages, None))
             if not page:
-                return
+                return found
             for each in page:
                 found.append(Entry(each["path"], each["size"], each["last_modified"].timestamp()))
 

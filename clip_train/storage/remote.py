@@ -109,8 +109,8 @@ class RemoteStorage(Storage):
         """Exactly the bytes [begin, end) (None: all); tag: of the object that it must still be."""
 
     @abstractmethod
-    async def listing(self, folder: str, found: builtins.list[Entry], pace: Pace) -> None:
-        """Append all keys that begin with `folder`. After an error it is called for the rest."""
+    async def listing(self, folder: str, pace: Pace) -> builtins.list[Entry]:
+        """All keys that begin with `folder`, or an error; never a part of them."""
 
     @abstractmethod
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
@@ -188,9 +188,8 @@ class RemoteStorage(Storage):
         return self.wait(f"reading {name}", partial(self.get, self.key(name), start, end, None))
 
     def list(self, prefix: str = "") -> list[Entry]:
-        found: builtins.list[Entry] = []
         key = self.key(prefix).rstrip("/")
-        self.wait(f"listing {prefix}", partial(self.listing, f"{key}/" if key else "", found))
+        found = self.wait(f"listing {prefix}", partial(self.listing, f"{key}/" if key else ""))
         cut = len(self.root) + 1 if self.root else 0
         return sorted(Entry(each.name[cut:], each.size, each.modified) for each in found)
 
