@@ -146,6 +146,14 @@ class Trial:
     error: ClipTrainError | None = None
 
 
+_IGNORES_CONDITIONS = Trial(
+    "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
+    "both take it for theirs",
+    "What still holds: a checkpoint is whole or is not one, and a run that was started earlier "
+    "stops at its next save. Make sure that no two jobs use this checkpoint.remote at once",
+)
+
+
 def preflight(storage: Storage) -> list[str]:
     """Try all that a run does with its store: returns warnings.
 
@@ -175,7 +183,15 @@ def try_all(storage: Storage) -> Iterator[Trial]:
             raise CheckpointError("gives back other bytes than were written")
         yield Trial("reads back what was written")
         doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
-        yield _try_conditional_writes(storage, once)
+        # two writers, of which one may win: this is how leases and commits are taken
+        if not storage.put_bytes(once, b"first", if_absent=True):
+            raise CheckpointError(
+                "refuses a conditional write (If-None-Match) to a name that is new"
+            )
+        if storage.put_bytes(once, b"second", if_absent=True):
+            yield _IGNORES_CONDITIONS
+        else:
+            yield Trial("honors conditional writes: of two runs only one can commit")
         doing, right = "have files deleted (retention does)", "s3:DeleteObject"
         for name in (file, once):
             storage.delete(name)
@@ -190,20 +206,6 @@ def try_all(storage: Storage) -> Iterator[Trial]:
                 storage.delete_tree(folder)
             if isinstance(storage, LocalStorage):  # unless another one is at it
                 storage.path(folder).parent.rmdir()
-
-
-def _try_conditional_writes(storage: Storage, name: str) -> Trial:
-    """Two writers, of which one may win: this is how leases and commits are taken."""
-    if not storage.put_bytes(name, b"first", if_absent=True):
-        raise CheckpointError("refuses a conditional write (If-None-Match) to a name that is new")
-    if not storage.put_bytes(name, b"second", if_absent=True):
-        return Trial("honors conditional writes: of two runs only one can commit")
-    return Trial(
-        "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
-        "both take it for theirs",
-        "What still holds: a checkpoint is whole or is not one, and a run that was started earlier "
-        "stops at its next save. Make sure that no two jobs use this checkpoint.remote at once",
-    )
 
 
 def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Trial:

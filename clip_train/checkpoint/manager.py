@@ -25,7 +25,6 @@ from clip_train.checkpoint.restore import (
     Places,
     Resumed,
     is_shared,
-    read_scores,
     select,
 )
 from clip_train.checkpoint.retention import Policy, check_space, free_bytes
@@ -124,7 +123,10 @@ class CheckpointManager:
         self._damaged = {each.ref for each in damaged}
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
-            self._scores = read_scores(resumed.state, self.config.keep_best)
+            best = resumed.state.get("keep_best", {})
+            if best.get("metric") == self.config.keep_best:
+                for name, value in best.get("values", {}).items():
+                    self._scores[CommitRef.parse(name) or CommitRef(0, 0)] = value
         if resumed is not None and resumed.own:
             self._protect = {resumed.ref}
             if self.remote is None or resumed.in_remote:

@@ -263,10 +263,3 @@ def _folders(
     if local is not None and (cache is not None or is_local):
         return local.path(prefix), remote
     return cache.path(manifest.staged_name(prefix)) if cache is not None else None, remote
-
-
-def read_scores(state: dict[str, Any], metric: str | None) -> dict[CommitRef, float]:
-    """The evaluations of `keep_best` (metric) in a checkpoint's state, by marker."""
-    kept = state.get("keep_best", {})
-    values = kept.get("values", {}) if kept.get("metric") == metric else {}
-    return {CommitRef.parse(name) or CommitRef(0, 0): value for name, value in values.items()}

@@ -76,23 +76,13 @@ def apply_retention(
         check(storage, policy.lease)
         storage.delete(old.name)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
-
-    def spared(attempt: str) -> bool:
-        """Whether it may still be committed: elsewhere, by a successor, or by this process.
-
-        All ranks have finished with what is older than this process's newest commit: each rank's
-        saves are written one after the other.
-        """
-        ref = parse_prefix(attempt)
-        if ref is None or attempt in in_flight:
-            return attempt in in_flight
-        return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
-
     now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
     named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
-    for attempt, files in attempts(storage).items():
-        ref = parse_prefix(attempt)
-        if ref is None or spared(attempt) or is_named(named, ref, attempt):
+    for (ref, attempt), files in attempts(storage).items():
+        # A successor or this process may still commit it. All ranks have finished with what is
+        # older than this process's newest commit: each rank writes its saves one after the other.
+        pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
+        if pending or attempt in in_flight or is_named(named, ref, attempt):
             continue
         grace = 0.0 if ref.epoch == epoch else orphan_grace
         modified = max(entry.modified for entry in files)
@@ -108,16 +98,21 @@ def apply_retention(
             storage.delete(entry.name)
 
 
-def attempts(storage: Storage) -> dict[str, list[Entry]]:
-    """The files of each attempt, those that are being written too, by its folder. OSError."""
-    files: dict[str, list[Entry]] = defaultdict(list)
+def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
+    """The files of each attempt, those that are being written too, by what it is meant for and its
+    folder. OSError.
+    """
+    files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
     if isinstance(storage, LocalStorage):
         entries = storage.list("ckpt", unfinished=True) + storage.list("tmp", unfinished=True)
     else:
         entries = storage.list("ckpt")
     for entry in entries:
-        files[attempt_of(entry.name)].append(entry)
-    return dict(sorted(files.items()))
+        attempt = attempt_of(entry.name)
+        ref = parse_prefix(attempt)
+        if ref is not None:
+            files[ref, attempt].append(entry)
+    return files
 
 
 def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -> bool:
@@ -137,9 +132,8 @@ def _remove(storage: Storage, attempt: str, files: list[Entry]) -> None:
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> None:
     """On a disk that not all ranks share: remove what was staged or fetched before. OSError."""
-    for attempt, files in attempts(storage).items():
-        ref = parse_prefix(attempt)
-        if ref is not None and ref.epoch < epoch and not storage.exists(ref.name):
+    for (ref, attempt), files in attempts(storage).items():
+        if ref.epoch < epoch and not storage.exists(ref.name):
             _remove(storage, attempt, files)
 
 

@@ -42,9 +42,8 @@ class Plan:
     head: bytes  # the start of the file, its length a multiple of 8
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own
     num_bytes: int  # of the file
-    fragments: dict[
-        str, Any
-    ]  # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
+    # for the rank's manifest: `shapes`, `rows` of fragments, other `tensors`
+    fragments: dict[str, Any]
     on_gpu: bool = False  # the tensors
 
 
@@ -109,11 +108,9 @@ def lay_out(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Plan:
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     head = len(encoded).to_bytes(8, "little") + encoded
-    where: dict[str, tuple[str, list[int], int]] = {}  # dtype, shape, byte offset in the file
-    for key in order:
-        begin = len(head) + header[key]["data_offsets"][0]
-        where[key] = (header[key]["dtype"], header[key]["shape"], begin)
-    places = [(where[key][2], tensors[key]) for key in order]
+    starts = {key: len(head) + header[key]["data_offsets"][0] for key in order}  # in the file
+    where = {key: (header[key]["dtype"], header[key]["shape"], starts[key]) for key in order}
+    places = [(starts[key], tensors[key]) for key in order]
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     return Plan(head, places, len(head) + at, {"shapes": {}, "rows": [], "tensors": where}, on_gpu)
 
