@@ -344,21 +344,18 @@ class CheckpointManager:
 
     def _hear(self, message: Message) -> None:
         step, text, seconds = message.step, message.text, message.seconds
+        if message.event not in (Event.NOTE, Event.WRITTEN, Event.LOCAL):
+            # how an attempt has ended: the one that is pending, or one before it
+            if step not in self._pending or self._pending[step].prefix != message.prefix:
+                return
+            del self._pending[step]
         match message.event:
             case Event.NOTE:
                 self._log(text)
-                return
             case Event.WRITTEN:
                 self._writing = None
-                return
             case Event.LOCAL:
                 self._note_good(step, text)
-                return
-        # the others say how an attempt has ended: the one that is pending, or one before it
-        if step not in self._pending or self._pending[step].prefix != message.prefix:
-            return
-        del self._pending[step]
-        match message.event:
             case Event.FAILED:
                 self._fail(step, text)
             case Event.FENCED:
@@ -422,11 +419,8 @@ class CheckpointManager:
         Collective.
         """
         if step in self._pending and self.remote is not None:
-            left = max(end - time.monotonic(), 0.0)
-            text = (
-                f"waiting up to {left:.0f} s for step {step} to be committed at {self.remote.url}"
-            )
-            self._log(text)
+            left, where = max(end - time.monotonic(), 0.0), self.remote.url
+            self._log(f"waiting up to {left:.0f} s for step {step} to be committed at {where}")
         in_time = self._wait_together(lambda: dist.is_main() and step in self._pending, end)
         self._share()
         if self._saved == step:
