@@ -85,14 +85,11 @@ def run(args: argparse.Namespace) -> int:
     config = check_config(apply_overrides(raw, args.overrides), recipe)
     status = train(config, args.outcome, args.stop)
     log(
-        f"zero-shot is over {data.num_val} images of {HELD_OUT} captions never seen in "
-        f"training; chance is {1 / HELD_OUT:.1%}"
+        f"zero-shot accuracy is over {data.num_val} images of {HELD_OUT} captions never seen in "
+        f"training; chance is {1 / HELD_OUT:.1%}\n"
+        "run the demo again with run.steps=<more> to continue from its last checkpoint, or with\n"
+        "batch.micro_size=16: the loss curve is the same; report.html in the run directory shows it"
     )
-    log(
-        "run the demo again with run.steps=<more> to go on from its last checkpoint, or "
-        "batch.micro_size=16 to see"
-    )
-    log("that the loss curve does not care; report.html in the run directory shows the curves")
     return status
 
 
@@ -163,9 +160,13 @@ def shapes(
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    names = ("train/*.tar", "val/*.tar", "classes.json")
-    train_to, val_to, classes_to = (str(folder / name) for name in names)
-    return SyntheticData(train_to, val_to, classes_to, num_train, len(val))
+    return SyntheticData(
+        train=str(folder / "train/*.tar"),
+        val=str(folder / "val/*.tar"),
+        classes=str(folder / "classes.json"),
+        num_train=num_train,
+        num_val=len(val),
+    )
 
 
 def _parameters_of(folder: Path) -> dict[str, Any] | None:

@@ -91,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"worst": worst, "findings": [*map(asdict, findings)]}, indent=2))
     else:
-        line = ", ".join(f"{counts[level]} {level}" for level in COLOURS)
         more = "" if args.recipe else "; with a recipe also shards, captions, S3 and disk"
-        console.print(line + more)
+        console.print(", ".join(f"{counts[level]} {level}" for level in COLOURS) + more)
     return int(worst == "error")
 
 
@@ -113,8 +112,7 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
     engine = on_this_machine(config.engine if config else EngineConfig(), world)
     checks += find_engine(engine.kind).checks
     if config is not None:
-        of_recipe = {**RECIPE, **PLACES}
-        checks += [(name, partial(check, config)) for name, check in of_recipe.items()]
+        checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
     for name, of_it in checks:
         try:
             yield from of_it()
@@ -145,9 +143,12 @@ def check_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        message = f"{torch.cuda.get_device_name(index)} {index}, {memory}"
-        remedy = "another process holds its memory: nvidia-smi shows which"
-        yield warning_if(free < 0.9 * total, "devices", message, remedy)
+        yield warning_if(
+            free < 0.9 * total,
+            "devices",
+            f"{torch.cuda.get_device_name(index)} {index}, {memory}",
+            "another process holds its memory: nvidia-smi shows which",
+        )
 
 
 def check_ranks() -> Iterator[Finding]:
@@ -189,15 +190,20 @@ def check_group() -> Iterator[Finding]:
 
 def check_limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = "ulimit -n 65536: loader workers and sockets need them"
-    yield warning_if(files < 4096, "limits", f"{files} open files (ulimit -n)", remedy)
+    yield warning_if(
+        files < 4096,
+        "limits",
+        f"{files} open files (ulimit -n)",
+        "ulimit -n 65536: loader workers and sockets need them",
+    )
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
-        remedy = (
-            "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through it"
-        )
         yield warning_if(
-            free < 2**30, "limits", f"/dev/shm has {free / 2**20:.0f} MiB free", remedy
+            free < 2**30,
+            "limits",
+            f"/dev/shm has {free / 2**20:.0f} MiB free",
+            "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through "
+            "it",
         )
 
 
@@ -243,11 +249,9 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
 def check_shards(config: RunConfig) -> Iterator[Finding]:
     """Shards, index and a first caption of data.train and of data.val, each by itself."""
     storage = config.storage.model_copy(update={"attempts": min(3, config.storage.attempts)})
-    for key in ("data.train", "data.val"):
-        data = config.data
-        if key == "data.val":
-            val = {"train": data.val, "train_weights": None, "resampled": False}
-            data = data.model_copy(update=val)
+    val = {"train": config.data.val, "train_weights": None, "resampled": False}
+    sources = {"data.train": config.data, "data.val": config.data.model_copy(update=val)}
+    for key, data in sources.items():
         if data.train is None:
             continue
         name = f"{key} ({data.train})"
@@ -263,20 +267,24 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
             yield error("shards", str(e).replace("data.train", key, 1), remedy)
             continue
         except OSError as e:
-            message = f"{name}: {last} cannot be read ({type(e).__name__}: {e})"
-            yield error("shards", message, "correct the range in braces, or upload what is missing")
+            yield error(
+                "shards",
+                f"{name}: {last} cannot be read ({type(e).__name__}: {e})",
+                "correct the range in braces, or upload what is missing",
+            )
             continue
         number = len(found.index.shards)
         shards = f"{number} shard{'s' * (number > 1)}"
         first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
         yield ok("shards", f"{name}: {shards}, {first}")
         if key == "data.train" and synthetic_size(last) is None:
-            message, missing = found.index.describe(), len(found.index.without)
-            if missing:
-                message = f"{missing} of {shards} have none, so damage in them goes unseen"
-            wrong = bool(missing) and data.verify != "off"
+            missing = len(found.index.without)
+            unseen = f"{missing} of {shards} have none, so damage in them goes unseen"
             yield warning_if(
-                wrong, "index", f"{name}: {message}", f"clip-train index '{data.train}'"
+                missing > 0 and data.verify != "off",
+                "index",
+                f"{name}: {unseen if missing else found.index.describe()}",
+                f"clip-train index '{data.train}'",
             )
 
 
@@ -284,10 +292,13 @@ def check_classes(config: RunConfig) -> Iterator[Finding]:
     """Have the first samples that are evaluated on labels that are classes?"""
     seen = labels_of(config)
     if seen is not None:
-        have = f"{seen.labelled} of the first {seen.samples} samples have a class"
-        message = f"{seen.key} ({seen.place}): {have}"
-        remedy = "see docs/evaluation.md; or set evaluate.zero_shot_classes=null"
-        yield warning_if(not seen.labelled, "labels", message, remedy)
+        yield warning_if(
+            not seen.labelled,
+            "labels",
+            f"{seen.key} ({seen.place}): {seen.labelled} of the first {seen.samples} samples have "
+            "a class",
+            "see docs/evaluation.md; or set evaluate.zero_shot_classes=null",
+        )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

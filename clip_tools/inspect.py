@@ -162,10 +162,8 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     found = open_to_look(places, args.step, only)
     if config is not None:
         return config, found
-    recipe_there, said = (
-        found.state["recipe"],
-        {override.partition("=")[0] for override in overrides},
-    )
+    recipe_there = found.state["recipe"]
+    said = {override.partition("=")[0] for override in overrides}
     for name in LOOKED_AT if is_remote(place) else ():
         section, key = name.split(".")
         url = recipe_there[section].get(key)

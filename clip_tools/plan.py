@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -179,10 +180,9 @@ def layouts(resolved: Resolved, limit: float, forwards_per_second: float) -> lis
                 "auto": layout == chosen,
             })  # fmt: skip
 
-    def order(row: dict[str, Any]) -> tuple[bool, float]:
-        return not row["fits"], row["seconds" if row["fits"] else "bytes"]
-
-    return sorted(rows, key=order)[:LARGEST_TABLE]
+    fitting = sorted((row for row in rows if row["fits"]), key=itemgetter("seconds"))
+    others = sorted((row for row in rows if not row["fits"]), key=itemgetter("bytes"))
+    return [*fitting, *others][:LARGEST_TABLE]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from clip_train import dist
+from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.invalid import InvalidLog
@@ -243,18 +244,15 @@ def build_trainer(
         recipe=recipe.to_keep(),
         skipped=skipped,
     )
-    progress = ProgressLine(
-        steps,
-        start_step=start,
-        enabled=dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO),
-        every_steps=config.log.every_steps,
-    )
-    callbacks = [
+    progress: list[Callback] = []
+    if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
+        progress = [ProgressLine(steps, start_step=start, every_steps=config.log.every_steps)]
+    callbacks: list[Callback] = [
         watchdog,
-        InvalidLog(loader.epoch, progress.message, sinks.write),
+        InvalidLog(loader.epoch, log if progress else silent, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
         sinks,
-        progress,
+        *progress,
         GarbageCollections(),
     ]
     trainer = Trainer(

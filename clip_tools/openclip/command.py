@@ -85,20 +85,16 @@ def read_command(text: str) -> tuple[dict[str, Any], int | None]:
         words = list(lexer)
     except ValueError as e:
         raise UserError(f"this is not a command line: {e}; quote it as one argument") from None
-    start = 0
-    for i, word in enumerate(words):
-        if re.search(r"(^|[./])main(\.py)?$", word):
-            start = i + 1
-            break
+    starts = [i + 1 for i, word in enumerate(words) if re.search(r"(^|[./])main(\.py)?$", word)]
+    start = starts[0] if starts else 0
     ends = [i for i, word in enumerate(words) if word[0] == "#" or not word.strip(";<>|&")]
     end = next((i for i in ends if i >= start), len(words))
     launcher = " ".join(words[:start])
-    ranks, nodes = PER_NODE.search(launcher), NODES.search(launcher)
-    if ranks is None:
-        ranks, nodes = IN_ALL.search(launcher), None
-    world_size = None
-    if ranks is not None:
-        world_size = int(ranks[1]) * (int(nodes[1]) if nodes else 1)
+    per_node, nodes = PER_NODE.search(launcher), NODES.search(launcher)
+    ranks = per_node or IN_ALL.search(launcher)
+    world_size = int(ranks[1]) if ranks else None
+    if per_node and nodes:
+        world_size = int(per_node[1]) * int(nodes[1])
     return _flags(words[start:end]), world_size
 
 
@@ -111,12 +107,9 @@ def _flags(words: list[str]) -> dict[str, Any]:
             parser.add_argument(f"--{flag}", dest=flag, action="store_true")
         else:
             parser.add_argument(f"--{flag}", dest=flag, nargs="*" if flag in LISTS else None)
-    for i, word in enumerate(words):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            words[i] = name.replace("_", "-") + equals + value
+    hyphens = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
     try:
-        found, unknown = parser.parse_known_args(words)
+        found, unknown = parser.parse_known_args(hyphens)
     except argparse.ArgumentError as e:
         raise UserError(f"{e.argument_name} has no value; is the command cut?") from None
     mistakes = []
@@ -157,8 +150,12 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     )
     keys: Keys = {"batch.global_size": per_rank * cut * world_size, "batch.micro_size": per_rank}
     if cut > 1:
-        faster = f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it"
-        notes.append(("--accum-freq", faster))
+        notes.append(
+            (
+                "--accum-freq",
+                f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
+            )
+        )
     for flag, key in SAME.items():
         if flag in given:
             value = given[flag]
@@ -173,10 +170,12 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     _places(keys, flags)
     _augmentation(keys, notes, flags.get("aug-cfg", []))
     precision = str(given["precision"])
-    keys["engine.precision"] = PRECISIONS.get(precision, "bf16")
-    if "precision" in flags and keys["engine.precision"] not in precision:
-        bf16 = f"{keys['engine.precision']} here, with fp32 master weights and loss"
-        notes.append((f"--precision {precision}", bf16))
+    ours = PRECISIONS.get(precision, "bf16")
+    keys["engine.precision"] = ours
+    if "precision" in flags and ours not in precision:
+        notes.append(
+            (f"--precision {precision}", f"{ours} here, with fp32 master weights and loss")
+        )
     if "siglip" not in flags and "loss-dist-impl" in flags:
         notes.append(("--loss-dist-impl", "for --siglip only"))
     elif flags.get("loss-dist-impl") == "gather":
@@ -231,8 +230,7 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
                 f'python -c "import open_clip, torch; torch.save({made})"',
             )
         )
-    if HF_TOWER.fullmatch(known) and "lock-text" in given:
-        keys.pop("model.lock_text")
+    if HF_TOWER.fullmatch(known) and keys.pop("model.lock_text", False):
         keys.pop("model.lock_text_unlocked_layers", None)
         notes.append(
             (
@@ -410,10 +408,10 @@ def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
         if name not in AUGMENTATIONS:
             notes.append((f"--aug-cfg {name}", "has no counterpart"))
         elif name in idle:
-            nothing = (
-                f"does nothing there {'with' if timm else 'without'} use_timm; {key} would here"
+            word = "with" if timm else "without"
+            notes.append(
+                (f"--aug-cfg {name}", f"does nothing there {word} use_timm; {key} would here")
             )
-            notes.append((f"--aug-cfg {name}", nothing))
         elif name == "color_jitter":  # timm's: one number for three, or three without hue
             values = [value] * 3 if isinstance(value, int | float) else list(value)
             keys[key] = [*values, 0.0][:4]

@@ -24,9 +24,7 @@ _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 class ProgressLine(Callback):
     """A progress bar if stderr is a terminal; otherwise (a job's log) a line every so many seconds,
-    and at the last step.
-
-    enabled: pass False on all ranks but 0; then every call does nothing.
+    and at the last step. For rank 0 only.
     """
 
     def __init__(
@@ -34,7 +32,6 @@ class ProgressLine(Callback):
         total_steps: int,
         *,
         start_step: int = 0,
-        enabled: bool = True,
         every_steps: int = 1,
         every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -47,9 +44,8 @@ class ProgressLine(Callback):
         self._first = True  # the first step includes the start of workers and kernels
         self._seconds: float | None = None  # per step, smoothed, without the first one
         self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
-        self._enabled = enabled
         self._bar: Any = None
-        if not enabled or not sys.stderr.isatty():
+        if not sys.stderr.isatty():
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
@@ -70,8 +66,6 @@ class ProgressLine(Callback):
         keys: Sequence[str] = (),
         invalid: Mapping[str, int] | None = None,
     ) -> None:
-        if not self._enabled:
-            return
         step, seconds = record["step"], record["step_seconds"]
         if not self._first:
             before = seconds if self._seconds is None else self._seconds
@@ -107,14 +101,10 @@ class ProgressLine(Callback):
             parts.append(f"{failed} failed save{'s' if failed > 1 else ''}")
         return "  ".join(parts)
 
-    def message(self, text: str) -> None:
-        """A line of its own, above the bar: rich redirects stderr while the bar is shown."""
-        if self._enabled:
-            logger.info("%s", text)
-
     def after_evaluate(self, record: dict[str, Any]) -> None:
+        """A line above the bar: rich redirects stderr while the bar is shown."""
         numbers = {name: value for name, value in record.items() if name != "step"}
-        self.message(f"step {record['step']}: {headline(numbers)}")
+        logger.info("step %d: %s", record["step"], headline(numbers))
 
     def phase(self, name: str) -> None:
         if name in ("end", "finish"):
