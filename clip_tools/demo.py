@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,7 +141,9 @@ def shapes(
     val = [(combination, EVAL_TEMPLATE) for combination in held_out for _ in range(8)]
     rng = random.Random(seed + 1)
     drawn = ((c, rng.choice(TEMPLATES)) for c in (rng.choice(seen) for _ in range(num_train)))
-    there = _parameters_of(folder)
+    there = None
+    with suppress(OSError, ValueError):
+        there = json.loads((folder / MARKER).read_text())
     if there is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder} is not empty and holds no synthetic data set; name another folder"
@@ -167,13 +170,6 @@ def shapes(
         num_train=num_train,
         num_val=len(val),
     )
-
-
-def _parameters_of(folder: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _samples(

@@ -4,6 +4,7 @@ The trainer decides what happens at a step boundary. Everything that can end a r
 all ranks here. What only looks at the run is a `Callback`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
-from clip_train.metrics.meters import StepTimer, peak_memory_bytes
+from clip_train.metrics.meters import peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
 from clip_train.step import restore_rng, rng_state
@@ -54,6 +55,7 @@ class Trainer:
     skipped: Skipped = field(default_factory=Skipped)  # what looked at the run and failed
     step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
     samples: int = 0  # seen by all ranks together
+    step_began: float = 0.0  # seconds of time.perf_counter()
     saves_prepared: bool = False  # memory for the first snapshot is allocated
     closed: bool = False
     # an error of this rank alone; the other ranks learn of it at the next step boundary
@@ -78,15 +80,16 @@ class Trainer:
         on all ranks.
         """
         batches = iter(self.batches)
-        timer = StepTimer()
+        self.step_began = time.perf_counter()
         while self.step < self.steps:
             self.call("phase", "step")
-            with timer.data_wait():
-                batch = self._next_batch(batches)
+            asked = time.perf_counter()
+            batch = self._next_batch(batches)
+            waited = time.perf_counter() - asked
             if batch is None:
                 self._end_preempted()
             else:
-                self._step(batch, timer)
+                self._step(batch, waited)
         # Save first: a mistake in the evaluation's inputs must not cost the last steps.
         if self._save(wait=True) is not Saved.COMMITTED:
             raise CheckpointError(
@@ -142,8 +145,8 @@ class Trainer:
             raise self.failure or e  # noqa: B904
         return None if stopped else batch
 
-    def _step(self, batch: Batch, timer: StepTimer) -> None:
-        """One step, and the save and the evaluation that are due after it."""
+    def _step(self, batch: Batch, waited: float) -> None:
+        """One step, and the save and the evaluation that are due after it. waited: seconds."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
@@ -166,7 +169,7 @@ class Trainer:
         self.step += 1
         self.skipped.step = self.step
         self.samples += fitting.global_size
-        record = self._record(result, lr, fitting, timer)
+        record = self._record(result, lr, fitting, waited)
         self.call("after_step", record, batch.keys, batch.bad_samples)
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
@@ -182,17 +185,19 @@ class Trainer:
         if evaluates:
             self._evaluate()
         if saves or evaluates:
-            timer.restart()
+            self.step_began = time.perf_counter()  # neither is part of the next step
 
     def _log_of_this_step(self, message: str) -> None:
         if dist.is_main():
             self.log(f"step {self.step + 1}: {message}")
 
     def _record(
-        self, result: StepResult, lr: float, plan: BatchPlan, timer: StepTimer
+        self, result: StepResult, lr: float, plan: BatchPlan, waited: float
     ) -> dict[str, Any]:
         """One optimizer step, as `metrics.jsonl` has it."""
-        seconds, waited = timer.finish()
+        now = time.perf_counter()  # after the loss was read: the device is done
+        seconds = now - self.step_began
+        self.step_began = now
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
             "samples": self.samples,  # seen since the run began

@@ -1,51 +1,16 @@
-"""What is measured in a step, and the record that it goes into."""
+"""What is measured beside a step: the batch's digest, memory, collections of garbage."""
 
 import gc
 import hashlib
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.callbacks import Callback
-
-
-class StepTimer:
-    """Where a step's time goes. A step lasts from one `finish` (or the timer's making) to the next.
-
-    Work on a GPU is not waited for here: read a number from it (the loss) before `finish`.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """clock: seconds from any start."""
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a step now: after a pause that is no part of it, such as saving or evaluating."""
-        self._started = self._clock()
-        self._waited = 0.0
-
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Around fetching the next batch."""
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self._waited += self._clock() - started
-
-    def finish(self) -> tuple[float, float]:
-        """The step that ends here; the next one begins. (Seconds; how many of these it waited for
-        data)."""
-        times = self._clock() - self._started, self._waited
-        self.restart()
-        return times
 
 
 class BatchDigest(Callback):

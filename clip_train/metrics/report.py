@@ -75,15 +75,9 @@ class ReportSink:
 def write_report(run_dir: Path | str) -> Path:
     """Write the page of a run from its folder; returns its path. OSError."""
     path = Path(run_dir) / "report.html"
-    page = render(Run(run_dir))
-    LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
-    return path
-
-
-def render(run: Run) -> str:
-    """The page, in HTML."""
+    run = Run(run_dir)
     scores = {name: name for name in run.eval_curves}
-    return _template().render(
+    page = _template().render(
         run=_shown(run),
         charts=charts(run, run.curves, CHARTS),
         eval_charts=charts(run, run.eval_curves, scores, dots=True),
@@ -91,6 +85,8 @@ def render(run: Run) -> str:
         written=time.strftime(DATE),
         live=run.state == "training",
     )
+    LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
+    return path
 
 
 @cache

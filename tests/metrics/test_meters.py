@@ -1,11 +1,10 @@
 import gc
 import hashlib
 import resource
-import time
 
 import torch
 
-from clip_train.metrics.meters import BatchDigest, GarbageCollections, StepTimer, peak_memory_bytes
+from clip_train.metrics.meters import BatchDigest, GarbageCollections, peak_memory_bytes
 
 
 def digest(keys: list[str]) -> str:
@@ -19,28 +18,6 @@ def test_batch_digest_is_of_the_set() -> None:
     want = hashlib.sha256("shard-1/0001\nshard-1/0002\né/3".encode()).hexdigest()
     assert digest(keys) == digest(keys[::-1]) == want
     assert digest(keys[:2]) != want
-
-
-def test_step_timer_splits_the_step() -> None:
-    now = [7.0]
-    timer = StepTimer(clock=lambda: now[0])
-    with timer.data_wait():
-        now[0] += 2.0
-    with timer.data_wait():
-        now[0] += 1.0
-    now[0] += 4.0
-    assert timer.finish() == (7.0, 3.0)
-    now[0] += 0.5
-    assert timer.finish() == (0.5, 0.0)
-
-
-def test_step_timer_by_the_real_clock() -> None:
-    before = time.perf_counter()
-    timer = StepTimer()
-    with timer.data_wait():
-        sum(range(1000))
-    step, data_wait = timer.finish()
-    assert 0 < data_wait <= step <= time.perf_counter() - before
 
 
 def test_peak_memory_on_a_cpu_is_in_bytes() -> None:
