@@ -58,8 +58,14 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size or ranks
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
-        assumed = f"{CHECK}how many GPUs is not in this command: 1 is assumed; say --world-size N"
-        notes.insert(0, ("--world-size", assumed))
+        notes.insert(
+            0,
+            (
+                "--world-size",
+                f"{CHECK}the number of GPUs is not in this command: 1 is assumed; say "
+                "--world-size N",
+            ),
+        )
     sections: dict[str, Any] = {name: {} for name in RunConfig.model_fields}
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -348,16 +354,21 @@ def _schedule(keys: Keys, notes: Notes, given: Flags) -> None:
     samples, size = keys["data.num_samples"], keys["batch.global_size"]
     epoch, steps = math.ceil(samples / size), max(1, keys["run.epochs"] * samples // size)
     if "epochs-cooldown" in given:
-        cooldown = whole("--epochs-cooldown", given["epochs-cooldown"])
-        keys["schedule.cooldown_steps"] = cooldown * epoch
+        keys["schedule.cooldown_steps"] = epoch * whole(
+            "--epochs-cooldown", given["epochs-cooldown"]
+        )
     warmup = keys["schedule.warmup_steps"]
     if warmup >= steps:
         keys["schedule.warmup_steps"] = steps // 10
-        fewer = f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead"
-        notes.append(("--warmup", fewer))
+        notes.append(
+            (
+                "--warmup",
+                f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead",
+            )
+        )
     every = whole("--save-frequency", given["save-frequency"]) * epoch
-    keys["checkpoint.every_steps"] = every or None  # 0: at the end
-    keys["checkpoint.every_minutes"] = 60
+    # with --save-frequency 0 the only save is at the end
+    keys |= {"checkpoint.every_steps": every or None, "checkpoint.every_minutes": 60}
     if every and "delete-previous-checkpoint" not in given:
         keys["checkpoint.keep_every"] = every
     evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}

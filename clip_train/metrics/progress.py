@@ -19,6 +19,7 @@ HEADLINE = (  # of an evaluation: name, label, format of the value
     ("text_to_image_R@1", "text-to-image R@1", "2%"),
     ("val_loss", "val_loss", "4g"),
 )
+SAVES = ("checkpoint_step", "checkpoint_failures")  # keys of a record
 _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
@@ -71,9 +72,7 @@ class ProgressLine(Callback):
             before = seconds if self._seconds is None else self._seconds
             self._seconds = _SMOOTHING * before + (1 - _SMOOTHING) * seconds
         self._first = False
-        for name in ("checkpoint_step", "checkpoint_failures"):
-            if name in record:
-                self._saves[name] = int(record[name])
+        self._saves |= {name: record[name] for name in SAVES if name in record}
         last = step >= self._total
         if step % self._every and not last:
             return
@@ -94,7 +93,7 @@ class ProgressLine(Callback):
             f"loss {record['loss']:.4f}", f"{record['samples_per_second']:,.0f} samples/s",
             f"data wait {wait:.0f}%", f"ETA {left}",
         ]  # fmt: skip
-        saved, failed = (self._saves.get(f"checkpoint_{name}", 0) for name in ("step", "failures"))
+        saved, failed = (self._saves.get(name, 0) for name in SAVES)
         if saved:
             parts.append(f"saved at {saved}")
         if failed:
@@ -107,12 +106,8 @@ class ProgressLine(Callback):
         logger.info("step %d: %s", record["step"], headline(numbers))
 
     def phase(self, name: str) -> None:
-        if name in ("end", "finish"):
-            self.close()
-
-    def close(self) -> None:
-        """Stop the bar: later lines appear below it."""
-        if self._bar is not None:
+        """Stop the bar when the loop has ended: later lines appear below it."""
+        if name in ("end", "finish") and self._bar is not None:
             self._bar.stop()
             self._bar = None
 

@@ -130,10 +130,9 @@ class Sinks(Callback):
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the
         charts."""
-        if kind == "train" and self._files:  # the charts have clocks of their own
-            self._files[kind].write({**record, "time": round(time.time(), 3)})
-        elif kind in self._files:
-            self._files[kind].write(record)
+        if kind in self._files:  # the charts have clocks of their own
+            stamp = {"time": round(time.time(), 3)} if kind == "train" else {}
+            self._files[kind].write(record | stamp)
         for name, chart in list(self._charts.items()):
             self._try(name, partial(chart.write, record, kind))
 
