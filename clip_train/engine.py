@@ -334,8 +334,9 @@ class Engine(abc.ABC):
         for wanted, tensor in targets:
             tensor.copy_(source.read(*wanted).view_as(tensor))
         for piece in (*self.pieces, *self.buffers):
-            if EMA not in stored[piece.name] and EMA in (mine := piece.tensors(None, self.ema)):
-                mine[EMA].copy_(mine["param"])  # it starts here
+            own = piece.tensors(None, self.ema)
+            if EMA in own and EMA not in stored[piece.name]:
+                own[EMA].copy_(own["param"])  # it starts here
         self._masters_changed()
 
     def _masters_changed(self) -> None:
@@ -369,18 +370,13 @@ class Engine(abc.ABC):
 
         stored: the slots of each parameter, by its name.
         """
-        slots: dict[
-            int, set[str]
-        ] = {}  # of what is held; the moments of a frozen parameter have gone
+        slots: dict[Tensor, set[str]] = {}  # by what is held; a frozen parameter has no moments
         for piece in self.pieces:
-            if piece.held.requires_grad:
-                slots.setdefault(id(piece.held), set()).update(stored[piece.name] - {"param", EMA})
-        for held in {
-            id(piece.held): piece.held for piece in self.pieces if slots.get(id(piece.held))
-        }.values():
-            state: dict[str, Any] = {
-                slot: torch.zeros_like(held).detach() for slot in slots[id(held)]
-            }
+            named = stored[piece.name] - {"param", EMA}
+            if piece.held.requires_grad and named:
+                slots.setdefault(piece.held, set()).update(named)
+        for held, names in slots.items():
+            state: dict[str, Any] = {slot: torch.zeros_like(held).detach() for slot in names}
             # One counter for each, or it would advance several times a step, and on the device
             # where the fused kernel reads it. Imported optimizers may count in Python: powers of
             # their counter must be as exact as Python's.

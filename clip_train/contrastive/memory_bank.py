@@ -93,9 +93,10 @@ class MemoryBank(Objective):
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
         """From a checkpoint without banks: start with empty ones."""
         self.steps = int(tensors["bank.steps"].item()) if "bank.steps" in tensors else 0
-        names = [name for name in ("image", "text", "ids") if f"bank.{name}" in tensors]
         self.past = {
-            name: tensors[f"bank.{name}"][-self.size :].clone().to(device) for name in names
+            name: tensors[f"bank.{name}"][-self.size :].clone().to(device)
+            for name in ("image", "text", "ids")
+            if f"bank.{name}" in tensors
         }
 
 

@@ -36,6 +36,15 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def outputs(model: Any, image: Tensor | None, text: Tensor | None) -> Outputs:
+    """What a model with `logit_scale` and `logit_bias` returns for its towers' features, [b, D]."""
+    image = None if image is None else F.normalize(at_least_float32(image), dim=-1)
+    text = None if text is None else F.normalize(at_least_float32(text), dim=-1)
+    # a copy: an engine may take the parameter itself away when this returns
+    bias = None if model.logit_bias is None else at_least_float32(model.logit_bias.clone())
+    return image, text, at_least_float32(model.logit_scale).exp(), bias
+
+
 def normal_parameter(*shape: int, std: float) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape).normal_(std=std))
 

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,8 +19,8 @@ from clip_train.models.blocks import (
     Outputs,
     Transformer,
     VisionTower,
-    at_least_float32,
     normal_parameter,
+    outputs,
 )
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.dropout import TEXT_DROPOUT_ID
@@ -96,18 +95,9 @@ class CLIP(nn.Module):
             ValueError: `sample_seeds` are missing in training with dropout; a wrong size of images
                 or texts.
         """
-        image_features = text_features = None
-        if images is not None:
-            image_features = F.normalize(
-                at_least_float32(self.visual(images, sample_seeds)), dim=-1
-            )
-        if texts is not None:
-            text_features = F.normalize(
-                at_least_float32(self._text_features(texts, sample_seeds)), dim=-1
-            )
-        # a copy: an engine may take the parameter itself away when this returns
-        bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
-        return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
+        image = None if images is None else self.visual(images, sample_seeds)
+        text = None if texts is None else self._text_features(texts, sample_seeds)
+        return outputs(self, image, text)
 
     def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
         """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off."""

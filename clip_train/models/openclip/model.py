@@ -12,7 +12,6 @@ from typing import Any
 
 import open_clip
 import torch
-import torch.nn.functional as F
 from timm.layers import BatchNormAct2d as TimmBatchNormAct2d
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
@@ -21,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
-from clip_train.models.blocks import Outputs, at_least_float32, check_size, normalised
+from clip_train.models.blocks import Outputs, check_size, normalised, outputs
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -63,7 +62,7 @@ class Contrastive(nn.Module):
         sample_seeds: Tensor | None = None,
     ) -> Outputs:
         """As `CLIP.forward`, but texts are whole, [b, context_length]. Needs no `sample_seeds`."""
-        image_features = text_features = None
+        image = None
         if images is not None:
             check_size(images, self.architecture.vision_cfg.image_size)
             wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
@@ -71,12 +70,8 @@ class Contrastive(nn.Module):
             channels = [
                 normalised(images[:, c], means[c], stds[c], wide) for c in range(len(means))
             ]
-            features = self.encode_image(torch.stack(channels, dim=1))
-            image_features = F.normalize(at_least_float32(features), dim=-1)
-        if texts is not None:
-            text_features = F.normalize(at_least_float32(self.encode_text(texts)), dim=-1)
-        bias = None if self.logit_bias is None else at_least_float32(self.logit_bias.clone())
-        return image_features, text_features, at_least_float32(self.logit_scale).exp(), bias
+            image = self.encode_image(torch.stack(channels, dim=1))
+        return outputs(self, image, None if texts is None else self.encode_text(texts))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Contrastive:
         """Buffers that no checkpoint holds (masks, rotations) are computed again."""
