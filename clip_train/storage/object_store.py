@@ -42,7 +42,7 @@ _opening = threading.Lock()
 
 
 class ObjectStorage(RemoteStorage):
-    """`Storage` over `scheme://bucket/prefix`, with the credentials that obstore finds by itself."""
+    """`Storage` over `scheme://bucket/prefix`; obstore finds the credentials by itself."""
 
     def __init__(self, url: str, **limits: Any) -> None:
         scheme, _, path = url.partition("://")
