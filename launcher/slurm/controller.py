@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clip_train.errors import UserError
 from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
     PROGRESS_FILE,
@@ -58,25 +59,23 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
     # --signal=B:USR1, to this script alone
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    line = list(arguments)
-    if "--" not in line[1:-1] or "SLURM_JOB_ID" not in os.environ:
-        say(f"error: SLURM_JOB_ID is not set, or the arguments are not {USAGE}; see slurm/")
-        return 2
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        say(f"error: {NO_ARRAY}")
-        return 2
-    from clip_train.errors import UserError
     from launcher.config.recipe import load_config, with_samples
 
+    line = list(arguments)
     try:
+        if "--" not in line[1:-1] or "SLURM_JOB_ID" not in os.environ:
+            raise UserError(
+                f"SLURM_JOB_ID is not set, or the arguments are not {USAGE}; see slurm/"
+            )
+        if "SLURM_ARRAY_JOB_ID" in os.environ:
+            raise UserError(NO_ARRAY)
         split = line.index("--")
         config = with_samples(load_config(line[0], line[1:split]))
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        return Controller(config, terminated).run([*line[split + 1 :], *config.counted])
     except UserError as e:
         say(f"error: {e}")
         return 2
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        return Controller(config, terminated).run([*line[split + 1 :], *config.counted])
     except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
         say(
             f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. "
@@ -101,17 +100,17 @@ class Controller:
         self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the batch job's exit status. OSError if the run directory cannot be written."""
+        """Returns the batch job's exit status. OSError if the run directory cannot be written;
+        UserError if another job trains this run."""
         begun = self.history.unfinished()
         if begun is not None:
             other = str(begun.get("job", ""))
             running = answer("squeue", "-h", "-j", other, "-o", "%T") if other else ""
             if other != self.job and running in RUNNING:
-                say(
-                    f"error: job {other} trains {self.run_dir} already: scancel one of them, "
-                    "or choose another run.name"
+                raise UserError(
+                    f"job {other} trains {self.run_dir} already: scancel one of them, or choose "
+                    "another run.name"
                 )
-                return 2
             outcome = self._lost_attempt(begun)
             decision = self._end(begun["attempt"], outcome)
             if decision.decision == "give up":
