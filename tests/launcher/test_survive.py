@@ -77,11 +77,11 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
     assert seconds_to_verdict(tmp_path / "run") < PROMPT
 
 
-@pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "snapshot:1:60", "loader:1:60"])
+@pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
 def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     recipe, tmp_path, data, fault
 ):
-    """An error in a step, an evaluation, a save or the loader, while uploads are pending: the checkpoint
+    """An error in a step, an evaluation or the loader, while uploads are pending: the checkpoint
     writers stand still until the verdict names the error, and what was pending is committed all the
     same. If the rank closed first, the watchdog of rank 0 would report a hang."""
     store = f"checkpoint.remote={tmp_path / 'store'}"
