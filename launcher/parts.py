@@ -147,7 +147,7 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
     engine = engines.build(
         config.engine,
         make_model,
-        lambda named: build_optimizer(config.optim, named),
+        partial(build_optimizer, config.optim),
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,
         micro_size=resolved.plan.micro_size,

@@ -262,7 +262,7 @@ def build_trainer(
         plan=resolved.plan,
         sizes=sizes,
         steps=steps,
-        learning_rate=lambda step: learning_rate(config.schedule, config.optim.lr, step, steps),
+        learning_rate=partial(learning_rate, config.schedule, config.optim.lr, steps=steps),
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,

@@ -1,4 +1,4 @@
-"""A rank's state as a safetensors file: planned, and copied to memory that the checkpoint writer reads.
+"""A rank's state as a safetensors file: its plan, and its copy for the checkpoint writer.
 
 The copy is the only thing that the training loop waits for. It is laid out as the file that it
 becomes, in memory that is allocated, touched and pinned before the first save.

@@ -138,7 +138,7 @@ def parameter_groups(
             "lr_factor": factor,
             "muon": by_muon,
         }
-        for (decays, factor, by_muon), found in sorted(groups.items(), key=lambda group: group[0])
+        for (decays, factor, by_muon), found in sorted(groups.items())
     ]
 
 
