@@ -74,7 +74,13 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     kind = engines.on_this_machine(config.engine, env.world_size).kind
     importlib.import_module(engines.find_engine(kind).module)
     # what can be wrong without the other ranks; one of them looks at the shards
-    resolved = resolve(config, env.world_size, read_data=env.rank == 0, is_rank=True)
+    resolved = resolve(
+        config,
+        env.world_size,
+        per_node=env.local_world_size,
+        read_data=env.rank == 0,
+        is_rank=True,
+    )
     device, workers = ranks.take_device(env, config.data.workers)
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""

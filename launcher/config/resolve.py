@@ -57,12 +57,17 @@ class Resolved:
 
 
 def resolve(
-    recipe: RunConfig, world_size: int, *, read_data: bool = True, is_rank: bool = False
+    recipe: RunConfig,
+    world_size: int,
+    *,
+    per_node: int = 8,
+    read_data: bool = True,
+    is_rank: bool = False,
 ) -> Resolved:
     """What a recipe means for so many ranks on this machine. UserError: all mistakes that one
     process can find.
 
-    is_rank: this process is to train, so its devices have to do for the recipe.
+    per_node: ranks on a node. is_rank: this process will train, so the recipe must fit its devices.
     """
     given = config = with_samples(recipe)
     problems: list[UserError] = []
@@ -87,7 +92,7 @@ def resolve(
         collect(lr_factors, config.optim, names)
         collect(spared, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)
-    engine = on_this_machine(config.engine, world_size)
+    engine = on_this_machine(config.engine, world_size, per_node)
     if is_rank:
         here = [*linear.mistakes_here(engine), *config.log.mistakes_here()]
         problems += map(UserError, here)

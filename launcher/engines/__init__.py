@@ -84,13 +84,14 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
     return f"{name} {section.get('zero_stage')}{groups}"
 
 
-def on_this_machine(config: EngineConfig, world_size: int) -> EngineConfig:
-    """With what `auto` means for so many ranks on devices like those seen here."""
+def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) -> EngineConfig:
+    """With what `auto` means for so many ranks, `per_node` on a node, on devices like those here."""
     import torch
 
     if not torch.cuda.is_available():
         return config.on(bf16=False)
-    return config.on(torch.cuda.is_bf16_supported(including_emulation=False), world_size)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.on(bf16, world_size, per_node)
 
 
 def build(

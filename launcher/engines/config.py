@@ -3,7 +3,7 @@ package refuses."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,8 @@ class EngineConfig(Settings):
     moments and reduced gradients are shared out at 1, 2 and 3."""
     shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None
     """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model
-    is shared out; they must divide the number of ranks. null: all."""
+    is shared out; they must divide the number of ranks. null: all, but with engine.kind=auto and
+    several nodes of GPUs the ranks of one node: only sums of shards then cross the network."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Layout] = "auto"
     """The precision of the model's arithmetic. Master weights, moments, features and the loss are
     always fp32. auto: bf16 on GPUs that compute in it, else fp32. fp16 on a CPU needs AVX512-FP16
@@ -71,12 +72,13 @@ class EngineConfig(Settings):
             )
         return self
 
-    def on(self, bf16: bool, gpus: int = 0) -> EngineConfig:
+    def on(self, bf16: bool, gpus: int = 0, per_node: int = 8) -> EngineConfig:
         """With values in place of `auto`, and sums that follow them.
 
         bf16: whether the devices are GPUs that compute in it. gpus: the ranks, if each has one.
+        per_node: how many of them a node has.
         """
-        chosen: dict[str, str] = {}
+        chosen: dict[str, Any] = {}
         if self.precision == "auto":
             chosen |= (
                 {"precision": "bf16"} if bf16 else {"precision": "fp32", "reduce_dtype": "fp32"}
@@ -84,4 +86,7 @@ class EngineConfig(Settings):
         if self.kind == "auto":
             fsdp = gpus > 1 and self.precision != "fp16" and self.ds_config is None
             chosen["kind"] = "fsdp" if fsdp or self.shard_ranks is not None else "deepspeed"
+            within_nodes = self.zero_stage > 0 and gpus > per_node > 1 and gpus % per_node == 0
+            if fsdp and within_nodes and self.shard_ranks is None:
+                chosen["shard_ranks"] = per_node
         return self.model_copy(update=chosen)

@@ -115,6 +115,26 @@ def test_the_engine_that_auto_is(section, gpus, kind):
     assert EngineConfig(**section).on(bf16=True, gpus=gpus).kind == kind
 
 
+@pytest.mark.parametrize(
+    "section, gpus, per_node, ranks",
+    [
+        ({}, 8, 8, None),  # one node
+        ({}, 64, 8, 8),
+        ({"zero_stage": 3}, 512, 4, 4),
+        ({"zero_stage": 0}, 64, 8, None),  # nothing is sharded
+        ({}, 12, 8, None),  # nodes of different sizes
+        ({}, 64, 1, None),
+        ({"shard_ranks": 16}, 64, 8, 16),
+        ({"kind": "fsdp"}, 64, 8, None),
+        ({"kind": "deepspeed"}, 64, 8, None),
+        ({"precision": "fp16"}, 64, 8, None),
+    ],
+    ids=str,
+)
+def test_auto_shards_within_a_node(section, gpus, per_node, ranks):
+    assert EngineConfig(**section).on(True, gpus, per_node).shard_ranks == ranks
+
+
 def test_what_a_gpu_is_given():
     """Where the recipe leaves it open: bf16, and a rank's cores but two as loader workers."""
     assert [EngineConfig().on(bf16=gpu).precision for gpu in (True, False)] == ["bf16", "fp32"]
