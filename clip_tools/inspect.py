@@ -63,8 +63,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
         config, architecture, source, where = to_evaluate(args)
-        for each in config.evaluated_on.items():
-            dist.on_main(partial(check_place, *each))
+        for key, place in config.evaluated_on.items():
+            dist.on_main(partial(check_place, place, key))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))

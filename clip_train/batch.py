@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PositiveInt, model_validator
 
 from clip_train.errors import UserError
-from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Settings, shown
+from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Rules, Settings, shown
 
 
 class BatchStage(Settings):
@@ -79,16 +79,14 @@ class BatchConfig(Settings):
             return {"kept_graphs": "auto", **raw}
         return raw
 
-    @model_validator(mode="after")
-    def _values_are_possible(self) -> BatchConfig:
+    def rules(self) -> Rules:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         ends = [stage.until_step for stage in self.schedule or []]
-        if any(b <= a for a, b in itertools.pairwise(ends)):
-            raise ValueError(
-                f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them"
-            )
-        return self
+        yield (
+            any(b <= a for a, b in itertools.pairwise(ends)),
+            f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them",
+        )
 
     @property
     def sizes(self) -> BatchSizes:

@@ -8,12 +8,20 @@ An error is pydantic's own message with the key, the value, the default and what
 import importlib
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -26,6 +34,8 @@ Matmul = Literal["highest", "tf32", "bf16x3"]
 """How the loss multiplies matrices (`clip_train.contrastive.matmul`)."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
+Rules = Iterator[tuple[bool, str]]
+"""For each rule, whether the values break it, and the message: field, value and remedy."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,22 @@ class Settings(BaseModel):
                 "slip", "Input should be text, not empty and without null bytes"
             )
         return value
+
+    def rules(self) -> Rules:
+        """What the values of several keys must satisfy together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> "Settings":
+        for is_broken, message in self.rules():
+            if is_broken:
+                raise ValueError(message)
+        return self
+
+
+def broken(rules: Iterable[tuple[bool, str]]) -> list[str]:
+    """The messages of all rules that are broken."""
+    return [message for is_broken, message in rules if is_broken]
 
 
 def _kinds(annotation: Any) -> set[Any]:

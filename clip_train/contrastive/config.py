@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from clip_train.settings import IMPORT_PATH, Allowed, Matmul, Refused, Rounding, Settings, shown
+from clip_train.settings import (
+    IMPORT_PATH,
+    Allowed,
+    Matmul,
+    Refused,
+    Rounding,
+    Rules,
+    Settings,
+    shown,
+)
 
 
 class LossConfig(Settings):
@@ -41,20 +50,17 @@ class LossConfig(Settings):
     """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three
     products of bfloat16 (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> LossConfig:
-        if self.options and not self.is_imported:
-            raise ValueError(
-                f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
-                f"{self.kind}); take them out"
-            )
-        if self.exchange == "ring" and self.kind != "sigmoid":
-            raise ValueError(
-                f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all "
-                "logits of a row "
-                "before it has any gradient; set loss.exchange=gather"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            bool(self.options) and not self.is_imported,
+            f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
+            f"{self.kind}); take them out",
+        )
+        yield (
+            self.exchange == "ring" and self.kind != "sigmoid",
+            f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all "
+            "logits of a row before it has any gradient; set loss.exchange=gather",
+        )
 
     @property
     def is_imported(self) -> bool:

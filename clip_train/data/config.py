@@ -22,7 +22,7 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
-from clip_train.settings import Allowed, Refused, Settings, Silent, as_yaml
+from clip_train.settings import Allowed, Refused, Rules, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -160,29 +160,27 @@ class DataConfig(Settings):
         train = f"{SYNTHETIC}{SYNTHETIC_SAMPLES if number is None else number}"
         return {**raw, "train": train, "train_weights": None, "resampled": False}
 
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def rules(self) -> Rules:
         sources = len(split_sources(self.train))
         for key in ("train_weights", "resampled"):
             value = getattr(self, key)
-            if isinstance(value, list) and len(value) != sources:
-                raise ValueError(
-                    f"data.{key} ({value}) must have one for each of the {sources} sources that :: "
-                    "joins in data.train"
-                )
-        if isinstance(self.resampled, list) and self.train_weights is None:
-            raise ValueError(
-                f"data.resampled ({self.resampled}) tells sources apart, which only "
-                "data.train_weights makes of them; set data.train_weights, or one answer for all"
+            yield (
+                isinstance(value, list) and len(value) != sources,
+                f"data.{key} ({value}) must have one for each of the {sources} sources that :: "
+                "joins in data.train",
             )
+        yield (
+            isinstance(self.resampled, list) and self.train_weights is None,
+            f"data.resampled ({self.resampled}) tells sources apart, which only "
+            "data.train_weights makes of them; set data.train_weights, or one answer for all",
+        )
         for key, most in (("aug_scale", 1.0), ("aug_ratio", math.inf)):
             low, high = getattr(self, key)
-            if not 0 < low <= high <= most:
-                raise ValueError(
-                    f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
-                    f"OpenCLIP's is {type(self).model_fields[key].default}"
-                )
-        return self
+            yield (
+                not 0 < low <= high <= most,
+                f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
+                f"OpenCLIP's is {type(self).model_fields[key].default}",
+            )
 
     @property
     def augmentation(self) -> dict[str, Any]:

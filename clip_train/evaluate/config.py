@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from clip_train.settings import Settings, shown
+from clip_train.settings import Rules, Settings, shown
 
 IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
 
@@ -48,11 +48,9 @@ class EvaluateConfig(Settings):
             )
         return {key: value for key, value in section.items() if key != "linear_probe"}
 
-    @model_validator(mode="after")
-    def _measures_something(self) -> EvaluateConfig:
-        if self.zero_shot_data is not None and self.zero_shot_classes is None:
-            raise ValueError(
-                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot; set "
-                "evaluate.zero_shot_classes as well"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.zero_shot_data is not None and self.zero_shot_classes is None,
+            f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot; set "
+            "evaluate.zero_shot_classes as well",
+        )

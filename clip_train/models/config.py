@@ -34,6 +34,7 @@ from clip_train.settings import (
     IMPORT_PATH,
     Allowed,
     Refused,
+    Rules,
     Settings,
     clipped,
     explain,
@@ -247,19 +248,15 @@ class ModelConfig(Settings):
     """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON
     says."""
 
-    @model_validator(mode="after")
-    def _only_locked_towers_are_unlocked(self) -> ModelConfig:
-        for lock, keys in (
-            ("lock_image", ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats")),
-            ("lock_text", ("lock_text_unlocked_layers",)),
+    def rules(self) -> Rules:
+        for key, lock in (
+            ("lock_image_unlocked_groups", "lock_image"),
+            ("lock_image_freeze_bn_stats", "lock_image"),
+            ("lock_text_unlocked_layers", "lock_text"),
         ):
-            for key in keys:
-                if getattr(self, key) and not getattr(self, lock):
-                    raise ValueError(
-                        f"model.{key} ({shown(getattr(self, key))}) without a lock; set "
-                        f"model.{lock}=true"
-                    )
-        return self
+            value = getattr(self, key)
+            message = f"model.{key} ({shown(value)}) without a lock; set model.{lock}=true"
+            yield bool(value) and not getattr(self, lock), message
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""

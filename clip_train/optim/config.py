@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from clip_train.settings import IMPORT_PATH, Allowed, Refused, Settings, shown
+from clip_train.settings import IMPORT_PATH, Allowed, Refused, Rules, Settings, shown
 
 
 class OptimConfig(Settings):
@@ -57,19 +57,16 @@ class OptimConfig(Settings):
     """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's
     --model-ema-warmup)."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> OptimConfig:
-        if self.ema_warmup and self.ema_decay is None:
-            raise ValueError(
-                "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well"
-            )
-        if self.options and not self.is_imported:
-            raise ValueError(
-                f"optim.options ({shown(self.options)}) go with an optim.name that is an import "
-                f"path (it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them "
-                "out"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.ema_warmup and self.ema_decay is None,
+            "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well",
+        )
+        yield (
+            bool(self.options) and not self.is_imported,
+            f"optim.options ({shown(self.options)}) go with an optim.name that is an import path "
+            f"(it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them out",
+        )
 
     @property
     def is_imported(self) -> bool:

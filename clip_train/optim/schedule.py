@@ -3,9 +3,9 @@
 import math
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from clip_train.settings import IMPORT_PATH, Allowed, Settings, call_imported, shown
+from clip_train.settings import IMPORT_PATH, Allowed, Rules, Settings, call_imported, shown
 
 
 class ScheduleConfig(Settings):
@@ -27,14 +27,12 @@ class ScheduleConfig(Settings):
     final_lr: NonNegativeFloat = 0.0
     """The rate at the very end (of cosine and of the cooldown)."""
 
-    @model_validator(mode="after")
-    def _options_are_an_imported_functions(self) -> "ScheduleConfig":
-        if self.options and not self.is_imported:
-            raise ValueError(
-                f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
-                f"(it is {self.name}); take them out"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            bool(self.options) and not self.is_imported,
+            f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
+            f"(it is {self.name}); take them out",
+        )
 
     @property
     def is_imported(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
@@ -26,7 +26,7 @@ from clip_train.metrics.config import LogConfig
 from clip_train.models.config import ModelConfig
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
-from clip_train.settings import LARGEST, Allowed, Refused, Settings, Silent, explain, shown
+from clip_train.settings import LARGEST, Allowed, Refused, Rules, Settings, Silent, explain, shown
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
 from launcher.config.names import OTHER_NAMES
@@ -60,14 +60,12 @@ class RunSection(Settings):
     ] = None
     """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> RunSection:
-        if (self.steps is None) == (self.epochs is None):
-            both = (
-                f"run.steps (it is {shown(self.steps)}) and run.epochs (it is {shown(self.epochs)})"
-            )
-            raise ValueError(f"give exactly one of {both}; the other is null")
-        return self
+    def rules(self) -> Rules:
+        yield (
+            (self.steps is None) == (self.epochs is None),
+            f"give exactly one of run.steps (it is {shown(self.steps)}) and run.epochs "
+            f"(it is {shown(self.epochs)}); the other is null",
+        )
 
 
 class RunConfig(Settings):
@@ -87,38 +85,37 @@ class RunConfig(Settings):
     log: Annotated[LogConfig, Silent] = Field(default_factory=LogConfig)
     launch: Annotated[LaunchConfig, Silent] = Field(default_factory=LaunchConfig)
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> RunConfig:
-        if self.model.teacher is not None and self.loss.kind != "info_nce":
-            raise ValueError(
-                f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, "
-                f"not with {self.loss.kind}"
-            )
+    def rules(self) -> Rules:
+        schedule, epochs = self.schedule, self.run.epochs or 0
+        yield (
+            self.model.teacher is not None and self.loss.kind != "info_nce",
+            f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, not with "
+            f"{self.loss.kind}",
+        )
         if self.run.epochs is not None and self.data.num_samples is None:
-            return self  # `resolve` counts them
-        if (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST:
-            raise ValueError(
-                f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) "
-                "are more samples than can be counted; lower run.epochs, or give run.steps"
-            )
-        if self.schedule.warmup_steps >= self.steps and self.schedule.warmup_steps > 0:
-            raise ValueError(
-                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be less than the run's "
-                f"{self.steps} steps; lower it, or raise run.steps"
-            )
-        if self.schedule.cooldown_steps > self.steps:
-            raise ValueError(
-                f"schedule.cooldown_steps ({self.schedule.cooldown_steps}) must be at most the "
-                f"run's {self.steps} steps; lower it, or raise run.steps"
-            )
+            return  # `resolve` counts them
+        yield (
+            epochs * (self.data.num_samples or 0) > LARGEST,
+            f"run.epochs ({epochs:g}) of data.num_samples ({self.data.num_samples}) "
+            "are more samples than can be counted; lower run.epochs, or give run.steps",
+        )
+        yield (
+            schedule.warmup_steps >= self.steps and schedule.warmup_steps > 0,
+            f"schedule.warmup_steps ({schedule.warmup_steps}) must be less than the run's "
+            f"{self.steps} steps; lower it, or raise run.steps",
+        )
+        yield (
+            schedule.cooldown_steps > self.steps,
+            f"schedule.cooldown_steps ({schedule.cooldown_steps}) must be at most the run's "
+            f"{self.steps} steps; lower it, or raise run.steps",
+        )
         decay = 0.0 if self.optim.ema_warmup else self.optim.ema_decay or 0.0
         initial = decay**self.steps
-        if initial > 0.5 and self.model.init_from is None:
-            raise ValueError(
-                f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
-                "average would be the initial weights; lower it, or set optim.ema_warmup=true"
-            )
-        return self
+        yield (
+            initial > 0.5 and self.model.init_from is None,
+            f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
+            "average would be the initial weights; lower it, or set optim.ema_warmup=true",
+        )
 
     @property
     def chosen(self) -> list[str]:

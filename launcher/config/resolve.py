@@ -3,8 +3,9 @@ every `auto`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -30,6 +31,7 @@ from clip_train.models.config import AnyArchitecture
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
+from clip_train.settings import broken
 from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
@@ -82,7 +84,13 @@ def resolve(
     model = config.model
     architecture = collect(model.architecture)
     if architecture is not None:
-        problems += map(UserError, model_mistakes(config, architecture))
+        numbered_layers = (
+            not architecture.layered and config.optim.layer_decay != 1,
+            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {model.name} are not "
+            "numbered as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by "
+            "name",
+        )
+        problems += map(UserError, broken([numbered_layers]))
         collect(model.teacher_architecture)
         for place in (model.init_from, model.init_image_from, model.init_text_from, model.teacher):
             if place is not None and hub.is_on_hub(place):
@@ -102,15 +110,15 @@ def resolve(
     else:
         for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
             collect(expand_braces, place, key)
-    checks = [
-        (config.schedule.is_imported, schedule_mistakes(config)),
-        (config.optim.is_imported, engine_mistakes(config, engine, plan, world_size)),
+    checks: list[tuple[bool, partial[list[str]]]] = [
+        (config.schedule.is_imported, partial(schedule_mistakes, config)),
+        (config.optim.is_imported, partial(engine_mistakes, config, engine, plan, world_size)),
     ]
     if architecture is not None:
-        checks.append((config.loss.is_imported, loss_mistakes(config, architecture)))
-    for is_imported, mistakes in sorted(checks, key=itemgetter(0)):
+        checks.append((config.loss.is_imported, partial(loss_mistakes, config, architecture)))
+    for is_imported, check in sorted(checks, key=itemgetter(0)):
         if not (problems and is_imported):  # an import runs code: after all other checks
-            problems += map(UserError, collect(list, mistakes) or [])
+            problems += map(UserError, collect(check) or [])
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -128,20 +136,19 @@ def look_at_data(
     config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
 ) -> SourceSummary | None:
     """The first shard of data.train, and what is evaluated on."""
-    limited = config.batch.memory_limit is not None or torch.cuda.is_available()
-    if config.chosen and not limited:
+    if config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
     source = collect(check_source, config.data, config.storage)
     if config.evaluate.zero_shot_classes is not None:
         collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
     for key, place in config.evaluated_on.items():
-        collect(check_place, key, place)
+        collect(check_place, place, key)
     if not problems:
         collect(labels_of, config)
     return source
 
 
-def check_place(key: str, place: str) -> None:
+def check_place(place: str, key: str) -> None:
     """UserError, RankError where what is to be evaluated on is not there."""
     if key == "data.val" or ImageFolder.find(place, key) is None:
         existing(place, key)
@@ -170,51 +177,44 @@ def no_limit(config: RunConfig) -> str:
     )
 
 
-def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
+def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]:
     """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would
     cancel one. UserError for an import path that does not lead to a loss.
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
     takes_bias = build_loss(config.loss).takes_bias
-    if takes_bias and bias is None:
-        yield (
+    rules = [
+        (
+            takes_bias and bias is None,
             f"loss.kind ({kind}) needs a model with a bias, and {name} has none: "
-            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026"
-        )
-    if not takes_bias and bias is not None:
-        yield (
+            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026",
+        ),
+        (
+            not takes_bias and bias is not None,
             f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) does not "
-            "use: set model.init_logit_bias=null, or loss.kind=sigmoid"
-        )
+            "use: set model.init_logit_bias=null, or loss.kind=sigmoid",
+        ),
+    ]
+    return broken(rules)
 
 
-def schedule_mistakes(config: RunConfig) -> Iterator[str]:
+def schedule_mistakes(config: RunConfig) -> list[str]:
     """The rate of the last step. UserError for an import path that does not lead to a schedule."""
     rate = learning_rate(config.schedule, config.optim.lr, config.steps - 1, config.steps)
-    if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
-        yield (
-            f"schedule.name ({config.schedule.name}) returned {rate!r} for the last step; return a "
-            "number of at least 0"
-        )
+    if isinstance(rate, int | float) and 0 <= rate < math.inf:
+        return []
+    return [
+        f"schedule.name ({config.schedule.name}) returned {rate!r} for the last step; return a "
+        "number of at least 0"
+    ]
 
 
 def engine_mistakes(
     config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
-) -> Iterator[str]:
+) -> list[str]:
     """UserError for an import path that does not lead to an optimizer."""
     facts = engine_facts(config, plan, world_size)
-    yield from find_engine(engine.kind).mistakes(engine, facts)
-
-
-def model_mistakes(config: RunConfig, architecture: AnyArchitecture) -> Iterator[str]:
-    """Keys that need numbered layers."""
-    name = config.model.name
-    if not architecture.layered and config.optim.layer_decay != 1:
-        yield (
-            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {name} are not "
-            "numbered as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by "
-            "name"
-        )
+    return find_engine(engine.kind).mistakes(engine, facts)
 
 
 def advice(resolved: Resolved) -> str | None:

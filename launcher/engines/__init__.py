@@ -51,7 +51,7 @@ class EngineKind(abc.ABC):
     checks: tuple[tuple[str, Callable[[], Iterator[Any]]], ...] = ()  # for `clip-train doctor`
 
     @abc.abstractmethod
-    def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
+    def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:
         """Why this recipe cannot run; each message has the field, the value and the remedy."""
 
     @abc.abstractmethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from clip_train.settings import Layout, Rounding, Settings
+from clip_train.settings import Layout, Rounding, Rules, Settings
 
 
 class EngineConfig(Settings):
@@ -59,18 +59,16 @@ class EngineConfig(Settings):
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
     ds_configs/zero<stage>.json."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> EngineConfig:
-        if self.reduce_dtype == "bf16" and self.precision in ("fp32", "fp16"):
-            raise ValueError(
-                f"engine.reduce_dtype (bf16) needs engine.precision bf16 (it is {self.precision}): "
-                "set engine.precision=bf16, or engine.reduce_dtype=fp32"
-            )
-        if self.zero_stage == 0 and self.offload != "none":
-            raise ValueError(
-                f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
-            )
-        return self
+    def rules(self) -> Rules:
+        yield (
+            self.reduce_dtype == "bf16" and self.precision in ("fp32", "fp16"),
+            f"engine.reduce_dtype (bf16) needs engine.precision bf16 (it is {self.precision}): "
+            "set engine.precision=bf16, or engine.reduce_dtype=fp32",
+        )
+        yield (
+            self.zero_stage == 0 and self.offload != "none",
+            f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)",
+        )
 
     def on(self, bf16: bool, gpus: int = 0, per_node: int = 8) -> EngineConfig:
         """With values in place of `auto`, and sums that follow them.

@@ -26,12 +26,12 @@ CAPABILITY = {
 }  # of the GPUs whose tensor cores take them; scaled by rows
 
 
-def mistakes(config: EngineConfig) -> Iterator[str]:
-    if config.linear is not None and config.precision != "bf16":
-        yield (
-            f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is "
-            f"{config.precision}): set engine.precision=bf16, or engine.linear=null"
-        )
+def rule(config: EngineConfig) -> tuple[bool, str]:
+    return (
+        config.linear is not None and config.precision != "bf16",
+        f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is "
+        f"{config.precision}): set engine.precision=bf16, or engine.linear=null",
+    )
 
 
 def mistakes_here(config: EngineConfig) -> Iterator[str]:

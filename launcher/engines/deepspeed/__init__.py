@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
+from clip_train.settings import broken
 from launcher.checks import Finding, check_range, error, ok, warning, warning_if
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
@@ -64,40 +65,43 @@ class DeepSpeedKind(EngineKind):
         ("hosts", check_hosts),
     )
 
-    def mistakes(self, config: EngineConfig, facts: Facts) -> Iterator[str]:
+    def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:
         stage = config.zero_stage
-        yield from too_old("deepspeed")
-        yield from linear.mistakes(config)
-        if config.linear == "fp8" and stage == 3:
-            yield (
+        name, needs = facts.optimizer
+        rules = [
+            linear.rule(config),
+            (
+                config.linear == "fp8" and stage == 3,
                 "engine.linear (fp8) keeps whole weights from forward to backward, which "
                 "DeepSpeed's engine.zero_stage 3 is meant to avoid: use engine.kind=fsdp, "
-                "engine.linear=int8, or engine.zero_stage=2"
-            )
-        if config.shard_ranks is not None:
-            yield (
+                "engine.linear=int8, or engine.zero_stage=2",
+            ),
+            (
+                config.shard_ranks is not None,
                 f"engine.shard_ranks ({config.shard_ranks}) is FSDP's: set engine.kind=fsdp, or "
-                "take it out (with DeepSpeed all ranks share one copy)"
-            )
-        if stage == 0 and config.precision != "fp32":
+                "take it out (with DeepSpeed all ranks share one copy)",
+            ),
             # DeepSpeed's fp16 at stage 0 does not scale the loss; its first Adam step in bf16 is
             # 0.744 of the correct one.
-            yield (
+            (
+                stage == 0 and config.precision != "fp32",
                 f"engine.precision ({config.precision}) is wrong in DeepSpeed at "
                 "engine.zero_stage 0; use engine.zero_stage=1 (as fast), engine.precision=fp32, "
-                "or, for bf16, engine.kind=fsdp"
-            )
-        name, needs = facts.optimizer
-        if needs != "elements" and stage > 0:
-            yield (
+                "or, for bf16, engine.kind=fsdp",
+            ),
+            (
+                needs != "elements" and stage > 0,
                 f"optim.name ({name}) needs whole parameters, which DeepSpeed flattens and shards "
                 f"at engine.zero_stage {stage}: set engine.zero_stage=0, or engine.kind=fsdp, "
-                "engine.zero_stage=0"
-            )
+                "engine.zero_stage=0",
+            ),
+        ]
+        found = [*too_old("deepspeed"), *broken(rules)]
         try:
             build_ds_config(config, facts)
         except UserError as e:
-            yield str(e)
+            found.append(str(e))
+        return found
 
     def memory(
         self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
