@@ -29,6 +29,7 @@ from clip_train import dist
 from clip_train.data.config import check_source
 from clip_train.data.shards import Reading, open_shard, synthetic_size
 from clip_train.errors import UserError
+from clip_train.evaluate.zero_shot import check_labels
 from clip_train.storage.urls import is_remote
 from launcher.checks import (
     PLACES,
@@ -42,7 +43,7 @@ from launcher.checks import (
     warning_if,
 )
 from launcher.config.recipe import RunConfig, load_config
-from launcher.config.resolve import labels_of, resolve
+from launcher.config.resolve import resolve
 from launcher.engines import find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 from launcher.runtime.environment import backend, detect, take_device
@@ -290,7 +291,8 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 
 def check_classes(config: RunConfig) -> Iterator[Finding]:
     """Have the first samples that are evaluated on labels that are classes?"""
-    seen = labels_of(config)
+    data = config.data
+    seen = check_labels(config.evaluate, data.val, data.caption_key, config.storage)
     if seen is not None:
         yield warning_if(
             not seen.labelled,

@@ -7,7 +7,7 @@ also the specification of the engines in `launcher.engines`.
 import abc
 import functools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +118,7 @@ class Engine(abc.ABC):
 
     task: Task = IMAGE_TEXT  # what the model means for a step
     ema: MovingAverage | None = None  # set before the weights are loaded
+    files: Mapping[str, str] = {}  # for the run directory: name -> text
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.runtime.log import warn
 from launcher.slurm.profile import Site
-from launcher.versions import installed, too_old, untested
+from launcher.versions import NEWEST, installed, numbers, too_old
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,13 @@ def check_range(check: str, name: str) -> Iterator[Finding]:
         message, _, remedy = problem.partition(": ")
         yield error(check, message, remedy)
         return
-    note = untested(name)
-    remedy = "docs/versions.md names the tested versions; install one of them if something fails"
-    yield warning_if(note is not None, check, note or f"{name} {installed(name)}", remedy)
+    found, newest = installed(name), numbers(NEWEST[name])
+    if found is not None and numbers(found)[: len(newest)] > newest:
+        message = f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested"
+        remedy = "docs/versions.md names those that were; install one of them if something fails"
+        yield warning(check, message, remedy)
+    else:
+        yield ok(check, f"{name} {found}")
 
 
 def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:

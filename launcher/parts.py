@@ -190,7 +190,7 @@ def evaluation(
     """A closure that evaluates on `data.val` and the labelled images, or None if there are
     neither."""
     places = config.evaluated_on
-    if not places.keys() & {"data.val", "evaluate.zero_shot_data"}:
+    if not places:
         return None
     tokenizer = dist.agreed(tokenizer_of, architecture)
 
@@ -202,29 +202,26 @@ def evaluation(
         )
         return folder or count_missing(shared_index(config, key, places[key]), config.storage)
 
-    def loader(key: str) -> ValLoader | None:
-        if key not in places:
-            return None
-        return ValLoader(
-            places[key],
-            image_size=architecture.vision_cfg.image_size,
-            context_length=architecture.text_cfg.context_length,
-            batch_size=config.evaluate.batch_size,
-            rank=dist.rank(),
-            world_size=dist.world_size(),
-            caption_key=config.data.caption_key,
-            labelled=key != "data.val",
-            index=index(key),
-            storage=config.storage,
-            tokenizer=tokenizer,
-        )
-
     def run_once() -> dict[str, float]:
-        loaders = [loader(key) for key in ("data.val", "evaluate.zero_shot_data")]
-        val, labelled = loaders
+        loaders = {
+            key: ValLoader(
+                place,
+                image_size=architecture.vision_cfg.image_size,
+                context_length=architecture.text_cfg.context_length,
+                batch_size=config.evaluate.batch_size,
+                rank=dist.rank(),
+                world_size=dist.world_size(),
+                caption_key=config.data.caption_key,
+                labelled=key != "data.val",
+                index=index(key),
+                storage=config.storage,
+                tokenizer=tokenizer,
+            )
+            for key, place in places.items()
+        }
+        val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
         out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
-        used = [each for each in loaders if each is not None]
-        own = [sample for each in used for sample in each.invalid]
+        own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():
             warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")

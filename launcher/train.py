@@ -27,6 +27,7 @@ from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
+from clip_train.engine import Engine
 from clip_train.errors import RankError
 from clip_train.metrics.meters import BatchDigest, GarbageCollections
 from clip_train.metrics.progress import ProgressLine
@@ -41,7 +42,7 @@ from clip_train.trainer import Trainer
 from launcher import engines, parts
 from launcher.config.memory import decide, memory_limit
 from launcher.config.recipe import RunConfig
-from launcher.config.resolve import Resolved, advice, engine_facts, resolve
+from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
@@ -177,8 +178,8 @@ def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[s
 def describe_run_dir(
     resolved: Resolved, start: int, env: ranks.RankEnv, device: torch.device
 ) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, the engine's
-    own files, and that an attempt begins after step `start`."""
+    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, and
+    that an attempt begins after step `start`."""
     config = resolved.config
     try:
         before = read_verdict(config.run_dir)
@@ -188,13 +189,8 @@ def describe_run_dir(
         )
         if RUN_DIR not in os.environ:  # else the controller removed it, and a rank may write it
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
-        folder = LocalStorage(config.run_dir)
-        folder.put_bytes("recipe.yaml", resolved.given.to_yaml().encode())
-        sizes = engine_facts(config, resolved.plan, resolved.plan.world_size)
-        for name, text in (
-            engines.find_engine(config.engine.kind).artifacts(config.engine, sizes).items()
-        ):
-            folder.put_bytes(name, text.encode())
+        recipe = resolved.given.to_yaml()
+        LocalStorage(config.run_dir).put_bytes("recipe.yaml", recipe.encode())
     except OSError as e:
         raise unwritable(config.run_dir, e) from e
 
@@ -289,26 +285,27 @@ def build_trainer(
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():
-        describe_start(resolved, device, resumed, notes)
+        describe_start(resolved, engine, resumed, notes)
     return trainer
 
 
 def describe_start(
     resolved: Resolved,
-    device: torch.device,
+    engine: Engine,
     resumed: Resumed | None,
     notes: list[str],
 ) -> None:
-    """Logged by rank 0, and written as resolved.yaml: what this run is."""
+    """Rank 0 logs what this run is, and writes it as resolved.yaml beside the engine's files."""
     config, plan = resolved.config, resolved.plan
     sizes = config.batch.sizes
-    LocalStorage(config.run_dir).put_bytes("resolved.yaml", config.to_yaml().encode())
+    for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():
+        LocalStorage(config.run_dir).put_bytes(name, text.encode())
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks "
         f"x {plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.describe(config.engine)}, "
-        f"{config.engine.precision}, {device.type}; {config.data.lanes} streams; "
+        f"{config.engine.precision}, {engine.device.type}; {config.data.lanes} streams; "
         f"{config.steps} steps into {config.run_dir}"
     )
     if resolved.source is not None:

@@ -39,11 +39,3 @@ def too_old(name: str) -> Iterator[str]:
         newest = NEWEST[name]
         remedy = f"python{newest} -m venv .venv && .venv/bin/pip install ."
     yield f"{name} ({found}) is too old, clip-train needs {oldest} or newer: {remedy}"
-
-
-def untested(name: str) -> str | None:
-    """A note if what is installed is newer than the newest version that the tests have run with."""
-    found, newest = installed(name), numbers(NEWEST[name])
-    if found is None or numbers(found)[: len(newest)] <= newest:
-        return None
-    return f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested"

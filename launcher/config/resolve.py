@@ -23,7 +23,7 @@ from clip_train.data.config import (
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
-from clip_train.evaluate.zero_shot import Labelled, ZeroShotClasses, check_labels
+from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import RECOMPUTED, Layout
 from clip_train.models import hub
 from clip_train.models.clip import parameter_sizes
@@ -92,9 +92,9 @@ def resolve(
         )
         problems += map(UserError, broken([numbered_layers]))
         collect(model.teacher_architecture)
-        for place in (model.init_from, model.init_image_from, model.init_text_from, model.teacher):
-            if place is not None and hub.is_on_hub(place):
-                collect(hub.resolve, place)
+        places = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
+        for place in filter(hub.is_on_hub, filter(None, places)):
+            collect(hub.resolve, place)
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
         collect(lr_factors, config.optim, names)
@@ -144,7 +144,8 @@ def look_at_data(
     for key, place in config.evaluated_on.items():
         collect(check_place, place, key)
     if not problems:
-        collect(labels_of, config)
+        data = config.data
+        collect(check_labels, config.evaluate, data.val, data.caption_key, config.storage)
     return source
 
 
@@ -152,21 +153,6 @@ def check_place(place: str, key: str) -> None:
     """UserError, RankError where what is to be evaluated on is not there."""
     if key == "data.val" or ImageFolder.find(place, key) is None:
         existing(place, key)
-
-
-def labels_of(config: RunConfig) -> Labelled | None:
-    """The labels of the first samples for zero-shot, if it is measured. UserError if one is not a
-    class."""
-    return check_labels(config.evaluate, config.data.val, config.data.caption_key, config.storage)
-
-
-def engine_facts(config: RunConfig, plan: BatchPlan | None, world_size: int) -> Facts:
-    return Facts(
-        world_size,
-        micro_size=plan.micro_size if plan else 1,
-        grad_clip_norm=config.optim.grad_clip_norm,
-        optimizer=(config.optim.name, needs(config.optim)),
-    )
 
 
 def no_limit(config: RunConfig) -> str:
@@ -213,7 +199,12 @@ def engine_mistakes(
     config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
 ) -> list[str]:
     """UserError for an import path that does not lead to an optimizer."""
-    facts = engine_facts(config, plan, world_size)
+    facts = Facts(
+        world_size,
+        micro_size=plan.micro_size if plan else 1,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        optimizer=(config.optim.name, needs(config.optim)),
+    )
     return find_engine(engine.kind).mistakes(engine, facts)
 
 

@@ -63,10 +63,6 @@ class EngineKind(abc.ABC):
         trained: how many of the P are trained. moment_bytes: the optimizer's, for each of those.
         """
 
-    def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
-        """Files for the run directory: name -> text."""
-        return {}
-
 
 @cache
 def find_engine(kind: str) -> EngineKind:

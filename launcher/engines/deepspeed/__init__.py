@@ -3,7 +3,6 @@
 `config` makes its JSON, `engine` has the engine itself.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -124,6 +123,3 @@ class DeepSpeedKind(EngineKind):
             # the bucket, and its copy in the type that is sent
             buffers=(bucketed + (sent if sent != bucketed else 0)) * reduce_bucket_elements(config),
         )
-
-    def artifacts(self, config: EngineConfig, facts: Facts) -> dict[str, str]:
-        return {"ds_config.json": json.dumps(build_ds_config(config, facts), indent=2) + "\n"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import logging
 import math
 import os
@@ -191,6 +192,7 @@ class DeepSpeedEngine(Engine):
             low_precision=engine.bfloat16_enabled() or engine.fp16_enabled(),
         )
         self.engine, self.stage = engine, stage
+        self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
         # stages 2 and 3: gradients stay local until `step`
         self.reduce_once: bool = ds_config["managed_gradient_accumulation"]
