@@ -320,17 +320,16 @@ class DeepSpeedEngine(Engine):
 
     def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
         super().load_fragments(source, extra)
-        for key, value in (
-            extra.get("loss_scaler", {}).items() if self.engine.fp16_enabled() else ()
-        ):
-            setattr(self.engine.optimizer.loss_scaler, key, value)
+        if self.engine.fp16_enabled():
+            vars(self.engine.optimizer.loss_scaler).update(extra.get("loss_scaler", {}))
 
     def extra_state(self) -> dict[str, Any]:
         out = super().extra_state()
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
-        if scaler is not None and getattr(scaler, "dynamic", False):
+        if self.engine.fp16_enabled() and self.engine.dynamic_loss_scale():
             keys = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-            out["loss_scaler"] = {key: getattr(scaler, key) for key in keys if hasattr(scaler, key)}
+            out["loss_scaler"] = {
+                key: getattr(self.engine.optimizer.loss_scaler, key) for key in keys
+            }
         return out
 
     def close(self) -> None:
