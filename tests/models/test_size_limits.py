@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from clip_train.errors import ClipTrainError
+from clip_train.errors import ClipTrainError, UserError
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import load_architecture, parse_architecture, preset_names
 from clip_train.models.openclip.config import parse_openclip
@@ -40,6 +40,16 @@ def test_a_size_beyond_its_limit_is_named(tower, key, value):
     saved = {"open_clip": "x", **model}
     with pytest.raises(ClipTrainError, match=f"{key} .* must be at most"):
         parse_saved(saved)
+
+
+def test_sizes_that_are_too_large_together():
+    model = changed("vision_cfg", "width", 65536)
+    model["vision_cfg"] |= {"layers": 1000, "head_width": 64}
+    for read in (parse_architecture, parse_openclip):
+        with pytest.raises(
+            UserError, match=r"width \(65536\) and layers \(1000\) make about .* para"
+        ):
+            read(model, "model.json")
 
 
 def test_every_preset_is_within_them():

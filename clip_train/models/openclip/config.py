@@ -38,6 +38,7 @@ MOST = {
     "image_size": 65_536, "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000,
     "embed_dim": 65_536,
 }  # fmt: skip
+MOST_PARAMETERS = 100_000_000_000  # of a tower
 
 
 class Described(BaseModel):
@@ -50,14 +51,25 @@ class Described(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> Described:
+        total: dict[str, float] = {}  # a ResNet has the layers of four stages
         for key, most in MOST.items():
             value = getattr(self, key, None)
-            sizes = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(size, int | float) and size > most for size in sizes):
+            parts = value if isinstance(value, list | tuple) else [value]
+            sizes = [part for part in parts if isinstance(part, int | float)]
+            if any(size > most for size in sizes):
                 raise ValueError(
                     f"{key} ({clipped(str(value))}) must be at most {most:,}; correct the model's "
                     "description"
                 )
+            total[key] = sum(sizes)
+        layers, width = total["layers"], total["width"]
+        per_layer = width**2 * (4 + 2 * (total["mlp_ratio"] or 4))  # attention and MLP
+        count = layers * per_layer + width * total["vocab_size"]
+        if count > MOST_PARAMETERS:
+            raise ValueError(
+                f"width ({width}) and layers ({layers}) make about {count:.1e} parameters, more "
+                f"than {MOST_PARAMETERS:,}; correct the model's description"
+            )
         return self
 
 
