@@ -44,6 +44,8 @@ _opening = threading.Lock()
 class ObjectStorage(RemoteStorage):
     """`Storage` over `scheme://bucket/prefix`; obstore finds the credentials by itself."""
 
+    most_listed = 1_000_000  # objects: an endless listing must not fill the memory
+
     def __init__(self, url: str, **limits: Any) -> None:
         scheme, _, path = url.partition("://")
         bucket, _, root = path.partition("/")
@@ -121,6 +123,11 @@ class ObjectStorage(RemoteStorage):
                 return found
             for each in page:
                 found.append(Entry(each["path"], each["size"], each["last_modified"].timestamp()))
+            if len(found) > self.most_listed:
+                raise ChangedError(
+                    f"more than {self.most_listed:,} objects are listed there: name a folder with "
+                    "fewer, or check the server, whose listing may have no end"
+                )
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         if isinstance(source, bytes):

@@ -13,6 +13,7 @@ import pytest
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
+from clip_train.storage.errors import StorageError
 from clip_train.storage.object_store import ObjectStorage
 from clip_train.storage.urls import (
     expand_glob,
@@ -95,6 +96,20 @@ class MemoryStorage(ObjectStorage):
 
     def open(self, **options: Any) -> Any:
         return MEMORY
+
+
+class ShortStorage(MemoryStorage):
+    most_listed = 2
+
+
+def test_a_listing_without_an_end_is_given_up() -> None:
+    storage = ShortStorage(f"memory://bucket/{uuid.uuid4().hex}")
+    storage.put_bytes("a", b"")
+    storage.put_bytes("b", b"")
+    assert [entry.name for entry in storage.list()] == ["a", "b"]
+    storage.put_bytes("c", b"")
+    with pytest.raises(StorageError, match="more than 2 objects are listed there: name a folder"):
+        storage.list()
 
 
 @pytest.mark.parametrize(
