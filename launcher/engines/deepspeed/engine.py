@@ -66,9 +66,8 @@ def build_engine(
     same at every stage."""
     ds_config = build_ds_config(config, facts)
     deepspeed = _import_deepspeed()
-    os.environ["LOCAL_RANK"] = str(
-        device.index or 0
-    )  # from which it takes the device; Slurm sets none
+    # from which DeepSpeed takes the device; Slurm sets none
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     # it insists that Open MPI's local rank is the same; a task that sees one GPU alone has device 0
     local_rank = os.environ.pop(MPI_LOCAL_RANK, None)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -84,8 +83,9 @@ def build_engine(
             convert(model, config.linear, emulate=device.type == "cpu")
         if config.compile:
             compile_units(model)
-            if stage == 3 and (kinds := {type(unit) for unit in units(model)}):
-                # its hooks outside of the blocks too, for within them each would break the graph
+            kinds = {type(unit) for unit in units(model)}
+            if stage == 3 and kinds:
+                # its hooks stay outside the blocks too: within a block each would break the graph
                 deepspeed.utils.set_z3_leaf_modules(model, [*kinds])
         optimizer = make_optimizer(model.named_parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
@@ -109,9 +109,8 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
     """At stages 1 to 3 fp32 masters lie in a few flat tensors, on which torch's optimizer works."""
     W, here, wrapper = dist.world_size(), dist.rank(), engine.optimizer
     for i, (name, p) in enumerate(engine.module.named_parameters()):
-        if (
-            stage and not p.requires_grad
-        ):  # an fp32 copy in the CPU's memory, cut as stage 3 cuts the parameter itself
+        if stage and not p.requires_grad:
+            # an fp32 copy in the CPU's memory, cut as stage 3 cuts the parameter itself
             shape = tuple(getattr(p, "ds_shape", p.shape))
             padded = -(-math.prod(shape) // W)
             start = min(padded * here, math.prod(shape))
@@ -119,10 +118,10 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
             yield Piece(name, shape, start, numel, torch.zeros(numel))
         elif stage == 0:  # the optimizer works on the parameter itself
             yield Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)
-        elif (
-            stage < 3
-        ):  # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
-            if (mapping := p._hp_mapping) is not None:  # else it lies wholly on other ranks
+        elif stage < 3:
+            # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
+            mapping = p._hp_mapping
+            if mapping is not None:  # else other ranks hold all of it
                 flats = (
                     getattr(wrapper, "single_partition_of_fp32_groups", None)
                     or wrapper.fp32_groups_flat_partition
@@ -196,9 +195,8 @@ class DeepSpeedEngine(Engine):
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
         # stages 2 and 3: gradients stay local until `step`
         self.reduce_once: bool = ds_config["managed_gradient_accumulation"]
-        self._reduction: contextlib.ExitStack | None = (
-            None  # open from a step's first backward to its `step`
-        )
+        # open from a step's first backward to its `step`
+        self._reduction: contextlib.ExitStack | None = None
         self._norms = torch.zeros(0)  # as `_clip` returns them; at stages 1 to 3 squares
         optimizer.register_step_pre_hook(self._measure)
         if engine.fp16_enabled():
