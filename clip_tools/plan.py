@@ -156,8 +156,8 @@ def layouts(resolved: Resolved, limit: float, forwards_per_second: float) -> lis
     fits."""
     free = replace(
         resolved,
-        given=resolved.given.updated("batch", micro_size="auto", kept_graphs="auto"),
-        config=resolved.config.updated("engine", activation_checkpointing="auto"),
+        given=resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"}),
+        config=resolved.config.updated(engine={"activation_checkpointing": "auto"}),
     )
     try:
         chosen = decide(free, limit).layout

@@ -104,7 +104,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     elif dist.is_main():
         token.unlink(missing_ok=True)
     # not the same on all ranks, as all other keys are
-    resolved = replace(resolved, config=resolved.config.updated("data", workers=workers))
+    resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
     if config.chosen:
         resolved = decide(resolved, memory_limit(config, device))
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog)

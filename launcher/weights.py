@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,17 +53,15 @@ def weights_here(
         yield config
         return
     fetches = ranks.detect(os.environ).local_rank == 0
-    folder = _on_node(fetches, _readable, "TMPDIR", tempfile.mkdtemp, None, "clip-train-")
-    try:
+    make = partial(tempfile.TemporaryDirectory, prefix="clip-train-", ignore_cleanup_errors=True)
+    with contextlib.ExitStack() as cleanup:
+        folder = _on_node(fetches, _readable, "TMPDIR", lambda: cleanup.enter_context(make()))
         here = {
             key: _place_here(f"model.{key} ({place})", place, Path(folder, key), fetches, storage)
             for key, place in places.items()
         }
         yield config.model_copy(update=here)
         dist.barrier()
-    finally:
-        if fetches:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
@@ -74,7 +73,7 @@ def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
 def _readable(what: str, action: Callable[..., T], *arguments: object) -> T:
     try:
         return action(*arguments)
-    except OSError as e:
+    except (OSError, json.JSONDecodeError) as e:
         raise CheckpointError(f"{what} cannot be read: {e}") from e
 
 
@@ -131,10 +130,7 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     if there.exists(CONFIG_NAME):
         description = there.read_bytes(CONFIG_NAME)
         (folder / CONFIG_NAME).write_bytes(description)
-        try:
-            known = json.loads(description).get("sha256", {}).get(name)
-        except (ValueError, AttributeError) as e:
-            raise CheckpointError(f"{url}/{CONFIG_NAME} is not the JSON of an export: {e}") from e
+        known = json.loads(description).get("sha256", {}).get(name)
     file = folder / name
     try:
         with open_read(f"{url}/{name}", storage) as source, file.open("wb") as out:

@@ -150,7 +150,7 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
         return model
 
     whole = fake_profile(make, partial(micro_batch, deep, torch.device("cpu")))
-    config = config.updated("engine", precision="fp32")
+    config = config.updated(engine={"precision": "fp32"})
     resolved = Resolved(config, config, plan_batch(config.batch, 1), deep)
     predicted = predicted_profile(resolved, checkpointing)
     assert (predicted.forward, predicted.graph, predicted.peak) == (

@@ -163,9 +163,10 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
         micro_size=None if batch.micro_size == "auto" else batch.micro_size,
         kept_graphs=kept if isinstance(kept, int) else None,
     )
-    config = config.updated("engine", activation_checkpointing=layout.activation_checkpointing)
-    sizes = {"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs}
-    config = config.updated("batch", **sizes)
+    config = config.updated(
+        engine={"activation_checkpointing": layout.activation_checkpointing},
+        batch={"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs},
+    )
     return replace(resolved, config=config, plan=layout.plan, layout=layout)
 
 

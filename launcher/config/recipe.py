@@ -157,9 +157,12 @@ class RunConfig(Settings):
         """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
-    def updated(self, section: str, **values: Any) -> RunConfig:
-        """With other values for keys of one section."""
-        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+    def updated(self, **sections: dict[str, Any]) -> RunConfig:
+        """With other values for keys of these sections."""
+        changed = {
+            name: getattr(self, name).model_copy(update=values) for name, values in sections.items()
+        }
+        return self.model_copy(update=changed)
 
     def to_keep(self) -> dict[str, Any]:
         """Every key, without the secrets of its URLs: for files and trackers."""

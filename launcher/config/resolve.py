@@ -54,8 +54,7 @@ class Resolved:
     def kept(self) -> RunConfig:
         """What a checkpoint keeps and a resume compares: without what memory has decided."""
         chosen = self.config.engine.model_dump(include={"kind", "precision", "reduce_dtype"})
-        kept = self.given.updated("engine", **chosen)
-        return kept.updated("data", workers=self.config.data.workers)
+        return self.given.updated(engine=chosen, data={"workers": self.config.data.workers})
 
 
 def resolve(
@@ -127,8 +126,8 @@ def resolve(
         raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     block = resolve_block(config.data.shuffle_block, streams)
-    config = config.updated("data", lanes=streams, shuffle_block=block)
-    config = config.model_copy(update={"engine": engine})
+    data = {"lanes": streams, "shuffle_block": block}
+    config = config.updated(data=data, engine=dict(engine))
     return Resolved(given, config, plan, architecture, source=source)
 
 

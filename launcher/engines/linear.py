@@ -8,12 +8,12 @@ nor its part of a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from clip_train.errors import UserError
+from clip_train.settings import broken
 from launcher.engines.config import EngineConfig
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -34,27 +34,31 @@ def rule(config: EngineConfig) -> tuple[bool, str]:
     )
 
 
-def mistakes_here(config: EngineConfig) -> Iterator[str]:
+def mistakes_here(config: EngineConfig) -> list[str]:
+    """What this machine lacks for `config.linear`."""
     if config.linear is None:
-        return
-    if find_spec("torchao") is None:
-        yield (
-            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
-            "set engine.linear=null"
-        )
+        return []
     import torch
 
     least = CAPABILITY[config.linear]
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if found is None or found < least:
-        seen = "no GPU is visible" if found is None else f"this one has {found[0]}.{found[1]}"
-        other = (
-            "engine.linear=int8, or " if found is not None and found >= CAPABILITY["int8"] else ""
-        )
-        yield (
+    seen, other, found = "no GPU is visible", "", (0, 0)
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_capability()
+        seen = f"this one has {found[0]}.{found[1]}"
+        other = "engine.linear=int8, or " if found >= CAPABILITY["int8"] else ""
+    rules = [
+        (
+            find_spec("torchao") is None,
+            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
+            "set engine.linear=null",
+        ),
+        (
+            found < least,
             f"engine.linear ({config.linear}) needs GPUs of compute capability "
-            f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null"
-        )
+            f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null",
+        ),
+    ]
+    return broken(rules)
 
 
 def convert(model: nn.Module, kind: str, emulate: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import UserError
-from clip_train.settings import clipped
+from clip_train.settings import broken, clipped
 from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 
@@ -87,28 +87,59 @@ def reduce_bucket_elements(config: EngineConfig) -> int:
 
 
 def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
-    """DeepSpeed's configuration dict. UserError, listing every one, where recipe and JSON
-    disagree."""
+    """DeepSpeed's configuration dict. UserError lists every conflict between recipe and JSON."""
     file, base = load_base(config)
     zero = base.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    mistakes = [
-        f"{file} has a section {key!r}: {REFUSED_SECTIONS[key]}; take it out"
-        for key in REFUSED_SECTIONS
-        if key in base
-    ]
-    mistakes += [
-        f"{file} sets zero_optimization.{key}: it changes the result, or is not tested here; take "
-        "it out"
-        for key in REFUSED_ZERO_KEYS
-        if zero.get(key)
-    ]
-    if config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"):
-        mistakes.append(  # DeepSpeed's own assertion comes on every rank, in the midst of the start
+    rules = [
+        *(
+            (key in base, f"{file} has a section {key!r}: {reason}; take it out")
+            for key, reason in REFUSED_SECTIONS.items()
+        ),
+        *(
+            (
+                bool(zero.get(key)),
+                f"{file} sets zero_optimization.{key}: it changes the result, or is not tested "
+                "here; take it out",
+            )
+            for key in REFUSED_ZERO_KEYS
+        ),
+        (  # DeepSpeed's own assertion would fail later, on every rank
+            config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"),
             f"{file} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
-            f"(it is {config.zero_stage}); take it out"
-        )
-    for key, (value, field) in _owned_by_recipe(config, facts).items():
+            f"(it is {config.zero_stage}); take it out",
+        ),
+    ]
+    mistakes = broken(rules)
+    # key of the JSON -> its value, and the recipe's key that decides it
+    owned: dict[str, tuple[Any, str]] = {
+        # step() IS the accumulation boundary, so k may change from step to step, and nothing
+        # divides by k.
+        "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
+        "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
+        # for DeepSpeed's own counters only
+        "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),
+        "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
+        # Always set: DeepSpeed's default has been 1.0 since PR #8068.
+        "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
+        "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
+        # it would wait for the device in every forward and step
+        "timers.throughput.enabled": (False, "the trainer"),
+        "bf16.enabled": (config.precision == "bf16", "engine.precision"),
+        "fp16.enabled": (config.precision == "fp16", "engine.precision"),
+        # DeepSpeed's default is the precision of the model.
+        "communication_data_type": (config.reduce_dtype, "engine.reduce_dtype"),
+        # torch's own AdamW and SGD: exact at every stage
+        "zero_allow_untested_optimizer": (True, "the trainer"),
+        # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for
+        # minutes.
+        "zero_force_ds_cpu_optimizer": (False, "the trainer"),
+    }
+    if config.precision == "bf16":  # bf16 accumulation loses 2-3% of the update
+        owned["data_types.grad_accum_dtype"] = ("fp32", "the trainer")
+    if config.offload == "optimizer":
+        owned["zero_optimization.offload_optimizer.device"] = ("cpu", "engine.offload")
+    for key, (value, field) in owned.items():
         *sections, name = key.split(".")
         node = base
         for section in sections:
@@ -126,44 +157,3 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
     if config.zero_stage == 0:
         base["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
     return base
-
-
-def _owned_by_recipe(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any, str]]:
-    """Key of the JSON -> its value, and what of the recipe that follows from."""
-    owned: dict[str, tuple[Any, str]] = {
-        # step() IS the accumulation boundary, so k may change from step to step, and nothing
-        # divides by k.
-        "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
-        "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
-        "train_micro_batch_size_per_gpu": (
-            facts.micro_size,
-            "batch.micro_size",
-        ),  # for DeepSpeed's own counters only
-        "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
-        # Said explicitly: DeepSpeed's default has been 1.0 since PR #8068.
-        "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
-        "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
-        "timers.throughput.enabled": (
-            False,
-            "the trainer",
-        ),  # it waits for the device in every forward and step
-        "bf16.enabled": (config.precision == "bf16", "engine.precision"),
-        "fp16.enabled": (config.precision == "fp16", "engine.precision"),
-        # DeepSpeed's default is the precision of the model.
-        "communication_data_type": (config.reduce_dtype, "engine.reduce_dtype"),
-        "zero_allow_untested_optimizer": (
-            True,
-            "the trainer",
-        ),  # torch's own AdamW and SGD: exact at every stage
-        # torch.optim on the offloaded state instead of DeepSpeedCPUAdam, which JIT-builds for
-        # minutes.
-        "zero_force_ds_cpu_optimizer": (False, "the trainer"),
-    }
-    if config.precision == "bf16":
-        owned["data_types.grad_accum_dtype"] = (
-            "fp32",
-            "the trainer",
-        )  # bf16 accumulation loses 2-3% of the update
-    if config.offload == "optimizer":
-        owned["zero_optimization.offload_optimizer.device"] = ("cpu", "engine.offload")
-    return owned
