@@ -39,8 +39,7 @@ error = partial(Finding, level="error")
 def check_range(check: str, name: str) -> Iterator[Finding]:
     """The installed version of `name`, which is Python or a package, against the supported ones."""
     for problem in too_old(name):
-        message, _, remedy = problem.partition(": ")
-        yield error(check, message, remedy)
+        yield error(check, *problem.split(": ", 1))
         return
     found, newest = installed(name), numbers(NEWEST[name])
     if found is not None and numbers(found)[: len(newest)] > newest:
@@ -55,13 +54,10 @@ def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
     return warning(check, message, remedy) if wrong else ok(check, message)
 
 
-PATIENCE_SECONDS = 5.0  # of the store, less than a run has
-
-
-def check_store(config: RunConfig, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Finding]:
+def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Finding]:
     """What a run does before its model is built: is checkpoint.remote fit for checkpoints?
 
-    patience_seconds: how long one operation is tried.
+    patience_seconds: how long one operation is tried, which is less than a run tries it.
     """
     remote = config.checkpoint.remote
     if remote is None:
@@ -92,8 +88,10 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     # fp32 weights and two moments of each parameter, in the checkpoints that are kept and one more
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free
-    room = f"{free / 1e9:.1f} GB free for run.dir ({run_dir})"
-    message = f"{room}, {needed / 1e9:.1f} needed by checkpoints"
+    message = (
+        f"{free / 1e9:.1f} GB free for run.dir ({run_dir}), {needed / 1e9:.1f} needed by "
+        "checkpoints"
+    )
     remedy = "make room, choose another run.dir, or lower checkpoint.keep_last"
     yield error("disk", message, remedy) if needed > free else ok("disk", message)
 
@@ -107,9 +105,10 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
     for key, place in places.items():
         local = next((path for path in site.local_paths if place.is_relative_to(path)), None)
         if local is not None:
-            message = f"{key} ({place}) is under {local}, which every node has for itself"
             yield warning(
-                "disk", message, "choose a shared folder (or correct local_paths in the site file)"
+                "disk",
+                f"{key} ({place}) is under {local}, which every node has for itself",
+                "choose a shared folder (or correct local_paths in the site file)",
             )
 
 

@@ -135,11 +135,10 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
     config = resolved.config
 
     def make_model() -> torch.nn.Module:
-        checkpointing = bool(config.engine.activation_checkpointing)
         model = build_model(
             resolved.architecture,
             dropout=config.model.dropout,
-            activation_checkpointing=checkpointing,
+            activation_checkpointing=bool(config.engine.activation_checkpointing),
         )
         freeze(model, config.model)
         return model

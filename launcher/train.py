@@ -143,13 +143,11 @@ def refuse_unshared(token: Path, seconds: float) -> None:
     blind = dict.fromkeys(itertools.chain(*dist.gather_objects(here)))
     if dist.is_main():
         token.unlink(missing_ok=True)
-    error = None
-    if here:
-        error = RankError(
-            f"run.dir ({token.parent}) is not shared: {', '.join(blind)} cannot see what rank 0 "
-            "writes; choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
-        )
-    dist.raise_agreed(error)
+    error = RankError(
+        f"run.dir ({token.parent}) is not shared: {', '.join(blind)} cannot see what rank 0 "
+        "writes; choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
+    )
+    dist.raise_agreed(error if here else None)
 
 
 def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
@@ -160,8 +158,8 @@ def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[s
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         what = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
         version = None
-    plural = "s" if env.world_size > 1 else ""
-    size = f"{env.world_size} rank{plural} on {device.type}, {env.local_world_size} on each host"
+    W = env.world_size
+    size = f"{W} rank{'s' * (W > 1)} on {device.type}, {env.local_world_size} on each host"
     differing = redact(config.model_dump(mode="json", exclude_defaults=True)).items()
     return {
         "steps": config.steps,

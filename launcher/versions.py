@@ -32,10 +32,8 @@ def installed(name: str) -> str | None:
 def too_old(name: str) -> Iterator[str]:
     """One message if what is installed is older than the oldest supported version."""
     found, oldest = installed(name), OLDEST[name]
-    if found is None or numbers(found) >= numbers(oldest):
-        return
     remedy = f"pip install -U '{name}>={oldest}'"
     if name == "Python":
-        newest = NEWEST[name]
-        remedy = f"python{newest} -m venv .venv && .venv/bin/pip install ."
-    yield f"{name} ({found}) is too old, clip-train needs {oldest} or newer: {remedy}"
+        remedy = f"python{NEWEST[name]} -m venv .venv && .venv/bin/pip install ."
+    if found is not None and numbers(found) < numbers(oldest):
+        yield f"{name} ({found}) is too old, clip-train needs {oldest} or newer: {remedy}"

@@ -53,8 +53,10 @@ class Resolved:
     @property
     def kept(self) -> RunConfig:
         """What a checkpoint keeps and a resume compares: without what memory has decided."""
-        chosen = self.config.engine.model_dump(include={"kind", "precision", "reduce_dtype"})
-        return self.given.updated(engine=chosen, data={"workers": self.config.data.workers})
+        return self.given.updated(
+            engine=self.config.engine.model_dump(include={"kind", "precision", "reduce_dtype"}),
+            data={"workers": self.config.data.workers},
+        )
 
 
 def resolve(
@@ -126,8 +128,7 @@ def resolve(
         raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     block = resolve_block(config.data.shuffle_block, streams)
-    data = {"lanes": streams, "shuffle_block": block}
-    config = config.updated(data=data, engine=dict(engine))
+    config = config.updated(data={"lanes": streams, "shuffle_block": block}, engine=dict(engine))
     return Resolved(given, config, plan, architecture, source=source)
 
 

@@ -20,8 +20,11 @@ from launcher.versions import installed, too_old
 
 def check_version() -> Iterator[Finding]:
     if installed("deepspeed") is None:
-        remedy = "pip install deepspeed, or set engine.kind=fsdp"
-        yield error("engine", "deepspeed is not installed", remedy)
+        yield error(
+            "engine",
+            "deepspeed is not installed",
+            "pip install deepspeed, or set engine.kind=fsdp",
+        )
     else:
         yield from check_range("engine", "deepspeed")
 
@@ -31,8 +34,11 @@ def check_extensions() -> Iterator[Finding]:
     folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
     for lock in Path(folder).expanduser().glob("**/lock"):
         if time.time() - lock.stat().st_mtime > 600:
-            message = f"a killed build has left {lock}: later runs wait for it without a word"
-            yield error("extensions", message, f"rm {lock}")
+            yield error(
+                "extensions",
+                f"a killed build has left {lock}: later runs wait for it without a word",
+                f"rm {lock}",
+            )
             return
     yield ok("extensions", "no lock of a killed build")
 
@@ -50,9 +56,12 @@ def check_hosts() -> Iterator[Finding]:
         "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
     )
     if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
-        message = "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach"
-        remedy = "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env"
-        yield warning("hosts", f"{message} the other hosts", remedy)
+        yield warning(
+            "hosts",
+            "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the "
+            "other hosts",
+            "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env",
+        )
 
 
 class DeepSpeedKind(EngineKind):

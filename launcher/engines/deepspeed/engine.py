@@ -78,7 +78,14 @@ def build_engine(
         warnings.simplefilter("ignore")
         with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
             model = make_model()
-        _refuse_scalars(model)
+        for name, p in model.named_parameters():
+            if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
+                # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor
+                # cannot be.
+                raise UserError(
+                    f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not "
+                    "contiguous; give it shape [1], and call contiguous() on it"
+                )
         if config.linear is not None:
             convert(model, config.linear, emulate=device.type == "cpu")
         if config.compile:
@@ -92,17 +99,6 @@ def build_engine(
     if local_rank is not None:
         os.environ[MPI_LOCAL_RANK] = local_rank
     return DeepSpeedEngine(engine, optimizer, device, stage, ds_config, facts.grad_clip_norm)
-
-
-def _refuse_scalars(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
-            # DeepSpeed's _broadcast_model views every parameter as bytes, which such a tensor
-            # cannot be.
-            raise UserError(
-                f"engine.kind (deepspeed) cannot hold the parameter {name}: it is 0-d or not "
-                "contiguous; give it shape [1], and call contiguous() on it"
-            )
 
 
 def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
