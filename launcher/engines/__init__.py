@@ -81,7 +81,7 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
 
 
 def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) -> EngineConfig:
-    """With what `auto` means for so many ranks, `per_node` on a node, on devices like those here."""
+    """With values for `auto`, for so many ranks, `per_node` on a node, with devices as here."""
     import torch
 
     if not torch.cuda.is_available():
