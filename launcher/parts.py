@@ -11,10 +11,10 @@ from clip_train import dist
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.build import build_loss
 from clip_train.data.config import order_keys
-from clip_train.data.count import count_missing
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
+from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine

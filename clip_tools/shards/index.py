@@ -9,10 +9,9 @@ import multiprocessing
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
@@ -63,10 +62,7 @@ def run_index(
         raise UserError(f"--workers ({workers}) must be at least 1")
     known = look_up([shards], "auto", StorageConfig()).entries if check else {}
     if not check:
-        with writing():  # before hours of reading: each folder's index as it is, or empty
-            for folder in dict.fromkeys(split_name(url)[0] for url in shards):
-                as_it_is = index.to_bytes(index.load(folder, StorageConfig()))
-                open_storage(folder + index.INDEX_NAME).put_bytes("", as_it_is)
+        write_indexes({}, shards)  # UserError before hours of reading
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = TextColumn("{task.fields[last]}")
     with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
@@ -86,8 +82,7 @@ def run_index(
         refuse(wrong, "are not what their index says")
         print(f"{summary}: all as the index says")
         return
-    with writing():
-        written = write_indexes(indexed)
+    written = write_indexes(indexed)
     print(f"{summary}; wrote {', '.join(written)}")
     invalid = Counter[str]()  # these are replaced by other samples
     for result in indexed.values():
@@ -104,17 +99,6 @@ def run_index(
             "the caption's with --caption-key NAME here, and with data.caption_key=NAME in the "
             "recipe, or write the shards again"
         )
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """UserError if the index cannot be written."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(
-            f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
-        ) from e
 
 
 def refuse(reasons: Mapping[str, str | None], what: str) -> None:
@@ -247,20 +231,30 @@ def index_shards(
     return indexed
 
 
-def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
-    """Adds to the index of every folder. Returns the indexes' paths.
+def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) -> list[str]:
+    """Adds to the index of every folder that holds one of these shards. Returns the indexes' paths.
+
+    shards: whose folders' indexes are written as they are, or empty, though nothing is added.
 
     Raises:
-        UserError: an index that is there is damaged.
-        OSError: a folder cannot be written.
+        UserError: an index that is there is damaged, or cannot be written.
     """
-    written = []
-    for folder, names in index.by_folder(list(indexed)).items():
-        entries = {name: indexed[url].entry for name, url in names.items()}
+    folders: dict[str, dict[str, ShardEntry]] = {}
+    for url in [*shards, *indexed]:
+        folder, name = split_name(url)
+        entries = folders.setdefault(folder, {})
+        if url in indexed:
+            entries[name] = indexed[url].entry
+    for folder, entries in folders.items():
         known = index.load(folder, StorageConfig())
-        open_storage(folder + index.INDEX_NAME).put_bytes("", index.to_bytes(known | entries))
-        written.append(folder + index.INDEX_NAME)
-    return written
+        try:
+            content = index.to_bytes(known | entries)
+            open_storage(folder + index.INDEX_NAME).put_bytes("", content)
+        except OSError as e:
+            raise UserError(
+                f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
+            ) from e
+    return [folder + index.INDEX_NAME for folder in folders]
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:

@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
-from clip_train.data.count import count_missing
 from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
-from clip_train.data.reader import make_order
+from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
@@ -147,11 +146,11 @@ class TrainLoader(Iterator[Batch]):
         if images is None or self._pin_memory:
             shape = (sum(counts), 3, S, S)
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-            for part, piece in zip(images.split(counts), pieces, strict=True):
-                made = piece.images
-                if memory is not None:
-                    slot = piece.number % memory.shape[1]
-                    made = memory[piece.worker, slot, : len(part)]
+            for worker, part in enumerate(images.split(counts)):
+                made = pieces[worker].images
+                if memory is not None:  # each worker fills its slots in turn, one in each step
+                    slot = (self.step - self._stream.start) % memory.shape[1]
+                    made = memory[worker, slot, : len(part)]
                 assert made is not None
                 part.copy_(made)
         texts = torch.cat([piece.texts for piece in pieces])

@@ -1,5 +1,5 @@
 """From places of the order to undecoded samples: reads the blocks of a stream, from any of its
-samples on.
+samples on. Before the first step it counts the shards that no index knows, on all ranks together.
 
 An I/O error is retried and then ends the run: it is never an invalid sample. Damage of an archive
 is one, once it is there again when it is read again.
@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from clip_train import dist
 from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY, ShardIndex
 from clip_train.data.invalid import Invalid
@@ -29,6 +33,9 @@ RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
 REREADS = 3  # times that an archive must look damaged at the same place before that is believed
 MISSING = "missing: its shard has fewer samples"
+COUNT_BUFFER_BYTES = 1 << 12  # only headers are read: those of one sample
+COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
+ROUND_SECONDS = 10.0  # then ranks exchange their counts
 CHANGING = (
     "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block "
     "of a remote shard be verified"
@@ -227,6 +234,54 @@ class StreamReader:
         block = self.order.sources[source].block(self.stream, number)
         items = [item for segment in block.segments for item in reader.read(segment)]
         return block.first, [items[place] for place in block.order]
+
+
+def count_missing(
+    index: ShardIndex,
+    storage: StorageConfig,
+    *,
+    together: bool = True,
+    log: Callable[[str], None] = lambda line: None,
+) -> ShardIndex:
+    """The index with the counts of the shards that nobody has counted. DataError if one cannot be
+    read.
+
+    Args:
+        together: all ranks call this, each counts some of the shards. Else this process counts all
+            of them.
+        log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
+    """
+    ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
+    counts: dict[str, int] = {}
+    while True:
+        todo = [url for url in index.uncounted if url not in counts]
+        if not todo:
+            return index.with_sizes(counts)
+        if rank == 0 and counts:
+            done = f"{len(counts)} of {len(counts) + len(todo)} shards are done"
+            log(f"counting samples: {done}; `clip-train index` keeps the counts")
+        count = partial(_count_some, todo[rank::ranks], storage)
+        for some in dist.gather_objects(dist.agreed(count)) if together else [count()]:
+            counts |= some
+
+
+def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
+    """Samples by path or URL, until the round is over. Damage counts as one; only headers are read.
+    DataError."""
+
+    def count(url: str) -> int:
+        reading = Reading(storage)
+        return sum(1 for _ in read_shard(url, reading, 0, math.inf, COUNT_BUFFER_BYTES))
+
+    end = time.monotonic() + ROUND_SECONDS
+    counts: dict[str, int] = {}
+    with ThreadPoolExecutor(COUNT_THREADS) as pool:
+        for start in range(0, len(urls), COUNT_THREADS):
+            group = urls[start : start + COUNT_THREADS]
+            counts |= zip(group, pool.map(count, group), strict=True)
+            if time.monotonic() > end:
+                break
+    return counts
 
 
 def make_order(

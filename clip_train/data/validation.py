@@ -16,13 +16,12 @@ from torch import Tensor
 
 from clip_train.batch import shares
 from clip_train.data import decode
-from clip_train.data.count import count_missing
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images import EvalTransform
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
-from clip_train.data.reader import Fields, Files, Item, SegmentReader
+from clip_train.data.reader import Fields, Files, Item, SegmentReader, count_missing
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.storage.config import StorageConfig

@@ -59,8 +59,6 @@ class Piece:
     """One worker's part of one step."""
 
     images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in `shared_images`
-    worker: int
-    number: int  # of this worker's pieces
     texts: Tensor  # int64 [p, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
@@ -145,9 +143,12 @@ class PieceStream(IterableDataset):
                     keys.append(key)
                     seeds.append(seed)
             yield Piece(
-                images if self.memory is None else None, worker, step,
-                self.tokenizer(captions), torch.tensor(seeds, dtype=torch.int64), keys, invalid,
-            )  # fmt: skip
+                images if self.memory is None else None,
+                self.tokenizer(captions),
+                torch.tensor(seeds, dtype=torch.int64),
+                keys,
+                invalid,
+            )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
                 del readers[stream]  # at a boundary between ranks that has moved on
 

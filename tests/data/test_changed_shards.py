@@ -10,9 +10,9 @@ import pytest
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.batch import BatchSizes
 from clip_train.data.config import DataConfig, order_keys
-from clip_train.data.count import count_missing
 from clip_train.data.index import ResumedData, ShardIndex, index_of, look_up, resume_data
 from clip_train.data.loader import TrainLoader
+from clip_train.data.reader import count_missing
 from clip_train.data.shards import changes, pack_rows, unpack_rows
 from clip_train.errors import UserError
 from clip_train.storage.config import StorageConfig

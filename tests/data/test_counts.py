@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clip_tools.shards.index import index_shards, write_indexes
-from clip_train.data.count import count_missing
 from clip_train.data.index import index_of
+from clip_train.data.reader import count_missing
 from clip_train.errors import DataError
 from clip_train.storage.config import StorageConfig
 from tests.data.hostile import kinds, write_hostile
