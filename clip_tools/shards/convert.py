@@ -23,10 +23,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -47,13 +47,6 @@ ROWS_AT_ONCE = 1000
 OPEN_QUOTE = 'a quote (") is not closed: close it, or write "" for a quote within a quoted text'
 TOO_LONG = "a text of more than 131,072 characters"
 TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
-
-
-class Broken(NamedTuple):
-    """A row that cannot be read."""
-
-    place: str  # where it begins
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -130,8 +123,8 @@ def read_rows(
         if not all(label.isdecimal() for label in labels):
             named = label_key
     for record in reader(table):
-        if isinstance(record, Broken):
-            yield Row(record.place, {}, label_key=named, problem=record.reason)
+        if isinstance(record, Row):
+            yield replace(record, label_key=named)
         else:
             captions = {key: record.get(key) for key in wanted}
             kept = {key: record.get(key) for key in keep}
@@ -139,7 +132,7 @@ def read_rows(
             yield Row(record.get(image), captions, label, named, kept=kept)
 
 
-def _label_of(record: Mapping[str, Any] | Broken, key: str | None) -> str:
+def _label_of(record: Mapping[str, Any] | Row, key: str | None) -> str:
     """A number or a name, alone or in a list of one in the table; "" for none."""
     value = record.get(key) if isinstance(record, Mapping) and key is not None else None
     if isinstance(value, list) and len(value) == 1:
@@ -170,9 +163,9 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
 # -- tables: their rows one by one
 
 
-def _csv(source: Path) -> Iterator[dict[str, Any] | Broken]:
-    """The lines of a row that cannot be read, or whose open quote takes other rows, are all
-    `Broken`."""
+def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
+    """Each line of a row that cannot be read, or whose open quote takes other rows, is a `Row` with
+    a problem."""
     with source.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         delimiter = "\t" if "\t" in first else ","
@@ -194,7 +187,7 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Broken]:
                 problem = TOO_MANY
             if problem:
                 for number in range(start, reader.line_num):
-                    yield Broken(f"line {number + 2}", problem)
+                    yield Row(f"line {number + 2}", {}, problem=problem)
             elif cells:
                 yield dict(itertools.zip_longest(header, cells))
 
@@ -233,7 +226,7 @@ def _parquet(source: Path) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Broken]]] = {
+READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Row]]] = {
     ".csv": _csv, ".tsv": _csv, ".txt": _csv, ".jsonl": _json_lines, ".json": _json_lines,
     ".parquet": _parquet,
 }  # fmt: skip

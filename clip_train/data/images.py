@@ -76,20 +76,14 @@ class TrainTransform:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-@dataclass(frozen=True)
-class EvalTransform:
-    """The shorter side resized to S, then the S x S in the middle, with torchvision's rounding."""
-
-    image_size: int  # S, pixels
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """uint8 [3, H, W] -> uint8 [3, S, S]"""
-        size = self.image_size
-        longest = MAX_STRETCH * min(image.shape[1:])
-        image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
-        shorter = min(image.shape[1:])
-        height, width = (int(size * side / shorter) for side in image.shape[1:])
-        return _middle(_resize(image, height, width), size, size).contiguous()
+def crop_for_evaluation(image: Tensor, size: int) -> Tensor:
+    """uint8 [3, H, W] -> uint8 [3, size, size]: resizes the shorter side, then keeps the middle,
+    with torchvision's rounding."""
+    longest = MAX_STRETCH * min(image.shape[1:])
+    image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
+    shorter = min(image.shape[1:])
+    height, width = (int(size * side / shorter) for side in image.shape[1:])
+    return _middle(_resize(image, height, width), size, size).contiguous()
 
 
 def _resize(image: Tensor, height: int, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from clip_train.batch import shares
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
-from clip_train.data.images import EvalTransform
+from clip_train.data.images import crop_for_evaluation
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
@@ -153,7 +153,7 @@ class ValLoader:
         self.caption_key = caption_key
         self.workers = max(1, workers)
         self.invalid: list[Invalid] = []  # in this rank's share, when it was last read
-        self._transform = EvalTransform(image_size)
+        self.image_size = image_size
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
         self._tokenizer = tokenizer or Tokenizer(context_length)
 
@@ -213,7 +213,7 @@ class ValLoader:
                 if not self.labelled:
                     raise
                 texts = []
-            image = self._transform(decode.decode_image(data))
+            image = crop_for_evaluation(decode.decode_image(data), self.image_size)
         except InvalidSample as e:
             return Invalid(str(e), item["__url__"], item["__key__"])
         return image, texts, item

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter
 
 from clip_train.data.decode import decode_image
-from clip_train.data.images import EvalTransform, TrainTransform
+from clip_train.data.images import TrainTransform, crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
 
 
@@ -63,7 +63,7 @@ def test_train_crop_equals_pillow(width, height, seed):
 @pytest.mark.parametrize("width,height", [(300, 200), (201, 333), (96, 96), (97, 500), (40, 30)])
 def test_eval_equals_pillow(width, height):
     data = encoded(photograph(width, height), quality=90)
-    ours = EvalTransform(96)(decode_image(data))
+    ours = crop_for_evaluation(decode_image(data), 96)
     # torchvision's Resize and CenterCrop, written out
     new = (96, int(96 * height / width)) if width <= height else (int(96 * width / height), 96)
     pillow = Image.open(io.BytesIO(data)).convert("RGB").resize(new, Image.BICUBIC)
@@ -97,8 +97,12 @@ def test_fallback_is_the_middle(height, width, expected):
 
 
 def test_extreme_shapes_do_not_explode():
-    assert EvalTransform(32)(torch.zeros(3, 1, 60_000, dtype=torch.uint8)).shape == (3, 32, 32)
-    assert EvalTransform(32)(torch.zeros(3, 5000, 2, dtype=torch.uint8)).shape == (3, 32, 32)
+    assert crop_for_evaluation(torch.zeros(3, 1, 60_000, dtype=torch.uint8), 32).shape == (
+        3,
+        32,
+        32,
+    )
+    assert crop_for_evaluation(torch.zeros(3, 5000, 2, dtype=torch.uint8), 32).shape == (3, 32, 32)
     assert TrainTransform(32)(torch.zeros(3, 1, 5000, dtype=torch.uint8), 0).shape == (3, 32, 32)
 
 
