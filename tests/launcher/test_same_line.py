@@ -1,6 +1,9 @@
-"""What an operator does to a run: a STOP file, the same line again, a dry run of it."""
+"""What an operator does to a run: a STOP file, the same line again, a dry run of it, a run directory that is
+moved."""
 
 from __future__ import annotations
+
+import shutil
 
 import pytest
 
@@ -43,3 +46,19 @@ def test_a_dry_run_compares_the_recipe_with_the_checkpoint(recipe, tmp_path, mod
     fresh = "checkpoint.resume=never"
     status, out = run(recipe, *line, f"model.name={other}", fresh, "--dry-run")
     assert status == 0 and "resuming" not in out, out
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_a_run_directory_that_vanishes_is_told(recipe, tmp_path, how):
+    folder = tmp_path / "run"
+    process = start(recipe, "run.steps=60", "log.progress=false", ranks=2 if how == "moved" else 1)
+    wait_for_step(folder, 17, process)
+    folder.rename(tmp_path / "elsewhere")  # at once: the run goes on writing into it
+    if how == "replaced":
+        shutil.copytree(tmp_path / "elsewhere", folder)
+    status, out = finish(process)
+    assert status == 1 and "done. Run directory" not in out, out
+    # at once and at the end
+    assert out.count("was removed, moved or replaced while the run wrote to it") == 2, out
+    word, why = read_verdict(folder)
+    assert word == "FAILED" and "was removed, moved or replaced" in why["reason"]
