@@ -38,7 +38,13 @@ from clip_train.models.weights import (
 )
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
-from launcher.config.recipe import RunConfig, apply_overrides, check_config, load_config
+from launcher.config.recipe import (
+    RunConfig,
+    apply_overrides,
+    check_config,
+    load_config,
+    read_recipe,
+)
 from launcher.config.resolve import check_place
 from launcher.engines import describe
 from launcher.parts import evaluation
@@ -96,6 +102,8 @@ def to_evaluate(
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     bare = weights is None and dist.on_main(partial(are_weights, place))
+    if weights is not None and place.endswith(".json") and "embed_dim" in read_recipe(place):
+        overrides, bare = [f"model.name={place}", *overrides], True  # a model, not a recipe
     if weights is None and not bare:
         config, found = run_at(args)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader

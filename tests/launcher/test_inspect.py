@@ -110,7 +110,7 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     )
 
 
-def test_folders_of_images_in_training_and_after(recipe, tmp_path, data):
+def test_folders_of_images_in_training_and_after(recipe, tmp_path, data, model):
     """Zero-shot on two ranks, and on one from the export alone; the validation set beside them."""
     for number, name in enumerate(("blue", "green", "red")):
         (tmp_path / "test" / name).mkdir(parents=True)
@@ -140,6 +140,12 @@ def test_folders_of_images_in_training_and_after(recipe, tmp_path, data):
     assert status == 0, out
     found = json.loads(out.splitlines()[-1])
     assert found["zero_shot_samples"] == 15 and "num_samples" not in found
+
+    file = str(tmp_path / "weights" / "open_clip_model.safetensors")
+    line = ("--weights", file, "--json", *keys, "evaluate.templates=simple")
+    status, out = run(model, *line, verb="evaluate")  # a model's JSON with its weights
+    assert status == 0, out
+    assert json.loads(out.splitlines()[-1]) == {**found, "weights": file}
 
 
 def test_a_run_that_was_never_trained_says_so(recipe):
