@@ -6,14 +6,16 @@ import argparse
 import itertools
 import json
 import os
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from clip_tools.shards.convert import Written, make_shards, read_rows, same_settings
+from clip_tools.shards.convert import Row, Written, make_shards, read_rows, same_settings
 from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
@@ -39,7 +41,13 @@ def run(args: argparse.Namespace) -> int:
     further = {"label_key": args.label_key, "keep_columns": args.keep_columns}
     same_settings(folder, settings | {key: value for key, value in further.items() if value})
     images = Path(args.images).expanduser() if args.images else root
-    rows = itertools.chain(first, read)
+    digests = array("q")  # 8 bytes a row
+
+    def noted(row: Row) -> Row:
+        digests.append(hash(repr((row.image, row.captions))))
+        return row
+
+    rows = map(noted, itertools.chain(first, read))
     written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)
     console = Console(stderr=True)
     done = list(track(written, "writing shards", console=console, disable=args.quiet))
@@ -52,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
             example = next(image for each in done for image, why in each.left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
+    repeated = len(digests) - len(np.unique(digests))
+    if repeated:
+        print(f"{repeated:,} rows repeat an earlier row (same image, same captions) and are kept")
     paths = [str(each.path) for each in done]
     run_index(paths, caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:

@@ -315,6 +315,15 @@ def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it
     ]
 
 
+def test_rows_that_come_twice_are_counted(tmp_path, capsys):
+    names = images(tmp_path, 2)
+    rows = [{"image": name, "caption": "x"} for name in [*names, *names, names[0]]]
+    rows.append({"image": names[0], "caption": "another"})
+    table = write_table(tmp_path / "x.csv", rows)
+    out, _ = typed(["shards", str(table), str(tmp_path / "out"), "--workers", "1"], capsys)
+    assert "3 rows repeat an earlier row" in out and "6 samples" in out
+
+
 def test_quiet_draws_nothing(tmp_path, capsys):
     images(tmp_path, 1)
     table = write_table(tmp_path / "x.csv", [{"image": "0.jpg", "caption": "x"}])
