@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PositiveInt, model_validator
 
 from clip_train.errors import UserError
-from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Rules, Settings, shown
+from clip_train.settings import Allowed, Refused, Rounding, Rules, Settings, shown
 
 
 class BatchStage(Settings):
@@ -91,41 +91,32 @@ class BatchConfig(Settings):
     @property
     def sizes(self) -> BatchSizes:
         """The global batch's size at every step."""
-        pieces, begin = [], 0
-        for stage in self.schedule or []:
-            pieces.append(Stretch(begin, stage.until_step - begin, stage.global_size))
-            begin = stage.until_step
-        return BatchSizes((*pieces, Stretch(begin, LARGEST, self.global_size)))
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps whose global batches are of one size."""
-
-    begin: int  # its first step
-    steps: int
-    size: int
+        stages = self.schedule or []
+        sizes = (*(stage.global_size for stage in stages), self.global_size)
+        return BatchSizes(sizes, tuple(stage.until_step for stage in stages))
 
 
 @dataclass(frozen=True)
 class BatchSizes:
     """The sizes of the global batches, a pure function of the step, so no state is saved."""
 
-    stretches: tuple[Stretch, ...]
+    sizes: tuple[int, ...]  # one after the other
+    ends: tuple[int, ...] = ()  # of each size but the last: the first step that it is not for
 
     @classmethod
     def constant(cls, global_size: int) -> BatchSizes:
-        return cls((Stretch(0, LARGEST, global_size),))
+        return cls((global_size,))
 
     def before(self, step: int) -> int:
         """P: samples in all global batches before that of `step`, counted from 0."""
+        edges = itertools.pairwise([0, *(min(end, step) for end in self.ends), step])
         return sum(
-            each.size * min(max(step - each.begin, 0), each.steps) for each in self.stretches
+            size * (stop - start) for size, (start, stop) in zip(self.sizes, edges, strict=True)
         )
 
     def at(self, step: int) -> int:
         """G: samples in the global batch of `step`."""
-        return next(each.size for each in reversed(self.stretches) if each.begin <= step)
+        return self.sizes[bisect.bisect_right(self.ends, step)]
 
     def steps_for(self, samples: float) -> int:
         """The number of steps, at least one, whose samples come nearest to `samples`."""
@@ -135,19 +126,19 @@ class BatchSizes:
 
     def distinct(self) -> set[int]:
         """Every size."""
-        return {each.size for each in self.stretches}
+        return set(self.sizes)
 
     def __str__(self) -> str:
         """Such as `256 until step 1000, then 1024`."""
-        *pieces, last = self.stretches
-        texts = [f"{each.size} until step {each.begin + each.steps}" for each in pieces]
-        return ", ".join([*texts, f"then {last.size}" if texts else f"{last.size}"])
+        pieces = zip(self.sizes, self.ends, strict=False)
+        texts = [f"{size} until step {end}, then " for size, end in pieces]
+        return "".join([*texts, f"{self.sizes[-1]}"])
 
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""
         smallest = min(self.distinct())
         if smallest < world_size:
-            more = " and batch.schedule: a size" if len(self.stretches) > 1 else ""
+            more = " and batch.schedule: a size" if self.ends else ""
             key = f"batch.global_size{more}"
             raise UserError(
                 f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of "
@@ -159,6 +150,13 @@ class BatchSizes:
 def shares(total: int, world_size: int) -> list[int]:
     """How many of `total` samples each rank holds; the first ranks hold one more."""
     return [total // world_size + (r < total % world_size) for r in range(world_size)]
+
+
+def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Which of `total` samples, [begin, end), a rank holds."""
+    counts = shares(total, world_size)
+    begin = sum(counts[:rank])
+    return begin, begin + counts[rank]
 
 
 def num_chunks(largest: int, smallest: int, micro_size: int) -> int:

@@ -194,10 +194,6 @@ class Order:
         """The number of samples of each source among the first `count` samples of a stream."""
         return self._counted(count, self.streams, stream)
 
-    def sample_seed(self, stream: int, count: int) -> int:
-        """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
-        return hash64(self.seed, stream, count)
-
     def epoch(self, position: int) -> int:
         """Whole epochs before a position; of several sources, of the one that has been read least
         often."""
@@ -247,9 +243,7 @@ class Partition:
         P = self.sizes.before(start) - self.sizes.before(self.began)
         for step in itertools.count(start):
             G = self.sizes.at(step)
-            counts = batch.shares(G, self.world_size)
-            begin = sum(counts[: self.rank])
-            end = begin + counts[self.rank]
+            begin, end = batch.share_of(G, self.rank, self.world_size)
             shares = {}
             for stream in self._streams(G):
                 before = samples_below(P, stream, L)
@@ -289,9 +283,7 @@ class Partition:
         """
         L = self.streams
         q, g = divmod(G, L)
-        counts = batch.shares(G, self.world_size)
-        begin = sum(counts[: self.rank])
-        end = begin + counts[self.rank]
+        begin, end = batch.share_of(G, self.rank, self.world_size)
         numbers = range(L)
         first = bisect.bisect_right(numbers, begin, key=lambda l: q * (l + 1) + min(l + 1, g))
         stop = bisect.bisect_left(numbers, end, key=lambda l: q * l + max(0, l + g - L))

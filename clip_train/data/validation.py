@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clip_train.batch import shares
+from clip_train.batch import share_of
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images import crop_for_evaluation
@@ -190,9 +190,7 @@ class ValLoader:
             shard_sizes: Sequence[int] = [len(self.files.files)]
         else:
             reader, shard_sizes = SegmentReader(self.files, keep_open=True), self.files.counts
-        counts = shares(sum(shard_sizes), self.world_size)
-        begin = sum(counts[: self.rank])
-        end = begin + counts[self.rank]
+        begin, end = share_of(sum(shard_sizes), self.rank, self.world_size)
         for shard, count in enumerate(shard_sizes):
             # samples [begin, end) of this shard and those behind it
             for start in range(max(begin, 0), min(end, count), self.batch_size):

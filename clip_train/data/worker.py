@@ -24,7 +24,7 @@ from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images import TrainTransform, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
-from clip_train.data.order import Order, Partition
+from clip_train.data.order import Order, Partition, hash64
 from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -90,26 +90,18 @@ class PieceStream(IterableDataset):
         torch.set_num_threads(1)
         outlive_signals(self.closing)
         threading.Thread(target=end_with_the_trainer, daemon=True).start()
-        made: Piece | tuple[Exception, str]
-        pieces = self._pieces(info.id)
-        while True:
+        try:
+            for piece in self._pieces(info.id):
+                yield packed(piece)
+        except ClipTrainError as e:
+            yield packed((e, ""))  # the message is enough
+        except Exception as e:
+            error: Exception = e
             try:
-                made = next(pieces)
-            except StopIteration:
-                return
-            except ClipTrainError as e:
-                made = (e, "")  # the message is enough
-            except Exception as e:
-                error: Exception = e
-                try:
-                    pickle.loads(pickle.dumps(e))
-                except Exception:  # an error that cannot be pickled would hang the queue
-                    error = DataError(f"{type(e).__name__}: {e}")
-                made = (error, traceback.format_exc())
-            # As bytes in shared memory, so that only its name goes through the workers' one pipe. A
-            # message of more than PIPE_BUF is written in parts: a worker killed between two of them
-            # would still hold the pipe's lock, and the trainer would wait for the rest without end.
-            yield torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
+                pickle.loads(pickle.dumps(e))
+            except Exception:  # an error that cannot be pickled would hang the queue
+                error = DataError(f"{type(e).__name__}: {e}")
+            yield packed((error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         S = self.transform.image_size
@@ -135,7 +127,7 @@ class PieceStream(IterableDataset):
                 for number in numbers:
                     if self.closing.value:
                         return
-                    seed = self.order.sample_seed(stream, number)
+                    seed = hash64(self.order.seed, stream, number)  # of all its random draws
                     candidates = readers[stream].at(number)
                     image, caption, key = self._first_usable(candidates, seed, invalid)
                     images[len(keys)] = image  # at once, while it is in the cache
@@ -193,6 +185,15 @@ class PieceStream(IterableDataset):
                 f"{fields['__key__']}"
             )
         return made[0]
+
+
+def packed(made: Piece | tuple[Exception, str]) -> Tensor:
+    """As bytes in shared memory, so that only its name goes through the workers' one pipe.
+
+    A message of more than PIPE_BUF is written in parts: a worker killed between two of them would
+    still hold the pipe's lock, and the trainer would wait for the rest without end.
+    """
+    return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 
 
 def outlive_signals(closing: Any) -> None:
