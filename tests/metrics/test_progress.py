@@ -33,6 +33,19 @@ def test_plain_lines_come_by_time_and_at_the_end(caplog: pytest.LogCaptureFixtur
     assert text[1] == "step 11/100  loss 2.5000  1,234 samples/s  data wait 25%  ETA 0:02:58"
 
 
+def test_an_evaluation_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Of many numbers it shows those that one looks for; the file has the others."""
+    retrieval = {f"image_to_text_R@{k}": k / 20 for k in (1, 5, 10)}
+    others = {f"number_{i}": float(i) for i in range(20)}
+    evaluated = {"step": 7, "zero_shot_top1": 0.25, **retrieval, **others, "val_loss": 1.5}
+    ProgressLine(100).after_evaluate(evaluated)
+    (line,) = caplog.messages
+    assert line == (
+        "step 7: zero-shot top-1 25.00%  image-to-text R@1 5.00%  val_loss 1.5"
+        "  (and 22 more in eval.jsonl)"
+    )
+
+
 def test_the_first_step_does_not_count_in_the_eta(caplog: pytest.LogCaptureFixture) -> None:
     """It holds the start of workers, allocators, compiled kernels."""
     progress = ProgressLine(12, every_seconds=0.0)
