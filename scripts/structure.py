@@ -23,13 +23,13 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_535,
-    "functions": 1_225,
-    "walruses": 3,
+    "statements": 14_162,
+    "functions": 1_174,
+    "walruses": 0,
     "lambdas": 44,
-    "statements in a module": 350,
+    "statements in a module": 330,
     "lines over 100 characters": 0,
-    "modules in a folder": 14,
+    "modules in a folder": 13,
 }
 
 WORDS = (

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from clip_train.data.shards import Row, changes, expand, split_name, synthetic_size, unpack_rows
@@ -41,7 +42,7 @@ class ShardEntry:
     damage: str | None = None  # of the archive, as it was indexed: all behind it is lost
     # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each, as every worker
     # has all of them
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    offsets: array[int] = field(default_factory=partial(array, "Q"))
 
     @property
     def count(self) -> int:

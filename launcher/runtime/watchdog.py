@@ -196,9 +196,9 @@ class Watchdog(Callback):
         self._folder = self._folder or inode
         if inode != self._folder:
             self.lost = ClipTrainError(
-                f"run.dir ({run_dir}) was removed, moved or replaced while the run wrote to it: the "
-                "records of metrics.jsonl, eval.jsonl and attempts.jsonl are in the old folder, if "
-                "anywhere; put it back before the next run"
+                f"run.dir ({run_dir}) was removed, moved or replaced while the run wrote to "
+                "it: the records of metrics.jsonl, eval.jsonl and attempts.jsonl are in the old "
+                "folder, if anywhere; put it back before the next run"
             )
             warn(f"{self.lost}. The run continues and will end with an error")
 
