@@ -89,8 +89,8 @@ def read_rows(
     if table is None:
         if label_key or keep:
             raise UserError(
-                f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) need a "
-                f"table, and SOURCE ({source}) has none: put a metadata.csv with file_name, caption and "
+                f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) need a table, "
+                f"and SOURCE ({source}) has none: put a metadata.csv with file_name, caption and "
                 "these columns into it"
             )
         yield from _folder_rows(source)
