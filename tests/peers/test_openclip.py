@@ -170,7 +170,8 @@ def test_a_preset_of_full_size_agrees(tmp_path: Path):
     _compare(ours, peer, preprocess)
 
 
-@pytest.mark.parametrize("name", [n for n in preset_names() if n != "tiny"])
+# OpenCLIP builds the ResNets itself: tests/peers/test_openclip_models.py trains one.
+@pytest.mark.parametrize("name", [n for n in preset_names() if n != "tiny" and n[:2] != "RN"])
 def test_presets_are_openclips(tmp_path: Path, name: str):
     content = open_clip.get_model_config(name)
     assert _architecture(content, tmp_path) == load_architecture(name)
