@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_162,
-    "functions": 1_174,
+    "statements": 14_165,
+    "functions": 1_175,
     "walruses": 0,
     "lambdas": 44,
     "statements in a module": 330,

@@ -194,6 +194,10 @@ class Order:
         """The number of samples of each source among the first `count` samples of a stream."""
         return self._counted(count, self.streams, stream)
 
+    def sample_seed(self, stream: int, count: int) -> int:
+        """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
+        return hash64(self.seed, stream, count)
+
     def epoch(self, position: int) -> int:
         """Whole epochs before a position; of several sources, of the one that has been read least
         often."""

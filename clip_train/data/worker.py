@@ -24,7 +24,7 @@ from clip_train.data import decode
 from clip_train.data.decode import CaptionKey
 from clip_train.data.images import TrainTransform, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
-from clip_train.data.order import Order, Partition, hash64
+from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -127,7 +127,7 @@ class PieceStream(IterableDataset):
                 for number in numbers:
                     if self.closing.value:
                         return
-                    seed = hash64(self.order.seed, stream, number)  # of all its random draws
+                    seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
                     image, caption, key = self._first_usable(candidates, seed, invalid)
                     images[len(keys)] = image  # at once, while it is in the cache
