@@ -74,10 +74,10 @@ def train_step(
     loss = values.pop("loss")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
-    if not all(map(math.isfinite, norms_read)):
+    if not all(map(math.isfinite, norms_read)):  # known before the update
         raise DivergedError(f"the gradient norm is {norms_read[0]} at a loss of {loss:.6g}")
     report = engine.step(lr, norms_read)
-    if not math.isfinite(report.grad_norm) and not report.skipped:
+    if not math.isfinite(report.grad_norm) and not report.skipped:  # some engines know it only now
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
     return replace(report, loss=loss, metrics=report.metrics | values)

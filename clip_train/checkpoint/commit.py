@@ -1,7 +1,7 @@
 """The protocol of commits: who may write, how a checkpoint is committed, how it is read. No torch.
 
-Every writer takes the next epoch; one whose epoch is no longer the highest may not commit. Rank 0
-commits a checkpoint once every rank has written its file. Ranks learn about each other's files from
+Every writer takes the next epoch. Only the writer with the highest epoch may commit. Rank 0 commits
+a checkpoint once every rank has written its file. Ranks learn about each other's files from
 the rank manifests in the store, never through the collectives of the training.
 """
 

@@ -188,8 +188,9 @@ class FragmentReader:
     def verify_all(self) -> str | None:
         """Every block is verified by some rank, or fetched by it. Collective.
 
-        Returns what is damaged, the same on all ranks; if None, and all ranks see one folder, the
-        files are in it. CheckpointError, on all ranks, if one cannot read for another reason.
+        Returns a description of the damage, the same on all ranks. None means that there is none;
+        if all ranks share the folder, the files are then in it. CheckpointError, on all ranks, if
+        one rank cannot read for another reason.
         """
         rank, world_size = dist.rank(), dist.world_size()
         blocks = list(itertools.chain(*self._blocks))

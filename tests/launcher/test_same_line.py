@@ -53,7 +53,7 @@ def test_a_run_directory_that_vanishes_is_told(recipe, tmp_path, how):
     folder = tmp_path / "run"
     process = start(recipe, "run.steps=60", "log.progress=false", ranks=2 if how == "moved" else 1)
     wait_for_step(folder, 17, process)
-    folder.rename(tmp_path / "elsewhere")  # at once: the run goes on writing into it
+    folder.rename(tmp_path / "elsewhere")  # the run continues to write into it
     if how == "replaced":
         shutil.copytree(tmp_path / "elsewhere", folder)
     status, out = finish(process)
