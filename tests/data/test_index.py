@@ -158,15 +158,18 @@ def test_any_flipped_byte_of_a_remote_shard_stops_the_run(folder: Path, at: int)
     train = f"memory:/{name}/*.tar"
     block = at % (folder / "001.tar").stat().st_size // BLOCK
     config = DataConfig(train=train, workers=0, lanes=2, shuffle_block=4)
+    at_once = StorageConfig(backoff_seconds=0)
     reason = rf"001\.tar: bytes {block * BLOCK}-\d+, .*index was made from"
     with (
-        TrainLoader(config, image_size=16, context_length=8, global_size=4, seed=1) as loader,
+        TrainLoader(
+            config, image_size=16, context_length=8, global_size=4, seed=1, storage=at_once
+        ) as loader,
         pytest.raises(DataError, match=reason),
     ):
         for _ in range(18):
             next(loader)
     with pytest.raises(DataError, match=reason):
-        list(ValLoader(train, image_size=16, context_length=8, batch_size=4))
+        list(ValLoader(train, image_size=16, context_length=8, batch_size=4, storage=at_once))
     unheld = config.model_copy(update={"verify": "off", "bad_sample_limit": 1.0})
     with TrainLoader(unheld, image_size=16, context_length=8, global_size=4, seed=1) as loader:
         assert len(next(loader)) == 4
