@@ -154,6 +154,13 @@ class Engine(abc.ABC):
             [piece for piece in pieces if piece.numel and self.task.group(piece.name) == group]
             for group in (*self.task.group_names, None)
         ]
+        # what a step asks of a few pieces, found once among hundreds
+        self._bounded = [piece for piece in pieces if piece.name in self.task.bounds]
+        self._masters_here = {
+            piece.name: piece
+            for piece in pieces
+            if piece.name in self.task.scalars and piece.numel and piece.saved_here
+        }
 
     # -- computing
 
@@ -265,9 +272,8 @@ class Engine(abc.ABC):
         return torch.cat([norm.view(1), squares.sqrt()])
 
     def _clamp_scalars(self) -> None:
-        for piece in self.pieces:
-            if piece.name in self.task.bounds:
-                piece.view(piece.held).clamp_(*self.task.bounds[piece.name])
+        for piece in self._bounded:
+            piece.view(piece.held).clamp_(*self.task.bounds[piece.name])
 
     @torch.no_grad()
     def _read_masters(self) -> None:
@@ -275,15 +281,11 @@ class Engine(abc.ABC):
             return
         for name in self.task.scalars:
             if getattr(self.module, name, None) is not None:
-                own = [
-                    p.view(p.held)
-                    for p in self.pieces
-                    if p.name == name and p.numel and p.saved_here
-                ]
+                own = self._masters_here.get(name)
                 value = (
-                    own[0].to(self.device, torch.float32, copy=True)
-                    if own
-                    else torch.zeros(1, device=self.device)
+                    torch.zeros(1, device=self.device)
+                    if own is None
+                    else own.view(own.held).to(self.device, torch.float32, copy=True)
                 )
                 self._masters[name] = dist.all_reduce_sum(value)  # one rank has it
 
