@@ -64,6 +64,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     stop: listening already, since before the imports.
     """
     env = ranks.detect(os.environ)
+    ranks.prepare(os.environ, config.engine.deterministic)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
     outcome.watchdog = watchdog = Watchdog(
         config.launch,

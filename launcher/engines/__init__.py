@@ -113,6 +113,10 @@ def build(
     tf32 = config.matmul == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # convolutions: torch's own default is TF32
+    if config.deterministic:  # inductor's choices too
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # to find bugs; it costs time
     facts = Facts(W, micro_size, grad_clip_norm)
     module = importlib.import_module(find_engine(config.kind).module)
     return module.build_engine(config, make_model, make_optimizer, device, facts)

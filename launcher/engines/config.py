@@ -55,6 +55,10 @@ class EngineConfig(Settings):
     auto becomes fp32 (a CPU), so does this."""
     compile: Annotated[bool, Rounding] = False
     """torch.compile each transformer block (inductor), on either engine."""
+    deterministic: Annotated[bool, Rounding] = False
+    """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
+    takes algorithms without atomics, in attention too, and refuses an operator that has none; NCCL
+    sums in one order (a ring). docs/numerics.md says what holds without it."""
     ds_config: str | None = None
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
     ds_configs/zero<stage>.json."""

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -24,6 +24,15 @@ NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
 # Where ranks meet if no port is given: Linux hands out 32768 and above, unless a site changed it.
 FIRST_PORT, NUM_PORTS = 20000, 12000
 TRIES = 8
+# Segments of GPU memory that grow leave no gaps when sizes vary, as the lengths of texts do. They
+# cannot be shared with other processes, which nothing here does.
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# cuBLAS without atomics, and sums over ranks in an order that depends on their layout alone.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,14 @@ def free_port(ports: Sequence[int]) -> int:
             socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
             return port
     return ports[0]
+
+
+def prepare(environ: MutableMapping[str, str], deterministic: bool = False) -> None:
+    """Set what CUDA and NCCL read when they start; the user's own values stay."""
+    both_names = {"PYTORCH_ALLOC_CONF", *ALLOCATOR}  # of the same variable
+    wanted = {} if both_names & environ.keys() else ALLOCATOR
+    for name, value in (wanted | (DETERMINISTIC if deterministic else {})).items():
+        environ.setdefault(name, value)
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:

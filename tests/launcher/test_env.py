@@ -194,3 +194,18 @@ def test_first_host(nodes, first):
 def test_mistakes_name_the_variable(environ, said):
     with pytest.raises(UserError, match=said):
         detect(environ)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_variables_of_the_user_stay(name):
+    environ = {name: "max_split_size_mb:512", "NCCL_ALGO": "Tree"}
+    env_module.prepare(environ, deterministic=True)
+    assert environ == {
+        name: "max_split_size_mb:512",
+        "NCCL_ALGO": "Tree",
+        "NCCL_PROTO": "Simple",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    empty: dict[str, str] = {}
+    env_module.prepare(empty)
+    assert empty == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

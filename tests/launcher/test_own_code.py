@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from torch import nn
 
 from clip_train import dist
 from clip_train.contrastive.exchange import share_counts
+from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, TextConfig, VisionConfig
@@ -38,6 +42,17 @@ class Distance(Objective):
 
 class Biased(Distance):
     takes_bias = True
+
+
+class Observed(InfoNCE):
+    """Reports what CUDA, NCCL and PyTorch were told before the loss was computed."""
+
+    def __call__(self, features, context=NO_CONTEXT):
+        output = super().__call__(features, context)
+        names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "PYTORCH_CUDA_ALLOC_CONF")
+        told = {name: float(name in os.environ) for name in names}
+        output.metrics |= {**told, "strict": float(torch.are_deterministic_algorithms_enabled())}
+        return output
 
 
 def half_life(peak: float, step: int, steps: int, half: float) -> float:
@@ -113,6 +128,24 @@ def test_a_loss_trains_and_is_another_run_than_any_other(recipe, tmp_path):
         assert status == 2 and "belongs to another run" in out and key in out, out
     status, out = run(recipe, LOSS, *longer)
     assert status == 0 and "resuming from step 3" in out, out
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
+def test_a_deterministic_run(recipe, tmp_path, kind):
+    """The environment and PyTorch are set before the first step; a CPU computes the same bits anyway."""
+    common = (f"loss.kind={__name__}.Observed", f"engine.kind={kind}", "run.steps=2")
+    lines = {}
+    for wanted in ("true", "false"):
+        status, out = run(recipe, *common, f"engine.deterministic={wanted}", f"run.dir=is-{wanted}")
+        assert status == 0, out
+        lines[wanted] = metrics(tmp_path / f"is-{wanted}")
+    names = ("strict", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
+    assert [lines["true"][0][name] for name in names] == [1.0] * 4
+    assert [lines["false"][0][name] for name in names] == [0.0] * 4
+    assert all(line["PYTORCH_CUDA_ALLOC_CONF"] for line in (*lines["true"], *lines["false"]))
+    for name in ("loss", "grad_norm"):
+        assert [x[name] for x in lines["true"]] == [x[name] for x in lines["false"]]
 
 
 @pytest.mark.engine
