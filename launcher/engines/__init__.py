@@ -116,7 +116,8 @@ def build(
     if config.deterministic:  # inductor's choices too
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        torch.utils.deterministic.fill_uninitialized_memory = False  # to find bugs; it costs time
+        # no empty tensors are filled, which finds bugs and costs time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     facts = Facts(W, micro_size, grad_clip_norm)
     module = importlib.import_module(find_engine(config.kind).module)
     return module.build_engine(config, make_model, make_optimizer, device, facts)
