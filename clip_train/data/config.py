@@ -95,7 +95,8 @@ class DataConfig(Settings):
     """
 
     prefetch: Annotated[int, Field(gt=0, le=1024), Silent] = 2
-    """Batches that each worker keeps ready."""
+    """Batches that each worker keeps ready; workers that share streams keep as many together, at
+    least one each."""
 
     caption_key: Annotated[
         Name

@@ -105,15 +105,16 @@ class TrainLoader(Iterator[Batch]):
         if workers == "auto":
             workers = resolve_workers(len(os.sched_getaffinity(0)), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
-        partition = Partition(sizes, self.streams, rank, world_size, began)
+        parts = Partition(sizes, self.streams, rank, world_size, began).workers(workers)
+        self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
         transform = TrainTransform(image_size, **config.augmentation)
         self._stream = PieceStream(
-            self.order, files, partition.workers(workers), step, transform,
+            self.order, files, parts, step, transform,
             tokenizer or Tokenizer(context_length), config.caption_key, tuple(stages),
         )  # fmt: skip
         self._lengths = lengths
         self._world_size = world_size
-        self._prefetch = config.prefetch
+        self._prefetch = -(-config.prefetch // self._turns)
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = InvalidLimit(config.bad_sample_limit)
         self._pieces: Iterator[Any] | None = None  # packed by workers
@@ -139,18 +140,20 @@ class TrainLoader(Iterator[Batch]):
             raise StopIteration
         if self._pieces is None:
             self._pieces = self._start()
-        pieces = [self._next_piece(self._pieces) for _ in self._stream.workers]
+        round_, turn = divmod(self.step - self._stream.start, self._turns)
+        num = len(self._stream.workers) // self._turns
+        pieces = [self._next_piece(self._pieces) for _ in range(num)]
         memory, S = self._stream.memory, self._stream.transform.image_size
         counts = [len(piece.keys) for piece in pieces]
         images = pieces[0].images
         if images is None or self._pin_memory:
             shape = (sum(counts), 3, S, S)
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-            for worker, part in enumerate(images.split(counts)):
-                made = pieces[worker].images
-                if memory is not None:  # each worker fills its slots in turn, one in each step
-                    slot = (self.step - self._stream.start) % memory.shape[1]
-                    made = memory[worker, slot, : len(part)]
+            for number, part in enumerate(images.split(counts)):
+                made = pieces[number].images
+                if memory is not None:  # a worker fills its slots in turn, one in each round
+                    slots = memory[turn * num + number]
+                    made = slots[round_ % len(slots), : len(part)]
                 assert made is not None
                 part.copy_(made)
         texts = torch.cat([piece.texts for piece in pieces])

@@ -239,14 +239,16 @@ class Partition:
     world_size: int
     began: int = 0  # the step whose global batch begins at position 0
     own: range | None = None  # the streams of one of the rank's workers; None: of all
+    turn: int = 0  # workers that share their streams take the steps in turn
+    turns: int = 1  # how many workers do
 
     def steps(self, start: int) -> Iterator[dict[int, range]]:
-        """For each step from `start` on: stream -> the numbers of its samples that are decoded
-        here, in order."""
+        """For each step from `start` on whose turn it is here: stream -> the numbers of its samples
+        that are decoded here, in order."""
         L = self.streams
-        P = self.sizes.before(start) - self.sizes.before(self.began)
-        for step in itertools.count(start):
+        for step in itertools.count(start + self.turn, self.turns):
             G = self.sizes.at(step)
+            P = self.sizes.before(step) - self.sizes.before(self.began)
             begin, end = batch.share_of(G, self.rank, self.world_size)
             shares = {}
             for stream in self._streams(G):
@@ -259,7 +261,6 @@ class Partition:
                 if first < last:
                     shares[stream] = range(first, last)
             yield shares
-            P += G
 
     def most(self) -> int:
         """At least as many samples as are decoded here of any global batch."""
@@ -270,13 +271,25 @@ class Partition:
         return max(bounds)
 
     def workers(self, num: int) -> list[Partition]:
-        """This rank's part, cut for at most `num` workers: neighboring streams for each, so that
-        their pieces in turn are in canonical order."""
+        """This rank's part, cut for `num` workers (0: one): neighboring streams for each. If there
+        are fewer streams, several workers share them and take the steps in turn, so that each reads
+        whole runs of samples.
+
+        The list is in the order of the pieces: those of the first step, in canonical order, then
+        those of the next one.
+        """
+        num = max(1, num)
         first, last = (self.streams * rank / self.world_size for rank in (self.rank, self.rank + 1))
-        num = max(1, min(num, math.ceil(last) - math.floor(first)))
-        cuts = [round(first + (last - first) * worker / num) for worker in range(1, num)]
-        edges = itertools.pairwise([0, *cuts, self.streams])
-        return [replace(self, own=range(a, b)) for a, b in edges]
+        most = min(num, math.ceil(last) - math.floor(first))
+        parts = max(part for part in range(1, most + 1) if num % part == 0)
+        cuts = [round(first + (last - first) * part / parts) for part in range(1, parts)]
+        edges = list(itertools.pairwise([0, *cuts, self.streams]))
+        turns = num // parts
+        return [
+            replace(self, own=range(a, b), turn=turn, turns=turns)
+            for turn in range(turns)
+            for a, b in edges
+        ]
 
     def _streams(self, G: int) -> range:
         """The streams that can have samples here in a global batch of G samples, wherever it

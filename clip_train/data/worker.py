@@ -72,7 +72,7 @@ class PieceStream(IterableDataset):
 
     order: Order
     files: Sequence[Files]
-    workers: list[Partition]  # the part of the global batches that each worker decodes
+    workers: list[Partition]  # what each worker decodes
     start: int  # the first step
     transform: TrainTransform
     tokenizer: Tokenize
@@ -107,6 +107,7 @@ class PieceStream(IterableDataset):
         S = self.transform.image_size
         readers: dict[int, StreamReader] = {}
         used: dict[int, int] = {}  # stream -> the last step that has needed it
+        # steps are counted among those whose turn it is here
         for step, shares in enumerate(self.workers[worker].steps(self.start)):
             count = sum(map(len, shares.values()))
             if self.memory is None:

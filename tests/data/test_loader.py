@@ -287,10 +287,15 @@ raise RuntimeError("an error of theirs")
     assert done.returncode == 1 and "RuntimeError: an error of theirs" in done.stderr
 
 
-def test_workers_are_no_more_than_lanes(folder, workers):
-    with loader_of(config_of(folder, workers=2, lanes=2), rank=1, world_size=2) as loader:
+@pytest.mark.parametrize("lanes, num, world_size", [(2, 4, 1), (1, 3, 1), (3, 2, 2)])
+def test_workers_that_share_streams(folder, workers, lanes, num, world_size):
+    """As many as asked for; the steps of a stream are decoded by one after another."""
+    config = config_of(folder, lanes=lanes, workers=num)
+    with loader_of(config, world_size=world_size) as loader:
         assert next(loader).keys
-        assert len(workers()) == 1
+        assert len(workers()) == num
+    expected = global_batches(config_of(folder, lanes=lanes), 7, world_size, step=5)
+    assert global_batches(config, 7, world_size, step=5) == expected
 
 
 def test_too_many_bad_samples_stop_the_run_with_a_table(tmp_path):
