@@ -280,8 +280,8 @@ class Partition:
         """
         num = max(1, num)
         first, last = (self.streams * rank / self.world_size for rank in (self.rank, self.rank + 1))
-        most = min(num, math.ceil(last) - math.floor(first))
-        parts = max(part for part in range(1, most + 1) if num % part == 0)
+        most = math.ceil(last) - math.floor(first)
+        parts = num if num <= most else math.gcd(num, most)
         cuts = [round(first + (last - first) * part / parts) for part in range(1, parts)]
         edges = list(itertools.pairwise([0, *cuts, self.streams]))
         turns = num // parts

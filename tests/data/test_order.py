@@ -16,7 +16,7 @@ from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data.config import DataConfig, resolve_block, resolve_streams
 from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.loader import TrainLoader
-from clip_train.data.order import Order, Partition, Source, hash64
+from clip_train.data.order import Order, Source, hash64
 from clip_train.errors import UserError
 from launcher.config.recipe import check_config
 from tests.covering import pairwise
@@ -365,24 +365,6 @@ def test_auto_streams_of_a_schedule_divide_all_sizes_where_they_can():
         streams({"until_step": 9, "global_size": 96}, last=127) == 24
     )  # a quarter of the smallest
     assert streams({"until_step": 9, "global_size": 2}, last=4096) == 2
-
-
-@pytest.mark.parametrize("G, W", [(8192, 64), (32_768, 512), (98_304, 1024), (8192, 8), (40, 16)])
-def test_a_rank_has_as_many_workers_as_it_asks_for(G, W):
-    """With fewer streams than workers too: they decode a rank's part once, piece after piece."""
-    streams = resolve_streams("auto", BatchSizes.constant(G))
-    rank = Partition(BatchSizes.constant(G), streams, rank=W - 3, world_size=W)
-    for num in (16, 7):
-        workers = rank.workers(num)
-        assert len(workers) == num
-        turns = workers[0].turns
-        parts, begun = num // turns, [worker.steps(5) for worker in workers]
-        for number, expected in zip(range(3 * turns), rank.steps(5), strict=False):
-            first = number % turns * parts
-            pieces = [next(steps) for steps in begun[first : first + parts]]
-            found = [item for piece in pieces for item in piece.items()]
-            assert found == list(expected.items())
-            assert all(pieces) or G % W  # nobody is idle
 
 
 def test_any_number_of_streams_goes():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data.config import DataConfig
+from clip_train.data.config import DataConfig, resolve_streams
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Partition, hash64
 from clip_train.errors import UserError
@@ -157,7 +157,7 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
 
 
 @pytest.mark.parametrize(
-    "num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [10] * 16)]
+    "num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [20] * 40)]
 )
 def test_workers_share_the_work(num, expected):
     workers = Partition(BatchSizes.constant(640), 64, 1, 4).workers(num)
@@ -167,19 +167,40 @@ def test_workers_share_the_work(num, expected):
     assert all(worker.most() == size for worker, size in zip(workers, expected, strict=True))
 
 
+def pieces_in_turn(workers: list[Partition], start: int):
+    """For each step, (worker, its part) of those whose turn it is."""
+    begun = [(worker, worker.steps(start)) for worker in workers]
+    while True:
+        for turn in range(workers[0].turns):
+            its = [(worker, next(steps)) for worker, steps in begun if worker.turn == turn]
+            assert len(its) == len(workers) // workers[0].turns
+            yield its
+
+
 @pytest.mark.parametrize("sizes", [SIZES, BatchSizes.constant(23), BatchSizes.constant(2)])
 @pytest.mark.parametrize("lanes, world_size, num", pairwise((1, 5, 12, 31), (1, 2), (1, 3, 8)))
 def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size, num):
     for rank in range(world_size):
         whole = Partition(sizes, lanes, rank, world_size)
         workers = whole.workers(num)
-        for parts in itertools.islice(
-            zip(whole.steps(3), *(w.steps(3) for w in workers), strict=True), 30
+        assert len(workers) == num
+        for expected, pieces in itertools.islice(
+            zip(whole.steps(3), pieces_in_turn(workers, 3), strict=True), 30
         ):
-            assert [share for piece in parts[1:] for share in piece.items()] == list(
-                parts[0].items()
+            assert [share for _, piece in pieces for share in piece.items()] == list(
+                expected.items()
             )
-            assert all(
-                sum(map(len, piece.values())) <= w.most()
-                for w, piece in zip(workers, parts[1:], strict=True)
-            )
+            assert all(sum(map(len, piece.values())) <= w.most() for w, piece in pieces)
+
+
+@pytest.mark.parametrize("size, world_size", [(8192, 64), (32_768, 512), (98_304, 1024)])
+def test_a_rank_of_a_large_job_has_the_workers_it_asks_for(size, world_size):
+    sizes = BatchSizes.constant(size)
+    rank = Partition(sizes, resolve_streams("auto", sizes), world_size - 3, world_size)
+    workers = rank.workers(16)
+    assert len(workers) == 16 and len({worker.most() for worker in workers}) == 1
+    for expected, pieces in itertools.islice(
+        zip(rank.steps(5), pieces_in_turn(workers, 5), strict=True), 40
+    ):
+        assert [share for _, piece in pieces for share in piece.items()] == list(expected.items())
+        assert all(piece for _, piece in pieces)  # nobody is idle
