@@ -111,9 +111,12 @@ def two_pass(
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
     with observed() as running_statistics, guard("forward pass"):
         cache = encode(engine, micro_batches, objective, kept_graphs)
-    features = joined([entry.features for entry in cache])
+    # the loss sees the samples in their canonical order, however they were cut
+    places = [entry.places for entry in cache if entry.places is not None]
+    order = torch.cat(places) if places else None  # [n]
+    features = joined([entry.features for entry in cache], order)
     prepared = [entry.prepared for entry in cache if entry.prepared is not None]
-    context = replace(context, prepared=joined(prepared) if prepared else None)
+    context = replace(context, prepared=joined(prepared, order) if prepared else None)
     with matmul_precision(objective.matmul), guard("loss"):
         output = objective(features, context)  # once, globally
     gradients: list[Features] = [{} for _ in cache]
@@ -123,11 +126,12 @@ def two_pass(
             # add to the previous step's.
             parts = [gradient / len(cache)] * len(cache)
         else:
-            parts = list(gradient.split([len(entry.features[name]) for entry in cache]))
+            rows = gradient if order is None else gradient[order]
+            parts = list(rows.split([len(entry.features[name]) for entry in cache]))
         for of_micro_batch, part in zip(gradients, parts, strict=True):
             of_micro_batch[name] = part
     with guard("backward pass"):
-        replay(engine, cache, gradients)
+        replay(engine, micro_batches, cache, gradients)
     for update in running_statistics:
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
@@ -138,7 +142,7 @@ def two_pass(
 class CachedMicroBatch:
     """A micro-batch between the two passes."""
 
-    inputs: MicroBatch
+    places: Tensor | None  # int64 [b], as those of the micro-batch
     features: Features  # with their graph, if it is retained
     # the random state before its forward pass; None if the graph is retained
     rng: dict[str, torch.Tensor] | None
@@ -164,12 +168,16 @@ def encode(
         retained = i >= first_retained
         rng = None if retained else rng_state(engine.device)
         with torch.set_grad_enabled(retained):
-            cache.append(CachedMicroBatch(micro_batch, engine.forward(micro_batch), rng, prepared))
+            features = engine.forward(micro_batch)
+        cache.append(CachedMicroBatch(micro_batch.places, features, rng, prepared))
     return cache
 
 
 def replay(
-    engine: Differentiable, cache: list[CachedMicroBatch], gradients: list[Features]
+    engine: Differentiable,
+    micro_batches: Sequence[MicroBatch],
+    cache: list[CachedMicroBatch],
+    gradients: list[Features],
 ) -> None:
     """Pass 2: retained graphs first, which frees them; then every other micro-batch again.
 
@@ -179,22 +187,27 @@ def replay(
     after = rng_state(engine.device)
     while cache and cache[-1].rng is None:
         engine.backward(cache.pop().features, gradients.pop(), last=not cache)
-    for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True), 1):
+    for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True)):
         assert entry.rng is not None
         restore_rng(entry.rng, engine.device)
-        features = engine.forward(entry.inputs, entry.features)
-        engine.backward(features, gradient, last=i == len(cache))
+        features = engine.forward(micro_batches[i], entry.features)
+        engine.backward(features, gradient, last=i + 1 == len(cache))
     restore_rng(after, engine.device)
 
 
-def joined(parts: Sequence[Features]) -> Features:
-    """The rows of all micro-batches in one, detached; the scalars are those of the last."""
-    return {
-        name: last.detach()
-        if is_scalar(last)
-        else torch.cat([part[name].detach() for part in parts])
-        for name, last in parts[-1].items()
-    }
+def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
+    """The rows of all micro-batches in one, detached; the scalars are those of the last.
+
+    order: int64 [n], the place of each row in the result; None: as they come.
+    """
+    out = {}
+    for name, last in parts[-1].items():
+        if is_scalar(last):
+            out[name] = last.detach()
+        else:
+            rows = torch.cat([part[name].detach() for part in parts])
+            out[name] = rows if order is None else rows.index_copy(0, order, rows)
+    return out
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ micro-batch is short.
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,25 +66,49 @@ class Batch:
         }
         return replace(self, **move)
 
-    def micro_batches(self, micro_size: int) -> list[MicroBatch]:
-        """Slices of `micro_size` samples, equally many on every rank.
+    def micro_batches(self, micro_size: int) -> MicroBatches:
+        """`micro_size` samples each, equally many micro-batches on every rank.
 
-        The last may be shorter (`chunk_sizes`). Texts are cut where all of them have ended, at one
-        of few lengths, without asking the device.
+        The last may be shorter (`chunk_sizes`). If text lengths are known, samples go from short
+        to long texts, so that little padding is left: texts are cut where all of them have ended,
+        at one of few lengths, without asking the device.
         """
-        n, length = self.texts.shape
+        n, context = self.texts.shape
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        parts = []
-        stop = 0
-        for size in sizes:
-            start, stop = stop, stop + size
-            if self.text_lengths is not None:
-                longest = max(self.text_lengths[start:stop])
-                length = min(-(-longest // TEXT_STEP) * TEXT_STEP, self.texts.shape[1])
-            texts, seeds = self.texts[start:stop, :length], self.sample_seeds[start:stop]
-            parts.append(MicroBatch(self.images[start:stop], texts, seeds))
-        return parts
+        cuts = [context] * n
+        order = None
+        if self.text_lengths is not None:
+            cuts = [min(-(-x // TEXT_STEP) * TEXT_STEP, context) for x in self.text_lengths]
+            if len(sizes) > 1 and min(cuts) < max(cuts):
+                on_host = torch.tensor(cuts).argsort(stable=True)
+                cuts.sort()
+                if self.texts.is_cuda:
+                    on_host = on_host.pin_memory()
+                order = on_host.to(self.texts.device, non_blocking=True)
+        ends = list(itertools.accumulate(sizes))
+        parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        return MicroBatches(self, parts, [max(cuts[part]) for part in parts], order)
+
+
+@dataclass
+class MicroBatches(Sequence["MicroBatch"]):
+    """The micro-batches of a batch. Each is made when it is asked for: sorted images are copies."""
+
+    batch: Batch
+    parts: list[slice]  # k
+    lengths: list[int]  # k, of the texts
+    order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = self.parts[index] if self.order is None else self.order[self.parts[index]]
+        batch, length = self.batch, self.lengths[index]
+        texts = batch.texts[rows, :length]
+        places = None if self.order is None else rows
+        return MicroBatch(batch.images[rows], texts, batch.sample_seeds[rows], places)
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
@@ -103,6 +128,8 @@ class MicroBatch:
     images: Tensor  # uint8 [b, 3, H, W]
     texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
+    # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,9 @@ def batch_of(lengths: list[int], context: int) -> Batch:
 def test_texts_are_cut_where_the_longest_of_a_micro_batch_ends():
     batch = batch_of([3, 8, 9, 5, 20, 2, 4], context=20)
     assert batch.text_lengths == [3, 8, 9, 5, 20, 2, 4]
-    assert [m.texts.shape[1] for m in batch.micro_batches(2)] == [8, 16, 20, 8]
+    cut = batch.micro_batches(2)  # from short to long; equally long ones in their order
+    assert [m.texts.shape[1] for m in cut] == [8, 8, 16, 20]
+    assert torch.cat([m.places for m in cut]).tolist() == [0, 1, 3, 5, 6, 2, 4]
     assert [m.texts.shape[1] for m in batch.to(torch.device("cpu")).micro_batches(7)] == [20]
     batch.text_lengths = None  # another model may read all of it
     assert [m.texts.shape[1] for m in batch.micro_batches(2)] == [20] * 4
@@ -186,10 +188,10 @@ def test_a_cut_text_gives_the_same_features_and_gradients(micro_size):
             dtype=torch.float64, architecture=small_architecture(text_cfg=text), dropout=0.3
         )
         if cut:
-            parts = [
-                model(None, m.texts, m.sample_seeds)[1] for m in batch.micro_batches(micro_size)
-            ]
-            features = torch.cat(parts)
+            cuts = batch.micro_batches(micro_size)
+            features = torch.cat([model(None, m.texts, m.sample_seeds)[1] for m in cuts])
+            if len(cuts) > 1:
+                features = features[torch.cat([m.places for m in cuts]).argsort()]
         else:
             features = model(None, batch.texts, batch.sample_seeds)[1]
         (features * torch.linspace(-1, 1, features.numel()).view_as(features)).sum().backward()

@@ -1,0 +1,161 @@
+"""Samples in the order of their texts' lengths: nobody sees it but the one who counts FLOPs.
+
+The oracle is one graph over whole contexts in the canonical order, and textbook losses.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from clip_train import dist
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import PlainEngine
+from clip_train.step import two_pass
+from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths
+from tests.models.small import inputs, small_architecture, small_model
+from tests.ranks import run_ranks
+from tests.toy import oracle_loss, share
+
+N, CONTEXT = 13, 24
+TEXT = {"context_length": CONTEXT, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2}
+KINDS = ("info_nce", "sigmoid", "by key")
+
+
+class ByKey(Objective):
+    """Each pair has a weight of its own: only rows in the order of their keys give the gradient."""
+
+    def prepare(self, micro_batch):
+        return {"seeds": micro_batch.sample_seeds[:, None]}
+
+    def __call__(self, features, context=NO_CONTEXT):
+        keys = torch.tensor([int(key) for key in context.keys])
+        assert context.prepared["seeds"][:, 0].tolist() == keys.tolist()
+        image, text = features["image"], features["text"]
+        weight = weights(keys).to(image.dtype)[:, None]
+        loss = (weight * image * text).sum().double()
+        dist.all_reduce_sum(loss)
+        gradients = {"image": weight * text, "text": weight * image}
+        zeros = {"logit_scale": torch.zeros_like(features["logit_scale"])}
+        return LossOutput(loss, gradients | zeros)
+
+
+def weights(keys):
+    return torch.sin(keys.double())
+
+
+def model(kind: str, dtype: torch.dtype):
+    architecture = small_architecture(
+        text_cfg=TEXT, init_logit_bias=-3.0 if kind == "sigmoid" else None
+    )
+    return small_model(dtype=dtype, architecture=architecture, dropout=0.3).train()
+
+
+def whole_batch() -> Batch:
+    """Texts of 3 to 23 tokens, the longest in the midst."""
+    images, _, _ = inputs(N)
+    lengths = torch.tensor([(7 * i) % 21 + 3 for i in range(N)])
+    texts = torch.randint(1, 99, (N, CONTEXT), generator=torch.Generator().manual_seed(2))
+    texts[torch.arange(N), lengths - 1] = 99
+    texts[torch.arange(CONTEXT) >= lengths[:, None]] = 0
+    return Batch(images, texts, torch.arange(N) + 70, keys=[str(i + 70) for i in range(N)])
+
+
+def oracle(kind: str, dtype: torch.dtype):
+    clip, batch = model(kind, dtype), whole_batch()
+    image, text, scale, bias = clip(batch.images, batch.texts, batch.sample_seeds)
+    if kind == "info_nce":
+        loss = oracle_loss(image, text, scale)
+    elif kind == "sigmoid":
+        signs = 2 * torch.eye(N, dtype=dtype) - 1
+        loss = -F.logsigmoid(signs * (scale * image @ text.T + bias)).sum() / N
+    else:
+        loss = (weights(batch.sample_seeds).to(dtype) * (image * text).sum(1)).sum()
+    loss.backward()
+    return loss.item(), flat_gradient(clip)
+
+
+def flat_gradient(clip):
+    return torch.cat([p.grad.flatten() for p in clip.parameters() if p.grad is not None])
+
+
+def objective(kind: str) -> Objective:
+    return {"info_nce": InfoNCE, "sigmoid": SigmoidLoss, "by key": ByKey}[kind]()
+
+
+def on_ranks(kind: str, dtype: torch.dtype, micro_size: int):
+    """Loss and gradient, summed over the ranks."""
+    own = share(whole_batch(), dist.rank(), dist.world_size())
+    own.text_lengths = text_lengths(own.texts)
+    engine = PlainEngine(model(kind, dtype))
+    output = two_pass(
+        engine, own.micro_batches(micro_size), objective(kind), Context(N, own.keys), kept_graphs=2
+    )
+    gradient = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    for each in gradient:
+        dist.all_reduce_sum(each)
+    return output.loss.item(), torch.cat([each.flatten() for each in gradient])
+
+
+def cases():
+    return [(kind, dtype, b) for kind in KINDS for dtype in TOLERANCE for b in (2, 3)]
+
+
+def all_cases():
+    return [on_ranks(*case) for case in cases()]
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_is_that_of_whole_texts_in_their_order(world_size):
+    told = [all_cases()] if world_size == 1 else run_ranks(all_cases, world_size)
+    expected = {(kind, dtype): oracle(kind, dtype) for kind in KINDS for dtype in TOLERANCE}
+    for of_rank in told:
+        for (kind, dtype, _), (loss, gradient) in zip(cases(), of_rank, strict=True):
+            its_loss, its_gradient = expected[kind, dtype]
+            assert loss == pytest.approx(its_loss, rel=TOLERANCE[dtype])
+            error = (gradient - its_gradient).norm() / its_gradient.norm()
+            assert error < TOLERANCE[dtype], (kind, dtype, error)
+
+
+def captions(n: int) -> Batch:
+    """Texts of 24 tokens on average, most of them shorter, as captions of the web are."""
+    drawn = 22 * torch.exp(0.45 * torch.randn(n, generator=torch.Generator().manual_seed(4)))
+    lengths = drawn.round().long().clamp(3, 77)
+    texts = torch.ones(n, 77, dtype=torch.int64)
+    texts[torch.arange(n), lengths - 1] = 99
+    images = torch.zeros(n, 3, 16, 16, dtype=torch.uint8)
+    return Batch(images, texts, torch.arange(n), text_lengths=text_lengths(texts))
+
+
+def test_sorted_texts_take_fewer_operations():
+    """Text tower alone, its cost in tokens: the linear layers of one block over all of them."""
+    batch = captions(256)
+    assert sum(batch.text_lengths) == pytest.approx(24 * 256, rel=0.03)
+    architecture = small_architecture(text_cfg=TEXT | {"context_length": 77})
+    clip = small_model(architecture=architecture)
+
+    def flops(micro_batches) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            for m in micro_batches:
+                clip(None, m.texts, m.sample_seeds)
+        return counter.get_total_flops()
+
+    ordered = flops(batch.micro_batches(32))
+    parts = [(batch.texts[i : i + 32], batch.text_lengths[i : i + 32]) for i in range(0, 256, 32)]
+    seeds = torch.arange(32)
+    unsorted = flops([Cut(t[:, : min(77, -(-max(n) // 8) * 8)], seeds) for t, n in parts])
+    padded = flops([Cut(batch.texts, batch.sample_seeds)])
+    print(f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}")
+    assert ordered < 0.65 * unsorted < 0.65 * padded
+
+
+class Cut:
+    def __init__(self, texts, sample_seeds):
+        self.texts, self.sample_seeds = texts, sample_seeds
