@@ -146,7 +146,7 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
     engine = engines.build(
         config.engine,
         make_model,
-        partial(build_optimizer, config.optim),
+        partial(build_optimizer, config.optim, offloaded=config.engine.offload == "optimizer"),
         device=device,
         grad_clip_norm=config.optim.grad_clip_norm,
         micro_size=resolved.plan.micro_size,

@@ -143,14 +143,21 @@ def parameter_groups(
 
 
 def build_optimizer(
-    config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
+    config: OptimConfig,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    offloaded: bool = False,
 ) -> torch.optim.Optimizer:
-    """`parameters`: (name, parameter) pairs, as from `named_parameters()`."""
+    """`parameters`: (name, parameter) pairs, as from `named_parameters()`.
+
+    offloaded: what the optimizer updates will be in the CPU's memory, whatever has the GPU.
+    """
     groups = parameter_groups(config, parameters)
     lr, betas = config.lr, (config.beta1, config.beta2)
-    # One kernel on a GPU. On a CPU the fused kernel rounds a tensor's last elements differently, so
-    # the result would depend on how parameters are laid out.
-    adam: dict[str, Any] = {"betas": betas, "eps": config.eps, "fused": torch.cuda.is_available()}
+    # One kernel on a GPU. On a CPU the fused kernel rounds the second moment of a tensor's last
+    # elements differently, so the result would depend on how parameters are laid out.
+    fused = torch.cuda.is_available() and not offloaded
+    adam: dict[str, Any] = {"betas": betas, "eps": config.eps, "fused": fused}
     match config.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr, **adam)

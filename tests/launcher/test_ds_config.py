@@ -19,11 +19,7 @@ def built(config: EngineConfig, clip: float | None = 1.0) -> dict:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shipped_files_give_the_settings_the_step_relies_on(stage):
     config = built(EngineConfig(zero_stage=stage))
-    assert config["managed_gradient_accumulation"] is False
-    once = built(EngineConfig(zero_stage=stage, reduce_gradients="once"))
-    assert once["managed_gradient_accumulation"] is (
-        stage >= 2
-    )  # coalesce_grad_reduction() needs it
+    assert config["managed_gradient_accumulation"] is True  # the engine sets the boundary itself
     assert config["gradient_accumulation_steps"] == 1
     assert config["zero_optimization"]["stage"] == stage
     assert config["gradient_clipping"] == (

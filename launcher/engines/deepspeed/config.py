@@ -44,9 +44,7 @@ REFUSED_ZERO_KEYS = (
 
 
 def reduces_once(config: EngineConfig) -> bool:
-    """Whether the engine defers the reduction by `coalesce_grad_reduction()`, which needs
-    DeepSpeed's own count of micro-batches: at gradient_accumulation_steps 1 every step() is a
-    boundary either way."""
+    """Whether the engine defers the reduction by `coalesce_grad_reduction()`."""
     return config.zero_stage >= 2 and config.reduce_gradients == "once"
 
 
@@ -104,7 +102,7 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
             )
             for key in REFUSED_ZERO_KEYS
         ),
-        (  # DeepSpeed's own assertion would fail later, on every rank
+        (  # it would reduce within a backward, where a rank that fails leaves the others waiting
             config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"),
             f"{file} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
             f"(it is {config.zero_stage}); take it out",
@@ -113,9 +111,9 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
     mistakes = broken(rules)
     # key of the JSON -> its value, and the recipe's key that decides it
     owned: dict[str, tuple[Any, str]] = {
-        # step() IS the accumulation boundary, so k may change from step to step, and nothing
-        # divides by k.
-        "managed_gradient_accumulation": (reduces_once(config), "the trainer"),
+        # The engine says which backward is a step's last, so k may change from step to step, and
+        # nothing divides by k.
+        "managed_gradient_accumulation": (True, "the trainer"),
         "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
         # for DeepSpeed's own counters only
         "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),

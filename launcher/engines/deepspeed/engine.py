@@ -1,8 +1,8 @@
 """DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its
 flat partitions.
 
-DeepSpeed's own accumulation is switched off (`config.py`): `backward` only accumulates, `step` is
-the boundary, so the number of micro-batches is free. The two factors it would add are undone here.
+DeepSpeed's own count of micro-batches is not used: each backward says whether it is the step's last,
+so their number is free. The two factors that DeepSpeed would add are undone here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clip_train.task import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config
+from launcher.engines.deepspeed.config import build_ds_config, reduces_once
 from launcher.engines.linear import convert
 
 
@@ -98,7 +98,9 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if local_rank is not None:
         os.environ[MPI_LOCAL_RANK] = local_rank
-    return DeepSpeedEngine(engine, optimizer, device, stage, ds_config, facts.grad_clip_norm)
+    return DeepSpeedEngine(
+        engine, optimizer, device, stage, ds_config, facts.grad_clip_norm, reduces_once(config)
+    )
 
 
 def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
@@ -140,6 +142,26 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
                 yield Piece(name, tuple(p.ds_shape), start, numel, flat, offset)
 
 
+def hand_over_gradients(wrapper: Any) -> None:
+    """Give the reduced gradients of this rank's partition to torch's optimizer (stages 1 and 2)."""
+    if hasattr(wrapper, "fp32_groups_gradient_flat_partition"):  # BF16_Optimizer
+        partitions = zip(
+            wrapper.fp32_groups_flat_partition,
+            wrapper.fp32_groups_gradient_flat_partition,
+            strict=True,
+        )
+        for held, flat in partitions:
+            held.grad = flat
+        return
+    for i, held in enumerate(wrapper.single_partition_of_fp32_groups):
+        reduced = wrapper.averaged_gradients[i]
+        flat = getattr(reduced, "flat_partition", None)
+        if flat is None:  # a list; the last rank's lacks the padding
+            flat = wrapper.flatten_dense_tensors_aligned(reduced, held.numel())
+        held.grad = flat
+        wrapper.averaged_gradients[i] = None
+
+
 def forget_gradients(optimizer: Any) -> None:
     """Return a ZeRO optimizer to where a step begins; of stage 1 or 2 also from the midst of a
     backward.
@@ -174,6 +196,7 @@ class DeepSpeedEngine(Engine):
         stage: int,
         ds_config: dict[str, Any],
         grad_clip_norm: float | None,
+        reduce_once: bool,
     ):
         # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated
         # gradients.
@@ -189,12 +212,20 @@ class DeepSpeedEngine(Engine):
         self.engine, self.stage = engine, stage
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
-        # stages 2 and 3: gradients stay local until `step`
-        self.reduce_once: bool = ds_config["managed_gradient_accumulation"]
-        # open from a step's first backward to its `step`
+        # stages 2 and 3: gradients stay local until `reduce`
+        self.reduce_once = reduce_once
+        if stage < 2:  # the same: a rank that fails in a backward must leave no other waiting
+            engine.enable_backward_allreduce = False
+        # open from a step's first backward to its `reduce`
         self._reduction: contextlib.ExitStack | None = None
-        self._norms = torch.zeros(0)  # as `_clip` returns them; at stages 1 to 3 squares
-        optimizer.register_step_pre_hook(self._measure)
+        # Whether DeepSpeed's own step is avoided, which asks the device for the norm, two to four
+        # times. fp16 has to look for an overflow, masters on the CPU wait in any case.
+        self.direct = stage < 3 and not engine.fp16_enabled() and not self.offloaded
+        self._squares_clipped = torch.zeros(0)
+        if not self.direct:
+            optimizer.register_step_pre_hook(self._measure)
+        elif stage:
+            engine.optimizer.step = self._step_directly
         if engine.fp16_enabled():
             # DeepSpeed raises the loss scale before it divides this step's gradients by it, which
             # halves them.
@@ -207,6 +238,7 @@ class DeepSpeedEngine(Engine):
         if self.reduce_once and self._reduction is None:
             self._reduction = contextlib.ExitStack()
             self._reduction.enter_context(self.engine.coalesce_grad_reduction())
+        self.engine.set_gradient_accumulation_boundary(last)
         # Each rank's gradient is averaged over world_size by the engine: undo it, once, here. Its
         # other factor, the accumulation steps, is switched off.
         self.engine.backward(total * dist.world_size(), scale_wrt_gas=False)
@@ -217,10 +249,12 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.clear_backward_seen_flag()
 
     def _reduce(self) -> None:
-        """What waits since the first backward, where it is to be done once."""
+        """Sum over ranks what no backward has summed: once a step, before the host waits."""
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.close()
+        elif self.stage < 2:
+            self.engine.allreduce_gradients()
 
     def remedy(self, phase: Phase) -> str | None:
         # collectives within forward and backward, or gradients on their way to the CPU
@@ -243,40 +277,52 @@ class DeepSpeedEngine(Engine):
         self.engine.zero_grad()
         if self.stage:
             forget_gradients(self.engine.optimizer)
-            self._reduce()  # nothing: there is no gradient left
-            forget_gradients(self.engine.optimizer)
+            if self._reduction is not None:
+                self._reduce()  # nothing: there is no gradient left
+                forget_gradients(self.engine.optimizer)
+        if self.direct:
+            super().discard_gradients()
+
+    @torch.no_grad()
+    def _sum_and_clip(self) -> Tensor:
+        self._reduce()
+        if not self.direct:  # the rest is done in DeepSpeed's step
+            return torch.zeros(0, device=self.device)
+        if self.stage == 0:
+            return self._clip(self._squares())
+        hand_over_gradients(self.engine.optimizer)
+        return self._clip(dist.all_reduce_sum(self._squares()))
+
+    def _step_directly(self, closure: None = None) -> None:
+        """In the place of the step of DeepSpeed's ZeRO optimizer, called by `engine.step`."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.engine.optimizer.update_lp_params()
 
     @torch.no_grad()
     def _measure(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Between the reduction of the gradients and the update.
-
-        Stage 0: clips, since DeepSpeed reports no norm for it. Stages 1 to 3: DeepSpeed has
-        clipped, and calls this once for each flat tensor that it updates."""
-        if self.stage == 0:
-            self._norms = self._clip(self._squares())
-        else:
-            stepped = {p for group in optimizer.param_groups for p in group["params"]}
-            self._norms = self._norms + self._squares(stepped).to(self.device)
-
-    def _sum_and_clip(self) -> Tensor:
-        """DeepSpeed does this in its own step."""
-        return torch.zeros(0, device=self.device)
+        """Called for each flat tensor that DeepSpeed updates. Its gradient is clipped already."""
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        self._squares_clipped = self._squares_clipped + self._squares(stepped).to(self.device)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
-        self._norms = torch.zeros(len(self._by_group), dtype=torch.float64, device=self.device)
-        self._reduce()  # the gradients cross the network here, once
+        self._squares_clipped = torch.zeros(
+            len(self._by_group), dtype=torch.float64, device=self.device
+        )
+        self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
+        if self.direct:
+            self.discard_gradients()
+            return self._squares_clipped, False
         # DeepSpeed sets `overflow` for any norm that is not finite; only fp16 has a loss scale to
         # lower.
         skipped = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         if self.engine.fp16_enabled() and not skipped:
             self._update_scale(False)  # for the next step
-        if self.stage == 0:
-            return self._norms, skipped
         norm = self.engine.get_global_grad_norm()
         norm = torch.as_tensor(norm, dtype=torch.float64, device=self.device).view(1)
         # The gradients are clipped, so their squares only give each group's fraction of the norm.
-        squares = dist.all_reduce_sum(self._norms)
+        squares = dist.all_reduce_sum(self._squares_clipped)
         shares = squares / squares.sum().clamp(min=1e-300)
         return torch.cat([norm, norm * shares.sqrt()]), skipped
 
