@@ -119,6 +119,7 @@ class Engine(abc.ABC):
     task: Task = IMAGE_TEXT  # what the model means for a step
     ema: MovingAverage | None = None  # set before the weights are loaded
     files: Mapping[str, str] = {}  # for the run directory: name -> text
+    notes: Sequence[str] = ()  # for the log
 
     def __init__(
         self,

@@ -310,7 +310,7 @@ def describe_start(
     )
     if resolved.source is not None:
         log(f"data.train: {resolved.source.index.describe()}")
-    for note in resolved.architecture.notes:
+    for note in (*resolved.architecture.notes, *engine.notes):
         log(f"note: {note}")
     hint = advice(resolved)
     if hint is not None:

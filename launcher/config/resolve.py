@@ -54,7 +54,9 @@ class Resolved:
     def kept(self) -> RunConfig:
         """What a checkpoint keeps and a resume compares: without what memory has decided."""
         return self.given.updated(
-            engine=self.config.engine.model_dump(include={"kind", "precision", "reduce_dtype"}),
+            engine=self.config.engine.model_dump(
+                include={"kind", "precision", "reduce_dtype", "compile"}
+            ),
             data={"workers": self.config.data.workers},
         )
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import abc
 import importlib
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from launcher.engines.config import EngineConfig
@@ -87,7 +90,10 @@ def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) ->
     if not torch.cuda.is_available():
         return config.on(bf16=False)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return config.on(bf16, world_size, per_node)
+    triton = find_spec("triton") is not None and torch.cuda.get_device_capability() >= (7, 0)
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")  # for the launchers of its kernels
+    compiles = triton and any(map(shutil.which, compilers))
+    return config.on(bf16, world_size, per_node, compiles)
 
 
 def build(
@@ -107,6 +113,7 @@ def build(
     import torch
 
     from clip_train import dist
+    from launcher.engines.compile import towers_without_units
 
     W = dist.world_size()
     config = on_this_machine(config, W) if device.type == "cuda" else config.on(bf16=False)
@@ -120,4 +127,15 @@ def build(
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     facts = Facts(W, micro_size, grad_clip_norm)
     module = importlib.import_module(find_engine(config.kind).module)
-    return module.build_engine(config, make_model, make_optimizer, device, facts)
+    engine: Engine = module.build_engine(config, make_model, make_optimizer, device, facts)
+    effects = [
+        *(["one unit of FSDP's"] if config.kind == "fsdp" and config.zero_stage > 0 else []),
+        *(["not compiled"] if config.compile else []),
+    ]
+    if effects:
+        engine.notes = [
+            f"no blocks repeat in the {tower} tower ({count:,} parameters): it is "
+            f"{' and '.join(effects)}"
+            for tower, count in towers_without_units(engine.module, engine.task).items()
+        ]
+    return engine

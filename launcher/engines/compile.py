@@ -1,44 +1,113 @@
-"""torch.compile, block by block, for both engines."""
+"""Repeated blocks: the units of FSDP, and what both engines compile."""
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from clip_train.models.blocks import PatchEmbedding, Transformer
+from clip_train.task import Task
+
+# Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. Two
+# towers, with a gradient and without, in training and in evaluation, frozen and not: 16. Rates of
+# stochastic depth are constants, so each block of such a tower needs graphs of its own.
+MOST_GRAPHS = 256
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The parts whose parameters travel together, and which are compiled one by one: what module
-    lists hold, such as a tower's transformer blocks."""
-    return [part for each in model.modules() if isinstance(each, nn.ModuleList) for part in each]
+    """The blocks whose parameters are gathered together, and which are compiled one by one.
+
+    A block is a child of several layers that repeats: its class does within a list of modules
+    (ModuleList, Sequential), its class and the sizes of its parameters within any other module. The
+    outermost ones are taken, but a child that consists mostly of blocks itself, such as a stage of
+    a hierarchical tower, is not.
+    """
+
+    in_list = isinstance(model, nn.ModuleList | nn.Sequential)
+
+    def kind(child: nn.Module) -> tuple[Any, ...]:
+        return type(child), *([] if in_list else map(_shape, child.parameters()))
+
+    repeated = Counter(kind(child) for child in model.children() if _num_layers(child) > 1)
+    blocks = []
+    for child in model.children():
+        inner = units(child)
+        if repeated[kind(child)] > 1 and 2 * sum(map(num_parameters, inner)) < num_parameters(
+            child
+        ):
+            blocks.append(child)
+        else:
+            blocks += inner
+    return blocks
+
+
+def towers_without_units(model: nn.Module, task: Task) -> dict[str, int]:
+    """Parameters of each of the task's groups of which no parameter is in a unit."""
+    in_units = {id(p) for unit in units(model) for p in unit.parameters()}
+    towers: Counter[str] = Counter()
+    found = set()
+    for name, p in model.named_parameters():
+        tower = task.group(name)
+        if tower is not None:
+            towers[tower] += math.prod(_shape(p))
+            if id(p) in in_units:
+                found.add(tower)
+    return {tower: count for tower, count in towers.items() if tower not in found}
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(math.prod(_shape(p)) for p in module.parameters())
+
+
+def _shape(p: nn.Parameter) -> torch.Size:
+    return getattr(p, "ds_shape", p.shape)  # DeepSpeed has emptied it at stage 3
+
+
+def _num_layers(module: nn.Module) -> int:
+    return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
 
 
 def compile_units(model: nn.Module) -> None:
-    """torch.compile what makes patches of pixels, and each transformer's blocks but a last one that
-    reads one token only: its graphs would be others.
+    """torch.compile each of the model's units and native patch embeddings. The last block of a
+    native transformer stays eager if it computes one token only: it would need graphs of its own.
 
-    The method, not the module: hooks stay outside, and names as they are. The graphs take any batch
-    and length, and are shared by the blocks of a tower: two (with a gradient or without), three
-    with dropout (and none in evaluation); the patches have two of their own."""
+    The method is compiled, not the module: hooks stay outside, and names as they are. The graphs
+    take any batch and length. Blocks of the same code and sizes share them: two in training (with a
+    gradient or without), and for some blocks one in evaluation. Random numbers are eager's, so that
+    a replayed forward draws what the first one drew."""
+    options = {"fallback_random": True}
     torch.fx.experimental._config.use_duck_shape = (
         False  # sizes that happen to be equal need not stay so
     )
-    towers = [each for each in model.modules() if isinstance(each, Transformer)]
-    lists = [[*each.resblocks][: -1 if each.one_token else None] for each in towers]
-    patches = [each for each in model.modules() if isinstance(each, PatchEmbedding)]
-    for unit in chain(patches, *lists):
-        unit.forward = partial(_compiled, unit.forward, torch.compile(unit.forward, dynamic=True))
+    modules = [*model.modules()]
+    one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer) and m.one_token}
+    patches = [m for m in modules if isinstance(m, PatchEmbedding)]
+    for unit in (*patches, *(unit for unit in units(model) if unit not in one_token)):
+        compiled = torch.compile(  # type: ignore[call-overload]  # its stubs lack the limit
+            unit.forward, dynamic=True, options=options, recompile_limit=MOST_GRAPHS
+        )
+        unit.forward = partial(_compiled, unit.forward, compiled)
 
 
-def _compiled(eager: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any) -> Any:
+def _compiled(
+    eager: Callable[..., Any],
+    compiled: Callable[..., Any],
+    x: torch.Tensor,
+    *more: Any,
+    **named: Any,
+) -> Any:
     """A single sample, such as a last micro-batch, and views of other tensors would need graphs of
     their own."""
-    if len(inputs[0]) == 1:
-        return eager(*inputs)
+    if len(x) == 1:
+        return eager(x, *more, **named)
     return compiled(
-        *(x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x for x in inputs)
+        *map(_owned, (x, *more)), **{name: _owned(value) for name, value in named.items()}
     )
+
+
+def _owned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value

@@ -53,8 +53,9 @@ class EngineConfig(Settings):
     """The type in which ranks send and sum gradients. bf16, with engine.precision bf16 only: half
     the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). Where
     auto becomes fp32 (a CPU), so does this."""
-    compile: Annotated[bool, Rounding] = False
-    """torch.compile each transformer block (inductor), on either engine."""
+    compile: Annotated[bool | Literal["auto"], Rounding] = "auto"
+    """torch.compile each block of both towers (inductor), on either engine. auto: on GPUs, where
+    Triton and a C compiler are installed."""
     deterministic: Annotated[bool, Rounding] = False
     """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
     takes algorithms without atomics, in attention too, and refuses an operator that has none; NCCL
@@ -74,13 +75,17 @@ class EngineConfig(Settings):
             f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)",
         )
 
-    def on(self, bf16: bool, gpus: int = 0, per_node: int = 8) -> EngineConfig:
+    def on(
+        self, bf16: bool, gpus: int = 0, per_node: int = 8, compiles: bool = False
+    ) -> EngineConfig:
         """With values in place of `auto`, and sums that follow them.
 
         bf16: whether the devices are GPUs that compute in it. gpus: the ranks, if each has one.
-        per_node: how many of them a node has.
+        per_node: how many of them a node has. compiles: whether inductor works on the devices.
         """
         chosen: dict[str, Any] = {}
+        if self.compile == "auto":
+            chosen["compile"] = compiles
         if self.precision == "auto":
             chosen |= (
                 {"precision": "bf16"} if bf16 else {"precision": "fp32", "reduce_dtype": "fp32"}

@@ -28,9 +28,12 @@ from clip_train.engine import LOSS_REMEDY, Engine, Piece, local
 from clip_train.errors import UserError
 from clip_train.task import Phase
 from launcher.engines import Facts, MakeOptimizer
-from launcher.engines.compile import compile_units, units
+from launcher.engines.compile import compile_units, towers_without_units, units
 from launcher.engines.config import EngineConfig
 from launcher.engines.linear import convert
+
+# Parameters of a tower without blocks that stage 3 still accepts: 32 MB in bf16.
+LARGEST_WHOLE = 1 << 24
 
 
 def build_engine(
@@ -46,6 +49,8 @@ def build_engine(
     with torch.device("meta"):
         model = make_model()
     _refuse_parameters(model)
+    if config.zero_stage == 3:
+        _refuse_whole_towers(model)
     if config.linear is not None:
         convert(model, config.linear, emulate=device.type == "cpu")
     copies: dict[str, int] = (
@@ -98,6 +103,16 @@ def _refuse_parameters(model: nn.Module) -> None:
         if p.ndim == 0:
             raise UserError(
                 f"engine.kind (fsdp) cannot hold the parameter {name}: it is 0-d; give it shape [1]"
+            )
+
+
+def _refuse_whole_towers(model: nn.Module) -> None:
+    for tower, count in towers_without_units(model, Engine.task).items():
+        if count > LARGEST_WHOLE:
+            raise UserError(
+                f"engine.zero_stage (3) with engine.kind=fsdp shards the blocks that repeat in a "
+                f"model, and none repeat in the {tower} tower: all ranks would gather all its "
+                f"{count:,} parameters at once; set engine.zero_stage=2, or engine.kind=deepspeed"
             )
 
 
