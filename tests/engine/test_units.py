@@ -195,6 +195,7 @@ def test_towers_in_units_take_the_steps_of_one_float64_model(layout, compiled):
         assert counted == {"frames": 4 if compiled else 0, "given up": 0, "breaks": 0}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads those of inputs
 def test_no_variation_of_a_run_gives_a_graph_up():
     """Lengths, batches, gradients, evaluation and frozen blocks of either width: more graphs than the 8 after which
     dynamo gives up by default."""
@@ -213,19 +214,15 @@ def test_no_variation_of_a_run_gives_a_graph_up():
             model.text(images[:size])
 
     try:
-        for rate in (0.0, 0.1):  # constants, as rates of stochastic depth are
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = rate
-            for training in (True, False):
-                model.train(training)
-                for grad in (True, False):
-                    for size in (N, 3, 1, 2):
-                        forward(size, grad)
-            for tower in (model.visual, model.text):
-                tower.requires_grad_(False)
-                forward(N)
-                tower.requires_grad_(True)
+        for training in (True, False):
+            model.train(training)
+            for grad in (True, False):
+                for size in (N, 3, 1, 2):
+                    forward(size, grad)
+        for tower in (model.visual, model.text):
+            tower.requires_grad_(False)
+            forward(N)
+            tower.requires_grad_(True)
         model.visual.blocks[0].requires_grad_(False)
         forward(N)
         frames = counters["frames"]

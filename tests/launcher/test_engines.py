@@ -139,6 +139,9 @@ def test_what_a_gpu_is_given():
     """Where the recipe leaves it open: bf16, and a rank's cores but two as loader workers."""
     assert [EngineConfig().on(bf16=gpu).precision for gpu in (True, False)] == ["bf16", "fp32"]
     assert EngineConfig(precision="fp16").on(bf16=True).precision == "fp16"
+    compiled = [EngineConfig(compile=c).on(True, 2, compiles=True).compile for c in ("auto", False)]
+    assert compiled == [True, False]
+    assert [EngineConfig(compile=c).on(True, 2).compile for c in ("auto", True)] == [False, True]
     half = EngineConfig(precision="bf16", reduce_dtype="bf16")
     assert half.on(bf16=True, gpus=8).reduce_dtype == "bf16"
     assert EngineConfig(reduce_dtype="bf16").on(bf16=False).reduce_dtype == "fp32"
