@@ -64,7 +64,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def _shape(p: nn.Parameter) -> torch.Size:
-    return getattr(p, "ds_shape", p.shape)  # DeepSpeed has emptied it at stage 3
+    return getattr(p, "ds_shape", p.shape)  # ZeRO 3 has emptied it
 
 
 def _num_layers(module: nn.Module) -> int:
