@@ -1,6 +1,7 @@
 """Dynamo's counters under every variation of a run.
 
-`python -m tests.engine.graphs` prints the table of docs/engines.md, in an environment with OpenCLIP, timm and transformers (scripts/setup_peers.sh).
+`python -m tests.engine.graphs` prints the table of docs/engines.md. It needs OpenCLIP, timm and
+transformers (scripts/setup_peers.sh).
 """
 
 from __future__ import annotations
@@ -33,22 +34,21 @@ HUGGING_FACE = {
 BLOCKS = {"open_clip: ViT": 5, "open_clip: timm": 8, "open_clip: Hugging Face": 5}
 
 
-def openclip(name: str) -> AnyArchitecture:
-    """One of `BLOCKS`, tiny."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(HUGGING_FACE))
-        hugging_face = {
-            "hf_model_name": folder, "hf_tokenizer_name": folder, "hf_proj_type": "mlp",
-            "hf_pooler_type": "mean_pooler", "context_length": 16,
-        }  # fmt: skip
-        content = {
-            "embed_dim": 64,
-            "custom_text": not name.endswith("ViT"),
-            "vision_cfg": TIMM if name.endswith("timm") else VIT,
-            "text_cfg": hugging_face if name.endswith("Face") else TEXT,
-        }
-        (Path(folder) / "model.json").write_text(json.dumps(content))
-        return load_architecture(f"open_clip:{folder}/model.json")
+def openclip(name: str, folder: Path) -> AnyArchitecture:
+    """One of `BLOCKS`, tiny; `folder` has its files as long as it is built."""
+    (folder / "config.json").write_text(json.dumps(HUGGING_FACE))
+    hugging_face = {
+        "hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "hf_proj_type": "mlp",
+        "hf_pooler_type": "mean_pooler", "context_length": 16,
+    }  # fmt: skip
+    content = {
+        "embed_dim": 64,
+        "custom_text": not name.endswith("ViT"),
+        "vision_cfg": TIMM if name.endswith("timm") else VIT,
+        "text_cfg": hugging_face if name.endswith("Face") else TEXT,
+    }
+    (folder / "model.json").write_text(json.dumps(content))
+    return load_architecture(f"open_clip:{folder}/model.json")
 
 
 def batch_for(architecture: AnyArchitecture, n: int, longest: int) -> Batch:
@@ -125,7 +125,8 @@ def main() -> None:
     import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 
     rows = {"native": count(native()), "native, dropout": count(native(0.1))}
-    rows |= {name: count(build_model(openclip(name))) for name in BLOCKS}
+    with tempfile.TemporaryDirectory() as folder:
+        rows |= {name: count(build_model(openclip(name, Path(folder)))) for name in BLOCKS}
     columns = [*rows["native"]]
     print(f"| model | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, row in rows.items():

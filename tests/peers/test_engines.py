@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,10 +53,10 @@ LAYOUTS = [f"{engine} {stage}" for engine in ("fsdp", "zero") for stage in (1, 2
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_engine_takes_the_steps_of_one_float64_model(name: str, layout: str):
+def test_every_engine_takes_the_steps_of_one_float64_model(name: str, layout: str, tmp_path: Path):
     if layout.startswith("zero"):
         pytest.importorskip("deepspeed", reason="PEER MISSING: scripts/setup_peers.sh")
-    architecture = openclip(name)
+    architecture = openclip(name, tmp_path)
     model, expected = model_of(architecture).double(), []
     assert len(units(model)) == BLOCKS[name]
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -78,7 +79,7 @@ def test_every_engine_takes_the_steps_of_one_float64_model(name: str, layout: st
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_variation_of_a_run_gives_a_graph_up(name: str):
-    counts = count(model_of(openclip(name)))
+def test_no_variation_of_a_run_gives_a_graph_up(name: str, tmp_path: Path):
+    counts = count(model_of(openclip(name, tmp_path)))
     assert counts["fallbacks"] == counts["breaks"] == 0
     assert counts["a step"] == counts["text lengths"] == counts["last micro-batch"] > 0
