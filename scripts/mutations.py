@@ -3,7 +3,7 @@
     python scripts/mutations.py [-j 2] [--list] [WORDS ...]      # WORDS: only faults whose name holds one
 
 Each fault is planted in a temporary copy of the tree, and the smallest part of the tests that should turn red
-is run there. The same tests are first run without any fault: red means nothing where green was not possible.
+is run there. The tests that failed are then run without any fault: red means nothing where green was not possible.
 Exit status 1 if a fault goes unnoticed, 2 if one cannot be planted or its tests cannot be run.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import json
 import os
 import re
 import shutil
@@ -152,8 +153,8 @@ def start_server() -> None:
 
 def run_tests(
     tree: Path, tests: Iterable[str], *options: str, limit: float | None = None
-) -> tuple[int, str]:
-    """pytest's exit status (-1: it took too long) and what it printed."""
+) -> tuple[int, str, tuple[str, ...]]:
+    """pytest's exit status (-1: it took too long), what it printed, and the ids of the tests that failed."""
     from tests import processes, warm
 
     environment = {
@@ -162,14 +163,18 @@ def run_tests(
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(tree.parent),
     }
-    arguments = ["-p", "no:cacheprovider", "-m", "not full", "-rfE", *options, *tests]
+    cache = tree.parent / f"{tree.name}.cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    arguments = ["-o", f"cache_dir={cache}", "-m", "not full", "-rfE", *options, *tests]
     process = warm.Command(arguments, env=environment, cwd=tree, target=become_pytest)
     try:
-        return process.wait(limit), process.communicate()[0]
+        status, output = process.wait(limit), process.communicate()[0]
     except subprocess.TimeoutExpired:
-        return -1, f"still running after {limit:.0f} s"
+        status, output = -1, f"still running after {limit:.0f} s"
     finally:
         processes.kill_tree(process)
+    failed = cache / "v" / "cache" / "lastfailed"
+    return status, output, tuple(json.loads(failed.read_text())) if failed.exists() else ()
 
 
 def become_pytest() -> None:
@@ -227,42 +232,44 @@ def judge_all(chosen: Sequence[Mutation], jobs: int) -> int:
         for i in range(jobs):
             trees.put(copy_of_the_tree(Path(folder, str(i))))
 
-        def without_a_fault() -> tuple[int, str]:
-            tree = trees.get()
-            try:
-                return run_tests(tree, dict.fromkeys(test for m in chosen for test in m.tests))
-            finally:
-                trees.put(tree)
-
-        def with_fault(mutation: Mutation) -> tuple[str, str, float]:
+        def with_fault(mutation: Mutation) -> tuple[str, str, float, tuple[str, ...]]:
             tree, began = trees.get(), time.monotonic()
             path = tree / mutation.file
             whole = path.read_text()
+            failed: tuple[str, ...] = ()
             try:
                 path.write_text(mutation.planted(whole))
-                verdict, why = judge(*run_tests(tree, mutation.tests, "-x", limit=LIMIT_SECONDS))
+                status, output, failed = run_tests(tree, mutation.tests, "-x", limit=LIMIT_SECONDS)
+                verdict, why = judge(status, output)
             except LookupError as e:
                 verdict, why = "error", str(e)
             finally:
                 path.write_text(whole)
                 trees.put(tree)
-            return verdict, why, time.monotonic() - began
+            return verdict, why, time.monotonic() - began, failed or mutation.tests
+
+        def without_a_fault(tests: Sequence[str]) -> tuple[int, str]:
+            tree = trees.get()
+            try:
+                return run_tests(tree, tests)[:2]
+            finally:
+                trees.put(tree)
 
         try:
-            clean = pool.submit(without_a_fault)
-            judged = pool.map(with_fault, chosen)
-            status, output = clean.result()
-            if status != 0:
-                print(f"{output}\nthe tests are not green without a fault")
-                return 2
-            print(
-                f"the tests are green without a fault ({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
             width = max(len(m.fault) for m in chosen)
-            for m, (colour, why, seconds) in zip(chosen, judged, strict=True):
+            noticed: dict[str, None] = {}
+            for m, (colour, why, seconds, tests) in zip(
+                chosen, pool.map(with_fault, chosen), strict=True
+            ):
                 print(f"{m.fault:{width}}  {colour:5}  {seconds:3.0f} s  {why}", flush=True)
                 verdicts.append(colour)
+                noticed.update(dict.fromkeys(tests))
+            parts = [part for part in (list(noticed)[i::jobs] for i in range(jobs)) if part]
+            for status, output in pool.map(without_a_fault, parts):
+                if status != 0:
+                    print(f"{output}\nthe tests are not green without a fault")
+                    return 2
+            print("the tests are green without a fault")
         except KeyboardInterrupt:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(130)  # and with this process all the tests that it runs
