@@ -286,7 +286,9 @@ class Engine(abc.ABC):
                 value = (
                     torch.zeros(1, device=self.device)
                     if own is None
-                    else own.view(own.held).to(self.device, torch.float32, copy=True)
+                    else own.view(own.held).to(
+                        self.device, torch.float32, non_blocking=True, copy=True
+                    )
                 )
                 self._masters[name] = dist.all_reduce_sum(value)  # one rank has it
 

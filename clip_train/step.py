@@ -88,8 +88,10 @@ def read_together(
 ) -> tuple[dict[str, float], list[float]]:
     """Values of `numbers` and of `norms`. The step's one wait for the device: all is queued."""
     on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
-    flat = [x.double().reshape(1) for x in on_device.values()]
-    read = torch.cat([*flat, norms.double()]).cpu().tolist()
+    flat = [x.double().reshape(-1) for x in (*on_device.values(), norms)]
+    # norms of gradients that were offloaded are in the CPU's memory
+    together = torch.cat([x.to(flat[0].device, non_blocking=True) for x in flat])
+    read = together.cpu().tolist()
     values = {name: float(x) for name, x in numbers.items() if name not in on_device}
     values.update(zip(on_device, read, strict=False))
     return values, read[len(on_device) :]

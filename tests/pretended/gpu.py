@@ -113,6 +113,9 @@ class Reads(TorchFunctionMode):
         )
         if on_gpu(x) and (name in ("cpu", "nonzero") or (name == "to" and _is(target, "cpu"))):
             self._count(name)
+        from_device = name == "copy_" and not on_gpu(x) and on_gpu(args[1])
+        if from_device and not (kwargs.get("non_blocking") or True in args[2:]):
+            self._count("copy to the host")
         to_device = (
             name == "to"
             and isinstance(x, Tensor)
@@ -233,6 +236,8 @@ def pretended_gpu() -> Iterator[Counts]:
         Tensor.record_stream,
     )
     Tensor.record_stream = lambda *args: None  # type: ignore[method-assign]
+    pin_memory = Tensor.pin_memory
+    Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
     for name, new in replaced.items():
         setattr(torch.cuda, name, new)
     torch.nn.functional.scaled_dot_product_attention = _attention(attention)  # type: ignore[assignment]
@@ -242,6 +247,7 @@ def pretended_gpu() -> Iterator[Counts]:
     finally:
         torch.nn.functional.scaled_dot_product_attention = attention
         Tensor.record_stream = record_stream  # type: ignore[method-assign]
+        Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
         for name, old in saved.items():
             setattr(torch.cuda, name, old)
 

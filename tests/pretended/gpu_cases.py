@@ -21,6 +21,14 @@ CASES = {
     "deepspeed 1, fp16, 2 ranks": (8, 1590, 1),
     "deepspeed 2, bf16, 2 ranks": (1, 1130, 0),
     "deepspeed 3, bf16, 2 ranks": (15, 1460, 1),
+    "fsdp 2, groups of 2 of 4 ranks": (1, 820, 0),
+    "fsdp 2, int8": (1, 2580, 0),
+    "fsdp 2, fp8": (1, 2680, 0),
+    "fsdp 2, offload": (63, 900, 0),  # FSDP's own for each gradient on its way to the CPU's memory
+    "fsdp 2, moving average": (0, 70, 0),
+    "fsdp 2, save": (1, 0, 0),  # for the whole copy
+    "fsdp 2, evaluation": (0, 110, 0),
+    "prefetch": (0, 3, 0),
     "evaluation": (1, 190, 0),
     "export": (62, 0, 0),  # a read for each tensor
 }
@@ -28,5 +36,6 @@ CASES = {
 FULL = (
     "info_nce all retained", "fsdp 2, fp32, 2 ranks", "deepspeed 0, fp32, 2 ranks", "deepspeed 1, bf16, 1 rank",
     "deepspeed 1, fp16, 2 ranks", "deepspeed 2, bf16, 2 ranks",
+    "fsdp 2, groups of 2 of 4 ranks", "fsdp 2, int8", "fsdp 2, fp8", "fsdp 2, offload",
 )  # fmt: skip
 PLANTED = ("planted: a mixture of devices", "planted: a read")

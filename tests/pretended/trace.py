@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
@@ -20,11 +21,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clip_train.batch import BatchPlan
+from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import Engine, PlainEngine
+from clip_train.data.loader import Prefetcher
+from clip_train.engine import Engine, MovingAverage, PlainEngine, local
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
@@ -48,6 +51,7 @@ from tests.pretended.gpu_cases import PLANTED
 GPU = torch.device("cuda", 0)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Make = Callable[[CLIP], Objective]
+Part = Callable[[Engine], None]
 
 
 def small_clip() -> Architecture:
@@ -82,11 +86,21 @@ def step(
     return counts.as_json()
 
 
-def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[str, Any]:
-    """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels."""
+def engine(
+    kind: str,
+    stage: int,
+    precision: str,
+    world_size: int = 1,
+    part: Part | None = None,
+    **section: Any,
+) -> dict[str, Any]:
+    """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels.
+
+    part: what is counted after three steps, in place of a step. section: of the recipe's `engine`.
+    """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     architecture = small_clip()
-    config = EngineConfig(kind=kind, zero_stage=stage, precision=precision)  # type: ignore[arg-type]
+    config = EngineConfig(kind=kind, zero_stage=stage, precision=precision, **section)  # type: ignore[arg-type]
 
     def make() -> CLIP:
         if kind == "fsdp":  # on the meta device
@@ -105,6 +119,59 @@ def engine(kind: str, stage: int, precision: str, world_size: int = 1) -> dict[s
         third_step(
             built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, 1), architecture, counts
         )
+        if part is not None:
+            counts.clear()
+            part(built)
+    return counts.as_json()
+
+
+def averaged(engine: Engine) -> None:
+    """The moving average after a step."""
+    ema = MovingAverage(0.99)
+    ema.of = {p.held: local(p.held).flatten().clone() for p in engine.pieces}
+    ema.update(7)
+
+
+def snapshot(engine: Engine) -> None:
+    """The copy for the checkpoint writer, which training waits for."""
+    plan = plan_file(0, engine.state_fragments(), {"rng.cpu": torch.empty(16, dtype=torch.uint8)})
+    memory = SharedMemory()
+    memory.capacity = plan.num_bytes
+    memory._map, memory._pinned = memoryview(bytearray(plan.num_bytes)), True
+    memory.fill(plan)
+    memory._pinned = False
+    memory.close()
+
+
+def evaluated(engine: Engine) -> None:
+    architecture = small_clip()
+    n, size, length = 64, architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    engine.train(False)
+    with torch.no_grad():
+        engine.encode("image", torch.empty(n, 3, size, size, dtype=torch.uint8, device=GPU))
+        engine.encode("text", torch.empty(n, length, dtype=torch.int64, device=GPU))
+
+
+class Source:
+    """Batches of nothing, in memory that counts as pinned."""
+
+    def __next__(self) -> Batch:
+        return host_batch(small_clip(), 64)
+
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def prefetched() -> dict[str, Any]:
+    """Two batches: the first is fetched by the thread that trains, as the tracer is this thread's."""
+    with gpu.pretended_gpu() as counts:
+        batches = Prefetcher(Source(), GPU)  # type: ignore[arg-type]
+        batches._ready.put(batches._to_device(next(batches.source)))
+        batches._thread = threading.Thread(target=lambda: None)
+        batches._thread.start()
+        batch = next(batches)
+        assert batch.images.device == GPU
+        batches.close()
     return counts.as_json()
 
 
@@ -146,18 +213,19 @@ def third_step(
     engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts
 ) -> None:
     """Optimizers and ZeRO-3 set up their state in the first two."""
-    n, size, length = (
-        plan.per_rank,
-        architecture.vision_cfg.image_size,
-        architecture.text_cfg.context_length,
-    )
+    n = plan.per_rank
     for _ in range(3):
-        host = Batch(
-            torch.empty(n, 3, size, size, dtype=torch.uint8), torch.empty(n, length, dtype=torch.int64),
-            torch.empty(n, dtype=torch.int64), keys=[str(i) for i in range(n)], text_lengths=[length] * n,
-        )  # fmt: skip
+        host = host_batch(architecture, n)
         counts.clear()
         recovering_step(engine, host.to(GPU), objective, plan, lr=1e-3, log=print)
+
+
+def host_batch(architecture: Any, n: int) -> Batch:
+    size, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    return Batch(
+        torch.empty(n, 3, size, size, dtype=torch.uint8), torch.empty(n, length, dtype=torch.int64),
+        torch.empty(n, dtype=torch.int64), keys=[str(i) for i in range(n)], text_lengths=[length] * n,
+    )  # fmt: skip
 
 
 def evaluation() -> dict[str, Any]:
@@ -229,6 +297,14 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed 1, fp16, 2 ranks": lambda: engine("deepspeed", 1, "fp16", 2),
     "deepspeed 2, bf16, 2 ranks": lambda: engine("deepspeed", 2, "bf16", 2),
     "deepspeed 3, bf16, 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2),
+    "fsdp 2, groups of 2 of 4 ranks": lambda: engine("fsdp", 2, "bf16", 4, shard_ranks=2),
+    "fsdp 2, int8": lambda: engine("fsdp", 2, "bf16", 2, linear="int8"),
+    "fsdp 2, fp8": lambda: engine("fsdp", 2, "bf16", 2, linear="fp8"),
+    "fsdp 2, offload": lambda: engine("fsdp", 2, "bf16", 2, offload="optimizer"),
+    "fsdp 2, moving average": lambda: engine("fsdp", 2, "bf16", 2, averaged),
+    "fsdp 2, save": lambda: engine("fsdp", 2, "bf16", 2, snapshot),
+    "fsdp 2, evaluation": lambda: engine("fsdp", 2, "bf16", 2, evaluated),
+    "prefetch": prefetched,
     "evaluation": evaluation,
     "export": export,
     PLANTED[0]: lambda: step(lambda m: Mixed()),
