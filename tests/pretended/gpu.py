@@ -221,6 +221,9 @@ def pretended_gpu() -> Iterator[Counts]:
         "current_device": lambda: 0,
         "set_device": lambda *args: None,
         "empty_cache": lambda: None,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0
+        ),
         "_lazy_init": lambda: None,
         "Stream": Stream,
         "Event": Event,

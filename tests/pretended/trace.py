@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
@@ -136,10 +135,8 @@ def snapshot(engine: Engine) -> None:
     """The copy for the checkpoint writer, which training waits for."""
     plan = plan_file(0, engine.state_fragments(), {"rng.cpu": torch.empty(16, dtype=torch.uint8)})
     memory = SharedMemory()
-    memory.capacity = plan.num_bytes
-    memory._map, memory._pinned = memoryview(bytearray(plan.num_bytes)), True
+    memory.reserve(plan.num_bytes, pin=True).result()
     memory.fill(plan)
-    memory._pinned = False
     memory.close()
 
 
@@ -163,12 +160,9 @@ class Source:
 
 
 def prefetched() -> dict[str, Any]:
-    """Two batches: the first is fetched by the thread that trains, as the tracer is this thread's."""
+    """The first batch: the thread that trains fetches it, and only that one is traced."""
     with gpu.pretended_gpu() as counts:
         batches = Prefetcher(Source(), GPU)  # type: ignore[arg-type]
-        batches._ready.put(batches._to_device(next(batches.source)))
-        batches._thread = threading.Thread(target=lambda: None)
-        batches._thread.start()
         batch = next(batches)
         assert batch.images.device == GPU
         batches.close()
