@@ -9,7 +9,7 @@ import abc
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -21,8 +21,10 @@ if TYPE_CHECKING:  # a recipe is read without torch
     import torch
     from torch import nn
 
+    from clip_train.batch import BatchPlan
     from clip_train.engine import Engine
     from clip_train.memory.plan import Memory
+    from launcher.engines.traffic import Collective
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
 
@@ -64,6 +66,21 @@ class EngineKind(abc.ABC):
         """Bytes on one rank for a model of P parameters, without activations.
 
         trained: how many of the P are trained. moment_bytes: the optimizer's, for each of those.
+        """
+
+    @abc.abstractmethod
+    def traffic(
+        self,
+        config: EngineConfig,
+        plan: BatchPlan,
+        parts: Sequence[Sequence[nn.Parameter]],
+        flat: Sequence[int],
+    ) -> Iterator[Collective]:
+        """What each rank sends in a step for parameters and gradients.
+
+        parts: the parameters of each unit, in the order of the forward; all others last. flat:
+        trained elements in each of the optimizer's groups. Calls that are not made may be among
+        them: of one rank, of no element, or no times.
         """
 
 

@@ -1,6 +1,7 @@
-"""Take a bf16 step under torch's fake process group and print every collective as JSON.
+"""Take steps under torch's fake process group and print every collective of the last one as JSON.
 
-python -m tests.engine.wire KIND STAGE WORLD_SIZE [KEY=VALUE of the engine section ...]
+python -m tests.engine.wire WORLD_SIZE 'JSON list of cases'. A case is an `engine` section; "model" is
+the architecture's name, "micro_batches" and "kept_graphs" cut the step. One line of JSON for each case.
 
 No other rank exists: a gather repeats this rank's part, a sum is this rank's alone. What is sent, in
 which type and how much of it, is what a real group of that size would send.
@@ -15,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-WORLD_SIZE = int(sys.argv[3])
+WORLD_SIZE = int(sys.argv[1])
 os.environ.update(
     DS_ACCELERATOR="cpu",
     RANK="0",
@@ -29,24 +30,33 @@ import torch  # noqa: E402
 import torch.distributed as td  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-MICRO_BATCHES, SAMPLES = 2, 8
-SENDS = (
-    "all_reduce",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "reduce",
-    "all_to_all_single",
+SAMPLES, STEPS = 8, 3  # ZeRO 3 only knows from its second step on what it gathers next
+GATHERS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_into_tensor_coalesced",
 )
-GATHERS = ("all_gather_into_tensor", "all_gather_single", "all_gather_into_tensor_coalesced")
+NAMES = (
+    *GATHERS,
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+)
 
 
 class Recorder:
-    """Counts (operator, type, elements of the larger tensor) of what torch.distributed is asked."""
+    """Counts (place in the step, operator, type, elements of the larger tensor, ranks of the group)."""
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str, int]] = Counter()
+        self.calls: Counter[tuple[str, str, str, int, int]] = Counter()
+        self.foreign: list[str] = []  # tensors on a device that their group does not serve
+        self.place = ""
         self.depth = 0
-        for name in (*SENDS, *GATHERS):
+        for name in NAMES:
             if hasattr(td, name):
                 wrapped = self.wrap(name, getattr(td, name))
                 setattr(td, name, wrapped)
@@ -54,17 +64,32 @@ class Recorder:
 
     def wrap(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            given = [*args, *kwargs.values()]
+            tensors = [t for t in given if isinstance(t, torch.Tensor)]
             self.depth += 1  # one operator's new name calls its old one: counted once
             done = original(*args, **kwargs)
             self.depth -= 1
             if self.depth == 0 and tensors:
-                largest = max(tensors, key=torch.Tensor.numel)
-                self.calls[name, str(largest.dtype).removeprefix("torch."), largest.numel()] += 1
-                if name in GATHERS:
-                    output, part = tensors[0], tensors[1]
-                    output.view(WORLD_SIZE, -1).copy_(part.reshape(1, -1).expand(WORLD_SIZE, -1))
+                self.count(name, tensors, next((g for g in given if isinstance(g, td.ProcessGroup)), None))
             return done
+
+        return call
+
+    def count(self, name: str, tensors: list[torch.Tensor], group: Any) -> None:
+        ranks = td.get_world_size(group)
+        largest = max(tensors, key=torch.Tensor.numel)
+        dtype = str(largest.dtype).removeprefix("torch.")
+        self.calls[self.place, name, dtype, largest.numel(), ranks] += 1
+        served = {device.type for device in (group or td.group.WORLD)._device_types}
+        self.foreign += [f"{name}: {t.device}" for t in tensors if t.device.type not in served]
+        if name in GATHERS and len(tensors) > 1:
+            output, part = tensors[0], tensors[1]
+            output.view(ranks, -1).copy_(part.reshape(1, -1).expand(ranks, -1))
+
+    def within(self, place: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.place = "last backward" if kwargs.get("last") else place
+            return function(*args, **kwargs)
 
         return call
 
@@ -73,6 +98,20 @@ def main() -> None:
     torch.set_num_threads(1)
     td.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     recorder = Recorder()
+    for case in json.loads(sys.argv[2]):
+        recorder.foreign.clear()
+        take_steps(recorder, **case)
+        calls = [[*key, times] for key, times in recorder.calls.items()]
+        print(json.dumps({"calls": calls, "foreign": recorder.foreign}), flush=True)
+
+
+def take_steps(
+    recorder: Recorder,
+    model: str = "tiny",
+    micro_batches: int = 2,
+    kept_graphs: int = 1,
+    **section: Any,
+) -> None:
     from clip_train.contrastive.info_nce import InfoNCE
     from clip_train.models.clip import CLIP
     from clip_train.models.config import load_architecture
@@ -88,27 +127,25 @@ def main() -> None:
         """Sums that lack the other ranks' parts would look unsafe, and the step would be repeated."""
 
         def __call__(self, features: Any, context: Any) -> Any:
+            recorder.place = "loss"
             return replace(super().__call__(features, context), unsafe=None)
 
-    tiny = load_architecture("tiny")
+    architecture = load_architecture(model)
     torch.manual_seed(0)
-    model = CLIP(tiny)
-    section: dict[str, Any] = {
-        "kind": sys.argv[1],
-        "zero_stage": int(sys.argv[2]),
-        "precision": "bf16",
-    }
-    section |= dict(pair.split("=") for pair in sys.argv[4:])
     engine = engines.build(
         EngineConfig(**section),
-        lambda: CLIP(tiny),
+        lambda: CLIP(architecture),
         lambda named: build_optimizer(OptimConfig(), named),
         device=torch.device("cpu"),
         grad_clip_norm=1.0,
-        micro_size=SAMPLES // MICRO_BATCHES,
+        micro_size=SAMPLES // micro_batches,
     )
-    engine.load_fragments(WholeState(model.state_dict()), {})
-    size, length = tiny.vision_cfg.image_size, tiny.text_cfg.context_length
+    engine.load_fragments(WholeState(CLIP(architecture).state_dict()), {})
+    for name in ("forward", "backward", "reduce", "step"):
+        place = "step" if name == "reduce" else name
+        setattr(engine, name, recorder.within(place, getattr(engine, name)))
+    objective = NeverRepeated()
+    size, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     batch = Batch(
         torch.randint(0, 255, (SAMPLES, 3, size, size), dtype=torch.uint8),
         torch.randint(1, 100, (SAMPLES, length)),
@@ -117,18 +154,18 @@ def main() -> None:
         shares=(SAMPLES,) * WORLD_SIZE,
         text_lengths=[length] * SAMPLES,
     )
-    recorder.calls.clear()
-    train_step(
-        engine, batch, NeverRepeated(), micro_size=SAMPLES // MICRO_BATCHES, kept_graphs=1, lr=1e-4
-    )
-    parameters = sum(p.numel() for p in model.parameters())
-    rows = [[*key, times] for key, times in recorder.calls.items()]
-    # FSDP cuts the first dimension of each parameter, whose last shards may be padding
-    padded = sum(
-        -(-p.shape[0] // WORLD_SIZE) * WORLD_SIZE * (p.numel() // p.shape[0])
-        for p in model.parameters()
-    )
-    print(json.dumps({"parameters": parameters, "padded": padded, "calls": rows}))
+    for _ in range(STEPS):
+        recorder.calls.clear()
+        train_step(
+            engine,
+            batch,
+            objective,
+            micro_size=SAMPLES // micro_batches,
+            kept_graphs=kept_graphs,
+            lr=1e-4,
+        )
+    if section["kind"] == "deepspeed":
+        engine.close()
 
 
 if __name__ == "__main__":

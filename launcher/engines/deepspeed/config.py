@@ -80,8 +80,13 @@ def reduce_bucket_elements(config: EngineConfig) -> int:
     5e8."""
     if config.zero_stage == 0:
         return 0
-    said = load_base(config)[1].get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
-    return int(float(said)) if said != "auto" else 500_000_000
+    return zero_number(config, "reduce_bucket_size", 500_000_000)
+
+
+def zero_number(config: EngineConfig, key: str, default: int) -> int:
+    """zero_optimization.`key` in the base JSON. default: DeepSpeed's."""
+    said = load_base(config)[1].get("zero_optimization", {}).get(key, default)
+    return int(float(said)) if said != "auto" else default
 
 
 def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:

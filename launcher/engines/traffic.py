@@ -1,0 +1,74 @@
+"""What a rank sends in a step, as a recorder of collectives counts it, and how long that takes.
+
+tests/engine/test_wire.py compares it with a recorder, to the byte. Calls of less than 1 KB, such as
+norms and statuses, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
+HOP_SECONDS = 2e-6  # of a ring over NVLink, by NCCL's own model; over a network it is 4e-6
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one operator on one tensor."""
+
+    place: str  # in the step: forward, loss, backward, last backward, step
+    operator: str  # all_gather, reduce_scatter, all_reduce, send
+    dtype: str  # a key of BYTES
+    elements: int  # of the larger tensor
+    ranks: int  # of the group
+    times: int = 1  # in a step
+    stride: int = 1  # between neighbors in the group
+    # The fraction of the place's computation that cannot run at the same time: what comes before it
+    # in a backward, what waits for it in a forward.
+    alone: float = 1.0
+
+    @property
+    def call_bytes(self) -> int:
+        return self.elements * BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return self.times * self.call_bytes
+
+
+@dataclass(frozen=True)
+class Links:
+    """How GPUs are connected: bytes a second, one way."""
+
+    node: float  # from each GPU to the others of its node
+    network: float  # from each node to the others, all of its adapters together
+    per_node: int  # GPUs
+
+    def crosses(self, sent: Collective) -> bool:
+        """Whether the group spans nodes."""
+        return sent.ranks * sent.stride > self.per_node
+
+    def seconds(self, sent: Collective) -> float:
+        """One call, by rings. A ring enters each node once, so that a group of all GPUs uses the
+        whole network of a node; groups with one GPU in each node share it."""
+        rate, hops, rounds = self.node, sent.ranks - 1, 1
+        if self.crosses(sent):
+            rate = min(rate, self.network / min(sent.stride, self.per_node))
+        if sent.operator == "all_reduce":  # small ones go up and down a tree
+            hops, rounds = 2 * math.ceil(math.log2(sent.ranks)), 2
+        moved = rounds * sent.call_bytes * (sent.ranks - 1) / sent.ranks
+        return moved / rate + hops * HOP_SECONDS
+
+    def exposed(self, sent: Iterable[Collective], computation: float) -> float:
+        """Seconds by which one pass, which computes for `computation` seconds, takes longer."""
+        end = 0.0
+        for call in sorted(sent, key=attrgetter("alone")):
+            end = max(end, call.alone * computation) + self.seconds(call)
+        return max(end - computation, 0.0)
+
+
+def rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
