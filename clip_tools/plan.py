@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
@@ -37,6 +38,7 @@ from launcher.config.recipe import load_config
 from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
+from launcher.engines.traffic import Links
 from launcher.runtime.launch import local_ranks
 from launcher.runtime.log import log
 
@@ -53,19 +55,20 @@ class GPU:
 
     memory: float  # bytes
     flops: float  # a second, dense bf16, or fp16
+    link: float  # bytes a second to the others of its node, one way: NVLink, or PCIe
     bf16: bool = True
 
 
 GPUS = {
-    "B200": GPU(180e9, 2250e12),
-    "H200": GPU(141e9, 989.5e12),
-    "H100": GPU(80e9, 989.5e12),
-    "A100-80": GPU(80e9, 312e12),
-    "A100-40": GPU(40e9, 312e12),
-    "L40S": GPU(48e9, 362e12),
-    "A10": GPU(24e9, 125e12),
-    "4090": GPU(24e9, 165e12),
-    "V100": GPU(32e9, 125e12, bf16=False),
+    "B200": GPU(180e9, 2250e12, 900e9),
+    "H200": GPU(141e9, 989.5e12, 450e9),
+    "H100": GPU(80e9, 989.5e12, 450e9),
+    "A100-80": GPU(80e9, 312e12, 300e9),
+    "A100-40": GPU(40e9, 312e12, 300e9),
+    "L40S": GPU(48e9, 362e12, 32e9),
+    "A10": GPU(24e9, 125e12, 32e9),
+    "4090": GPU(24e9, 165e12, 32e9),
+    "V100": GPU(32e9, 125e12, 150e9, bf16=False),
 }
 
 
@@ -81,10 +84,12 @@ def make_plan(
     resolved: Resolved,
     rate: float | None = None,
     gpu: str | None = None,
+    network: str | None = None,
+    per_node: int = 8,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. device: whose memory
-    is the limit.
+    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. network: of a
+    node, in Gbit/s. device: whose memory is the limit.
     """
     found = find_gpu(gpu) if gpu is not None else None
     # bytes, as `train` would find them
@@ -103,6 +108,10 @@ def make_plan(
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
     flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
     samples = config.batch.sizes.before(config.steps)
+    links = None
+    if found and (network or plan.world_size <= per_node):
+        links = Links(found.link, network_bytes(network) if network else 0.0, per_node)
+    forward_seconds = forward / (found.flops * MFUS[1]) if found else 0.0
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
         "name": config.run.name,
@@ -131,6 +140,7 @@ def make_plan(
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
+        "communication": communication(resolved, links, forward_seconds, usable),
         "gpu": {"name": gpu, **estimate(resolved, found, usable)} if found and usable else None,
     }
 
@@ -199,11 +209,16 @@ def run(args: argparse.Namespace) -> int:
     world_size = 1 if args.world_size is None else args.world_size
     if world_size < 1:
         raise UserError(f"--world-size ({world_size}) must be at least 1")
+    per_node = 8 if args.gpus_per_node is None else args.gpus_per_node
+    if per_node < 1:
+        raise UserError(f"--gpus-per-node ({per_node}) must be at least 1")
+    if args.network is not None and args.gpu is None:
+        raise UserError(f"--network ({args.network}) needs --gpu, whose links and speed count too")
     if args.gpu is not None:
-        engine = config.engine.on(find_gpu(args.gpu).bf16, world_size)
+        engine = config.engine.on(find_gpu(args.gpu).bf16, world_size, per_node)
         config = config.model_copy(update={"engine": engine})
-    resolved = resolve(config, world_size, read_data=False)
-    plan = make_plan(resolved, args.samples_per_second, args.gpu)
+    resolved = resolve(config, world_size, per_node=per_node, read_data=False)
+    plan = make_plan(resolved, args.samples_per_second, args.gpu, args.network, per_node)
     if args.json:
         print(json.dumps(plan, indent=2))
     else:
@@ -245,6 +260,8 @@ def show(plan: dict[str, Any]) -> None:
     for name, value in describe(plan):
         table.add_row(name, value)
     console.print(table)
+    if plan["communication"]:
+        show_communication(console, plan["communication"], plan["world_size"])
     gpu = plan["gpu"]
     if gpu is None:
         return
@@ -269,6 +286,44 @@ def show(plan: dict[str, Any]) -> None:
         bound = " (limited by kernel launches)" if mfu in gpu["launch_bound"] else ""
         days = f"{gpu['days'][mfu]:.2f} days"
         console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s{bound}, {days}")
+
+
+def show_communication(console: Console, found: dict[str, Any], world_size: int) -> None:
+    waits, shown = found.get("exposed_seconds"), set()
+    table = Table(title=f"communication of a step, {world_size} ranks", box=None)
+    for head in ("place", "operator", "type", "ranks", "calls", "GB", "ms", "exposed ms"):
+        table.add_column(head, justify="left" if head in ("place", "operator") else "right")
+    for row in found["collectives"]:
+        first = row["place"] not in shown  # what is exposed belongs to the whole place
+        shown.add(row["place"])
+        table.add_row(
+            row["place"],
+            row["operator"],
+            row["dtype"],
+            str(row["ranks"]),
+            f"{row['calls']:,}",
+            f"{row['bytes'] / 1e9:,.3g}",
+            f"{row['seconds'] * 1000:,.3g}" if waits else "",
+            f"{waits[row['place']] * 1000:,.3g}" if waits and first else "",
+        )
+    console.print(table)
+    if waits is None:
+        console.print(
+            f"{found['bytes'] / 1e9:,.4g} GB in all; with --gpu and --network, the milliseconds"
+        )
+        return
+    total = sum(row["seconds"] for row in found["collectives"])
+    console.print(
+        f"{found['bytes'] / 1e9:,.4g} GB in all, {found['between_nodes_bytes'] / 1e9:,.4g} GB "
+        f"between nodes: {total:,.3g} s, of which {sum(waits.values()):,.3g} s are exposed and the "
+        "rest is hidden under computation at 40% MFU"
+    )
+    for row in found["alternatives"][:1]:
+        keys = " ".join(f"{key}={json.dumps(value)}" for key, value in row["keys"].items())
+        console.print(
+            f"recommended: {keys}  ({row['seconds']:,.3g} s/step at 40%, "
+            f"{row['exposed_seconds']:,.3g} s exposed, {row['bytes'] / GIB:.1f} GiB)"
+        )
 
 
 def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:

@@ -106,7 +106,8 @@ VERBS = {
         """\
     clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
     clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
-    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed""",
+    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed
+    clip-train plan recipes/vit_bigg14.yaml --world-size 128 --gpu H100 --network 8x400Gb""",
         options=(
             ("world-size", "N", "ranks (default: 1)"),
             (
@@ -119,6 +120,12 @@ VERBS = {
                 "NAME",
                 "H200, H100, A100-80, ...: its memory is the limit; layouts and speed on it",
             ),
+            (
+                "network",
+                "SPEED",
+                "with --gpu: Gbit/s of a node, all of its adapters together: 400Gb, 8x400Gb",
+            ),
+            ("gpus-per-node", "N", "each with a rank (default: 8)"),
             JSON,
         ),
     ),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
-HOP_SECONDS = 2e-6  # of a ring over NVLink, by NCCL's own model; over a network it is 4e-6
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Links:
     node: float  # from each GPU to the others of its node
     network: float  # from each node to the others, all of its adapters together
     per_node: int  # GPUs
+    # seconds from one rank to the next: NVLink, by NCCL's own model, which has 4e-6 for a network
+    hop: float = 2e-6
 
     def crosses(self, sent: Collective) -> bool:
         """Whether the group spans nodes."""
@@ -59,8 +60,10 @@ class Links:
             rate = min(rate, self.network / min(sent.stride, self.per_node))
         if sent.operator == "all_reduce":  # small ones go up and down a tree
             hops, rounds = 2 * math.ceil(math.log2(sent.ranks)), 2
+        elif sent.operator == "send":
+            hops = 1
         moved = rounds * sent.call_bytes * (sent.ranks - 1) / sent.ranks
-        return moved / rate + hops * HOP_SECONDS
+        return moved / rate + hops * self.hop
 
     def exposed(self, sent: Iterable[Collective], computation: float) -> float:
         """Seconds by which one pass, which computes for `computation` seconds, takes longer."""

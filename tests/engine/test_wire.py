@@ -1,59 +1,199 @@
-"""What ranks send in one bf16 step at 8 and at 512 ranks: gradients in fp32 unless the recipe says bf16."""
+"""What ranks send in a step, recorded under torch's fake process group at 8, 64 and 512 ranks: the types
+that the docs name, and the bytes that `clip-train plan` prints."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 
 import pytest
 
+from clip_tools.communication import SMALLEST, Shapes, collectives, network_bytes, table
+from clip_train.errors import UserError
+from launcher.config.recipe import RunConfig, load_config
+from launcher.config.resolve import resolve
+from launcher.engines.traffic import BYTES, Collective, Links
 from tests.documents import ROOT
 
-SUMS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
-WIDE = [pytest.param(world_size, marks=pytest.mark.full) for world_size in (64, 512)]
+SAMPLES = 8  # of a rank, in tests.engine.wire
+TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+    "int64": "int64",
+    "uint8": "uint8",
+}
+SUMS = ("all_reduce", "reduce_scatter")
+EVERY_STAGE = [
+    {"kind": kind, "zero_stage": stage, "precision": precision}
+    for kind in ("deepspeed", "fsdp")
+    for stage in range(4)
+    for precision in ("bf16", "fp32")
+    if (kind, stage, precision) != ("deepspeed", 0, "bf16")  # refused
+]
+BF16 = {"precision": "bf16"}
+HSDP = {"kind": "fsdp", "shard_ranks": 4, **BF16}
+CASES = {
+    8: [
+        *EVERY_STAGE,
+        {"kind": "fsdp", "zero_stage": 3, "micro_batches": 4, "kept_graphs": 2, **BF16},
+        {"kind": "fsdp", "zero_stage": 2, "reduce_gradients": "once", **BF16},
+        {"kind": "fsdp", "zero_stage": 2, "reduce_dtype": "bf16", **BF16},
+        {"kind": "deepspeed", "zero_stage": 3, "micro_batches": 1, **BF16},
+        {"kind": "deepspeed", "zero_stage": 2, "reduce_gradients": "once", **BF16},
+        {"kind": "deepspeed", "zero_stage": 3, "reduce_gradients": "once", **BF16},
+        {"kind": "deepspeed", "zero_stage": 1, "offload": "optimizer", **BF16},
+        {"kind": "deepspeed", "zero_stage": 1, "reduce_dtype": "bf16", **BF16},
+        {"kind": "deepspeed", "zero_stage": 3, "reduce_dtype": "bf16", **BF16},
+        *({"zero_stage": stage, **HSDP} for stage in (1, 2, 3)),
+    ],
+    64: [
+        *({"kind": kind, "zero_stage": stage, **BF16} for kind in ("deepspeed", "fsdp") for stage in (1, 3)),
+        {"zero_stage": 2, **HSDP},
+    ],
+    512: [
+        *({"kind": kind, "zero_stage": stage, **BF16} for kind in ("deepspeed", "fsdp") for stage in (2, 3)),
+        {"zero_stage": 3, **HSDP},
+    ],
+}  # fmt: skip
 
 
-def gradients(
-    kind: str, stage: int, world_size: int, *keys: str
-) -> tuple[dict[str, int], int, int]:
-    """Elements that were summed over ranks, by type; the model's; the same if each of its
-    parameters is padded so that all ranks have equal shards."""
-    line = [sys.executable, "-m", "tests.engine.wire", kind, str(stage), str(world_size), *keys]
+@cache
+def recorded(world_size: int) -> list[dict]:
+    """One process takes the steps of all cases."""
+    line = [
+        sys.executable,
+        "-m",
+        "tests.engine.wire",
+        str(world_size),
+        json.dumps(CASES[world_size]),
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    sums: dict[str, int] = {}
-    for name, dtype, elements, times in told["calls"]:
-        if name in SUMS and elements > 64:  # not flags and norms
-            if dtype == "float64":  # the loss's sums over rows and columns
-                continue
-            sums[dtype] = sums.get(dtype, 0) + elements * times
-    return sums, told["parameters"], told["padded"]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("world_size", [8, *WIDE])
+def calls(world_size: int, i: int) -> list[tuple[str, str, str, int, int, int]]:
+    """(place, operator, type, elements, ranks, times) of calls that are not small."""
+    found = []
+    for place, name, dtype, elements, ranks, times in recorded(world_size)[i]["calls"]:
+        operator = next(each for each in ("all_gather", *SUMS) if name.startswith(each))
+        if ranks > 1 and elements * BYTES.get(TYPES[dtype], 1) >= SMALLEST:
+            found.append((place, operator, TYPES[dtype], elements, ranks, times))
+    return found
+
+
+def cases() -> list:
+    return [
+        pytest.param(world_size, i, id=f"{world_size} {' '.join(map(str, case.values()))}")
+        for world_size, its in CASES.items()
+        for i, case in enumerate(its)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "i"), cases())
+def test_a_plan_counts_what_is_recorded(world_size, i):
+    section = dict(CASES[world_size][i])
+    batch = {
+        "global_size": SAMPLES * world_size,
+        "micro_size": SAMPLES // section.pop("micro_batches", 2),
+        "kept_graphs": section.pop("kept_graphs", 1),
+    }
+    config = RunConfig.model_validate({
+        "run": {"name": "wire", "steps": 3000},
+        "model": {"name": "tiny"},
+        "data": {"train": "x.tar", "num_samples": 10_000},
+        "batch": batch,
+        "engine": section,
+    })  # fmt: skip
+    resolved = resolve(config, world_size, read_data=False)
+    planned = table(collectives(resolved, Shapes.of(resolved)), None)
+
+    sent, times = Counter(), Counter()
+    for place, operator, dtype, elements, ranks, number in calls(world_size, i):
+        sent[place, operator, dtype, ranks] += number * elements * BYTES[dtype]
+        times[place, operator, dtype, ranks] += number
+    columns = ("place", "operator", "dtype", "ranks")
+    assert {tuple(row[name] for name in columns): row["bytes"] for row in planned} == sent
+    if section["kind"] == "fsdp":  # DeepSpeed splits and joins by the sizes of its buckets
+        assert {tuple(row[name] for name in columns): row["calls"] for row in planned} == times
+
+
+@pytest.mark.parametrize(("world_size", "i"), cases())
+def test_gradients_are_summed_in_fp32(world_size, i):
+    """Unless the recipe says bf16. Gathered parameters have the model's precision, and no tensor is on
+    a device that its group does not serve."""
+    section = CASES[world_size][i]
+    found = [call for call in calls(world_size, i) if call[0] != "loss"]
+    summed = {dtype for _, operator, dtype, *_ in found if operator in SUMS}
+    assert summed == {section.get("reduce_dtype", "fp32")}
+    assert {dtype for _, operator, dtype, *_ in found if operator == "all_gather"} <= {
+        section["precision"]
+    }
+    assert recorded(world_size)[i]["foreign"] == []
+
+
+def test_the_sums_of_features_are_wide():
+    """The loss: features in fp32, sums of exponentials in fp64."""
+    found = {call[1:3] for call in calls(8, 0) if call[0] == "loss"}
+    assert found == {("all_gather", "fp32"), ("all_reduce", "fp64")}
+
+
+def test_milliseconds_of_a_large_model():
+    """bigG/14 on 128 H100, ZeRO 3 over all of them in bf16: 153 GB over 45 GB/s take 3.4 s. In groups of a
+    node only the sums of shards leave it."""
+    config = load_config(
+        str(ROOT / "recipes/vit_bigg14.yaml"), ["engine.kind=fsdp", "engine.zero_stage=3"]
+    )
+    links = Links(450e9, network_bytes("400Gb"), 8, hop=0.0)
+    assert links.network == 45e9
+
+    def seconds(**engine) -> tuple[float, float, float]:
+        resolved = resolve(config.updated(engine=engine), 128, read_data=False)
+        sent = collectives(resolved, Shapes.of(resolved))
+        between = sum(call.bytes for call in sent if links.crosses(call))
+        return (
+            sum(call.bytes for call in sent) / 1e9,
+            between / 1e9,
+            sum(call.times * links.seconds(call) for call in sent),
+        )
+
+    P = 2.5395671  # billions of parameters
+    sent, between, whole = seconds(reduce_dtype="bf16")
+    features = 2 * 65536 * 1280 * 4 / 1e9
+    assert sent == between == pytest.approx(2 * P * (3 * 8 - 2 + 8) + features, rel=1e-3)
+    assert whole == pytest.approx(sent * 127 / 128 / 45, rel=1e-3) and 3.3 < whole < 3.5
+    _, between, grouped = seconds(shard_ranks=8)
+    assert between == pytest.approx(4 * P / 8 + features, rel=1e-2)
+    inside = (2 * P * 22 + 4 * P * 8) * 7 / 8 / 450
+    across = 2 * 15 / 16 * 4 * P / 45 + features / 45
+    assert grouped == pytest.approx(inside + across, rel=1e-2)
+
+
+def test_what_is_hidden():
+    """Three units of a backward of 3 s: the second's sum waits for the first's, and the root's for all."""
+    links = Links(1e9, 1e9, 8, hop=0.0)
+    second = 8 / 7 * 1e9 / 4  # elements that take a second
+    units = [Collective("last backward", "reduce_scatter", "fp32", round(n * second), 8, alone=alone)
+             for n, alone in ((1.5, 1 / 3), (1.5, 2 / 3), (0.5, 1.0))]  # fmt: skip
+    assert links.exposed(units[:1], 3.0) == 0.0
+    assert links.exposed(units[:2], 3.0) == pytest.approx(1.0)
+    assert links.exposed(units, 3.0) == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize(
-    ("kind", "stage", "times"),
-    [
-        ("deepspeed", 1, 1),
-        ("deepspeed", 2, 2),
-        ("deepspeed", 3, 2),
-        ("fsdp", 0, 1),
-        ("fsdp", 1, 1),
-        ("fsdp", 2, 2),
-        ("fsdp", 3, 2),
-    ],
+    ("text", "rate"), [("400Gb", 45e9), ("8x400Gb", 360e9), ("2x12.5Gb", 2.8125e9)]
 )
-def test_gradients_are_summed_in_fp32(kind, stage, times, world_size):
-    """`times`: once per step, or with each of the two micro-batches' backwards."""
-    sums, parameters, padded = gradients(kind, stage, world_size)
-    assert set(sums) == {"float32"}
-    slack = 1000 * world_size  # DeepSpeed's flat buffers, and what the loss sums
-    assert times * parameters <= sums["float32"] <= times * padded + slack
+def test_the_network_of_a_node(text, rate):
+    assert network_bytes(text) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("deepspeed", 1), ("deepspeed", 3), ("fsdp", 2)])
-def test_bf16_where_the_recipe_asks_for_it(kind, stage):
-    sums, parameters, _ = gradients(kind, stage, 8, "reduce_dtype=bf16")
-    assert sums["bfloat16"] >= parameters and "float32" not in sums
+@pytest.mark.parametrize("text", ["400", "400GB", "x400Gb", "-1Gb"])
+def test_a_network_without_a_unit_is_refused(text):
+    with pytest.raises(
+        UserError, match=r"--network .* must be the Gbit/s of a node, such as 400Gb"
+    ):
+        network_bytes(text)

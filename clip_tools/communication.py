@@ -1,0 +1,179 @@
+"""What `clip-train plan` says about communication: bytes as a recorder counts them, milliseconds
+over the links of GPUs and nodes, and the engine that exposes the least."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from clip_train.errors import UserError
+from clip_train.memory.plan import BACKWARD, RECOMPUTED
+from clip_train.models.clip import build_model
+from clip_train.models.freeze import freeze
+from clip_train.optim.optimizer import parameter_groups
+from launcher.config.memory import decide
+from launcher.config.resolve import Resolved, engine_mistakes
+from launcher.engines import ENGINES, describe, find_engine
+from launcher.engines.compile import units
+from launcher.engines.traffic import Collective, Links
+
+PLACES = ("forward", "loss", "backward", "last backward", "step")
+SMALLEST = 1024  # bytes of a call that counts
+NETWORK_SHARE = 0.9  # of what adapters are sold as
+
+
+def network_bytes(text: str) -> float:
+    """Bytes a second of `--network`: of a node, all of its adapters together."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)Gb", text)
+    if found is None:
+        raise UserError(
+            f"--network ({text}) must be the Gbit/s of a node, such as 400Gb, or 8x400Gb for eight "
+            "adapters"
+        )
+    return int(found[1] or 1) * float(found[2]) * 1e9 / 8 * NETWORK_SHARE
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What engines cut: the parameters of each unit, all others last, and the trained elements in
+    each of the optimizer's groups."""
+
+    parts: Sequence[Sequence[nn.Parameter]]
+    flat: Sequence[int]
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> "Shapes":
+        config = resolved.config
+        with torch.device("meta"):
+            model = build_model(resolved.architecture)
+        freeze(model, config.model)
+        inside = [[*unit.parameters()] for unit in units(model)]
+        others = [p for p in model.parameters() if p not in set().union(*inside)]
+        groups = parameter_groups(config.optim, model.named_parameters())
+        return cls([*inside, others], [sum(p.numel() for p in g["params"]) for g in groups])
+
+
+def of_loss(resolved: Resolved) -> Iterator[Collective]:
+    """Features, and the sums of the softmaxes. A loss by import path counts as info_nce."""
+    config, plan, loss = resolved.config, resolved.plan, resolved.config.loss
+    W, rows = plan.world_size, plan.world_size * plan.per_rank  # padded
+    if loss.exchange == "ring":  # texts, and their gradients, which come home
+        size = plan.per_rank * resolved.architecture.embed_dim
+        yield Collective("loss", "send", "fp32", size, W, 2 * W - 1)
+        return
+    banked = loss.bank_size if loss.kind == "memory_bank" else 0
+    if banked:
+        yield Collective("loss", "all_gather", "int64", rows, W)
+    teacher = config.model.teacher_architecture()
+    for width in [each.embed_dim for each in (resolved.architecture, teacher) if each is not None]:
+        yield Collective("loss", "all_gather", "fp32", 2 * rows * width, W)
+        if loss.kind != "sigmoid":
+            yield Collective("loss", "all_reduce", "fp64", 2 * (plan.global_size + banked), W)
+
+
+def collectives(resolved: Resolved, shapes: Shapes) -> list[Collective]:
+    """Of one step, of at least 1 KB each."""
+    engine = resolved.config.engine
+    sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes.parts, shapes.flat)
+    return [
+        call
+        for call in itertools.chain(sent, of_loss(resolved))
+        if call.ranks > 1 and call.times and call.call_bytes >= SMALLEST
+    ]
+
+
+def table(calls: list[Collective], links: Links | None) -> list[dict[str, Any]]:
+    """A row for each operator in each place; seconds where the links are known."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for call in sorted(calls, key=lambda call: PLACES.index(call.place)):
+        key = call.place, call.operator, call.dtype, call.ranks
+        names = dict(zip(("place", "operator", "dtype", "ranks"), key, strict=True))
+        row = rows.setdefault(key, {**names, "calls": 0, "bytes": 0, "seconds": 0.0})
+        row["calls"] += call.times
+        row["bytes"] += call.bytes
+        row["seconds"] += call.times * links.seconds(call) if links else 0.0
+    return [*rows.values()]
+
+
+def exposed(
+    resolved: Resolved, calls: list[Collective], links: Links, forward_seconds: float
+) -> dict[str, float]:
+    """Seconds of a step in which GPUs wait for each place's collectives.
+
+    forward_seconds: of one sample.
+    """
+    micro = resolved.plan.micro_size * forward_seconds
+    again = RECOMPUTED * bool(resolved.config.engine.activation_checkpointing)
+    computation = {"forward": micro, "loss": 0.0, "step": 0.0}
+    out = {}
+    for place in PLACES:
+        its = [call for call in calls if call.place == place]
+        passes = max((call.times for call in its), default=0)
+        if place in ("loss", "step"):
+            out[place] = sum(call.times * links.seconds(call) for call in its)
+        else:
+            seconds = computation.get(place, micro * (BACKWARD + again))
+            out[place] = passes * links.exposed(its, seconds)
+    return out
+
+
+def alternatives(
+    resolved: Resolved, shapes: Shapes, limit: float, links: Links, forward_seconds: float
+) -> list[dict[str, Any]]:
+    """Every engine, stage and group that the recipe allows, each with the micro-batches that suit
+    it, the fastest first. limit: bytes of a rank."""
+    rows = []
+    given = resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
+    for kind, stage, ranks in itertools.product(ENGINES, range(4), (None, links.per_node)):
+        held = {"kind": kind, "zero_stage": stage, "shard_ranks": ranks}
+        config = resolved.config.updated(engine={**held, "activation_checkpointing": "auto"})
+        W, engine = resolved.plan.world_size, config.engine
+        offloads_nothing = stage == 0 and engine.offload != "none"
+        if offloads_nothing or ranks == W or engine_mistakes(config, engine, resolved.plan, W):
+            continue
+        try:
+            other = decide(replace(resolved, given=given, config=config), limit)
+        except UserError:  # nothing fits
+            continue
+        assert other.layout is not None
+        calls = collectives(other, shapes)
+        waits = sum(exposed(other, calls, links, forward_seconds).values())
+        forwards = other.layout.forwards_per_sample + BACKWARD
+        keys = {**held, **other.config.engine.model_dump(include={"activation_checkpointing"})}
+        rows.append({
+            "engine": describe(engine),
+            "keys": {
+                **{f"engine.{key}": value for key, value in keys.items()},
+                "batch.micro_size": other.plan.micro_size,
+                "batch.kept_graphs": other.plan.kept_graphs,
+            },
+            "bytes": other.layout.bytes,
+            "exposed_seconds": waits,
+            "seconds": other.plan.per_rank * forwards * forward_seconds + waits,
+        })  # fmt: skip
+    return sorted(rows, key=itemgetter("seconds"))
+
+
+def communication(
+    resolved: Resolved, links: Links | None, forward_seconds: float, limit: float | None
+) -> dict[str, Any] | None:
+    """The part of a plan; None on one rank. Seconds are known where the links are."""
+    plan = resolved.plan
+    if plan.world_size == 1:
+        return None
+    shapes = Shapes.of(resolved)
+    calls = collectives(resolved, shapes)
+    out: dict[str, Any] = {
+        "collectives": table(calls, links),
+        "bytes": sum(call.bytes for call in calls),
+    }
+    if links is not None and limit is not None:
+        out["between_nodes_bytes"] = sum(call.bytes for call in calls if links.crosses(call))
+        out["exposed_seconds"] = exposed(resolved, calls, links, forward_seconds)
+        out["alternatives"] = alternatives(resolved, shapes, limit, links, forward_seconds)
+    return out
