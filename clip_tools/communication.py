@@ -1,15 +1,14 @@
 """What `clip-train plan` says about communication: bytes as a recorder counts them, milliseconds
 over the links of GPUs and nodes, and the engine that exposes the least."""
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
@@ -20,7 +19,7 @@ from launcher.config.memory import decide
 from launcher.config.resolve import Resolved, engine_mistakes
 from launcher.engines import ENGINES, describe, find_engine
 from launcher.engines.compile import units
-from launcher.engines.traffic import Collective, Links
+from launcher.engines.traffic import Collective, Links, Shapes
 
 PLACES = ("forward", "loss", "backward", "last backward", "step")
 SMALLEST = 1024  # bytes of a call that counts
@@ -38,24 +37,15 @@ def network_bytes(text: str) -> float:
     return int(found[1] or 1) * float(found[2]) * 1e9 / 8 * NETWORK_SHARE
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What engines cut: the parameters of each unit, all others last, and the trained elements in
-    each of the optimizer's groups."""
-
-    parts: Sequence[Sequence[nn.Parameter]]
-    flat: Sequence[int]
-
-    @classmethod
-    def of(cls, resolved: Resolved) -> "Shapes":
-        config = resolved.config
-        with torch.device("meta"):
-            model = build_model(resolved.architecture)
-        freeze(model, config.model)
-        inside = [[*unit.parameters()] for unit in units(model)]
-        others = [p for p in model.parameters() if p not in set().union(*inside)]
-        groups = parameter_groups(config.optim, model.named_parameters())
-        return cls([*inside, others], [sum(p.numel() for p in g["params"]) for g in groups])
+def shapes_of(resolved: Resolved) -> Shapes:
+    config = resolved.config
+    with torch.device("meta"):
+        model = build_model(resolved.architecture)
+    freeze(model, config.model)
+    inside = [[*unit.parameters()] for unit in units(model)]
+    others = [p for p in model.parameters() if p not in set(chain(*inside))]
+    groups = parameter_groups(config.optim, model.named_parameters())
+    return Shapes([*inside, others], [sum(p.numel() for p in g["params"]) for g in groups])
 
 
 def of_loss(resolved: Resolved) -> Iterator[Collective]:
@@ -79,10 +69,10 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
 def collectives(resolved: Resolved, shapes: Shapes) -> list[Collective]:
     """Of one step, of at least 1 KB each."""
     engine = resolved.config.engine
-    sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes.parts, shapes.flat)
+    sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes)
     return [
         call
-        for call in itertools.chain(sent, of_loss(resolved))
+        for call in chain(sent, of_loss(resolved))
         if call.ranks > 1 and call.times and call.call_bytes >= SMALLEST
     ]
 
@@ -109,16 +99,13 @@ def exposed(
     """
     micro = resolved.plan.micro_size * forward_seconds
     again = RECOMPUTED * bool(resolved.config.engine.activation_checkpointing)
-    computation = {"forward": micro, "loss": 0.0, "step": 0.0}
+    backward = micro * (BACKWARD + again)
+    computation = {"forward": micro, "backward": backward, "last backward": backward}
     out = {}
     for place in PLACES:
         its = [call for call in calls if call.place == place]
         passes = max((call.times for call in its), default=0)
-        if place in ("loss", "step"):
-            out[place] = sum(call.times * links.seconds(call) for call in its)
-        else:
-            seconds = computation.get(place, micro * (BACKWARD + again))
-            out[place] = passes * links.exposed(its, seconds)
+        out[place] = passes * links.exposed(its, computation.get(place, 0.0))
     return out
 
 
@@ -129,7 +116,7 @@ def alternatives(
     it, the fastest first. limit: bytes of a rank."""
     rows = []
     given = resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
-    for kind, stage, ranks in itertools.product(ENGINES, range(4), (None, links.per_node)):
+    for kind, stage, ranks in product(ENGINES, range(4), (None, links.per_node)):
         held = {"kind": kind, "zero_stage": stage, "shard_ranks": ranks}
         config = resolved.config.updated(engine={**held, "activation_checkpointing": "auto"})
         W, engine = resolved.plan.world_size, config.engine
@@ -166,7 +153,7 @@ def communication(
     plan = resolved.plan
     if plan.world_size == 1:
         return None
-    shapes = Shapes.of(resolved)
+    shapes = shapes_of(resolved)
     calls = collectives(resolved, shapes)
     out: dict[str, Any] = {
         "collectives": table(calls, links),

@@ -9,7 +9,7 @@ import abc
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a recipe is read without torch
     from clip_train.batch import BatchPlan
     from clip_train.engine import Engine
     from clip_train.memory.plan import Memory
-    from launcher.engines.traffic import Collective
+    from launcher.engines.traffic import Collective, Shapes
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
 
@@ -70,17 +70,11 @@ class EngineKind(abc.ABC):
 
     @abc.abstractmethod
     def traffic(
-        self,
-        config: EngineConfig,
-        plan: BatchPlan,
-        parts: Sequence[Sequence[nn.Parameter]],
-        flat: Sequence[int],
+        self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
         """What each rank sends in a step for parameters and gradients.
 
-        parts: the parameters of each unit, in the order of the forward; all others last. flat:
-        trained elements in each of the optimizer's groups. Calls that are not made may be among
-        them: of one rank, of no element, or no times.
+        Calls that are not made may be among them: of one rank, of no element, or no times.
         """
 
 

@@ -7,11 +7,24 @@ norms and statuses, are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    from torch import nn
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What an engine cuts. Nothing holds data."""
+
+    # the parameters of each unit, in the order of a forward; all others last
+    parts: Sequence[Sequence[nn.Parameter]]
+    flat: Sequence[int]  # trained elements in each of the optimizer's groups
 
 
 @dataclass(frozen=True)

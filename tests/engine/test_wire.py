@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from clip_tools.communication import SMALLEST, Shapes, collectives, network_bytes, table
+from clip_tools.communication import SMALLEST, collectives, network_bytes, shapes_of, table
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import resolve
@@ -110,7 +110,7 @@ def test_a_plan_counts_what_is_recorded(world_size, i):
         "engine": section,
     })  # fmt: skip
     resolved = resolve(config, world_size, read_data=False)
-    planned = table(collectives(resolved, Shapes.of(resolved)), None)
+    planned = table(collectives(resolved, shapes_of(resolved)), None)
 
     sent, times = Counter(), Counter()
     for place, operator, dtype, elements, ranks, number in calls(world_size, i):
@@ -153,7 +153,7 @@ def test_milliseconds_of_a_large_model():
 
     def seconds(**engine) -> tuple[float, float, float]:
         resolved = resolve(config.updated(engine=engine), 128, read_data=False)
-        sent = collectives(resolved, Shapes.of(resolved))
+        sent = collectives(resolved, shapes_of(resolved))
         between = sum(call.bytes for call in sent if links.crosses(call))
         return (
             sum(call.bytes for call in sent) / 1e9,

@@ -82,8 +82,10 @@ class Recorder:
         largest = max(tensors, key=torch.Tensor.numel)
         dtype = str(largest.dtype).removeprefix("torch.")
         self.calls[self.place, name, dtype, largest.numel(), ranks] += 1
-        served = {device.type for device in (group or td.group.WORLD)._device_types}
-        self.foreign += [f"{name}: {t.device}" for t in tensors if t.device.type not in served]
+        served = td.get_backend_config(group)
+        self.foreign += [
+            f"{name}: {t.device}" for t in tensors if f"{t.device.type}:" not in served
+        ]
         if name in GATHERS and len(tensors) > 1:
             output, part = tensors[0], tensors[1]
             output.view(ranks, -1).copy_(part.reshape(1, -1).expand(ranks, -1))

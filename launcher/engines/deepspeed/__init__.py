@@ -3,14 +3,11 @@
 `config` makes its JSON, `engine` has the engine itself.
 """
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
@@ -25,11 +22,8 @@ from launcher.engines.deepspeed.config import (
     reduces_once,
     zero_number,
 )
-from launcher.engines.traffic import Collective, rounded_up
+from launcher.engines.traffic import Collective, Shapes, rounded_up
 from launcher.versions import installed, too_old
-
-if TYPE_CHECKING:  # a recipe is read without torch
-    from torch import nn
 
 
 def check_version() -> Iterator[Finding]:
@@ -148,33 +142,17 @@ class DeepSpeedKind(EngineKind):
         )
 
     def traffic(
-        self,
-        config: EngineConfig,
-        plan: BatchPlan,
-        parts: Sequence[Sequence[nn.Parameter]],
-        flat: Sequence[int],
+        self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
         """Nothing runs at the same time: `overlap_comm` is off."""
         W, k, stage, word = plan.world_size, plan.accum_steps, config.zero_stage, config.precision
-        # flat buffers, of which each rank has an even share
-        aligned = [rounded_up(n, 2 * W) for n in flat]
-        # at stage 3 each parameter by itself
-        sizes = {p: rounded_up(p.numel(), W) for p in chain(*parts)}
-        operator, sent = "all_reduce", sum(flat)
-        if stage == 3:
-            operator = "reduce_scatter"
-            sent = sum(n for p, n in sizes.items() if p.requires_grad)
-        elif stage == 1 and word == "bf16" and config.offload == "none":
+        aligned = [rounded_up(n, 2 * W) for n in shapes.flat]  # flat, each rank has an even share
+        operator, sent = "all_reduce", sum(shapes.flat)
+        if stage == 1 and word == "bf16" and config.offload == "none":
             sent = sum(aligned)  # DeepSpeed's BF16_Optimizer
-        if stage < 2 or reduces_once(config):
-            yield Collective("step", operator, config.reduce_dtype, sent, W)
-        else:
-            yield Collective("backward", operator, config.reduce_dtype, sent, W, k - 1)
-            yield Collective("last backward", operator, config.reduce_dtype, sent, W)
-        if stage in (1, 2):
-            for n in aligned:
-                yield Collective("step", "all_gather", word, n, W)
-        elif stage == 3:
+        if stage == 3:  # each parameter by itself
+            sizes = {p: rounded_up(p.numel(), W) for p in chain(*shapes.parts)}
+            operator, sent = "reduce_scatter", sum(sizes[p] for p in sizes if p.requires_grad)
             limit = zero_number(config, "stage3_param_persistence_threshold", 100_000)
             small = [n for p, n in sizes.items() if p.numel() <= limit]
             released = sum(sizes.values()) - sum(small)
@@ -182,5 +160,11 @@ class DeepSpeedKind(EngineKind):
             yield Collective("backward", "all_gather", word, released, W, k - 1)
             # One micro-batch: the backward's are prefetched before the forward releases anything.
             yield Collective("last backward", "all_gather", word, released, W, int(k > 1))
-            for n in small:  # they stay whole between two updates
-                yield Collective("step", "all_gather", word, n, W)
+            aligned = small  # they stay whole between two updates
+        if stage < 2 or reduces_once(config):
+            yield Collective("step", operator, config.reduce_dtype, sent, W)
+        else:
+            yield Collective("backward", operator, config.reduce_dtype, sent, W, k - 1)
+            yield Collective("last backward", operator, config.reduce_dtype, sent, W)
+        for n in aligned:
+            yield Collective("step", "all_gather", word, n, W, int(stage > 0))

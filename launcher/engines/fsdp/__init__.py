@@ -1,19 +1,13 @@
 """PyTorch's FSDP2 as an engine: what it refuses and needs. `engine` has the engine itself."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from clip_train.batch import BatchPlan
 from clip_train.memory.plan import Memory
 from clip_train.settings import broken
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
-from launcher.engines.traffic import Collective, rounded_up
-
-if TYPE_CHECKING:  # a recipe is read without torch
-    from torch import nn
+from launcher.engines.traffic import Collective, Shapes, rounded_up
 
 
 class FSDPKind(EngineKind):
@@ -81,28 +75,24 @@ class FSDPKind(EngineKind):
         )
 
     def traffic(
-        self,
-        config: EngineConfig,
-        plan: BatchPlan,
-        parts: Sequence[Sequence[nn.Parameter]],
-        flat: Sequence[int],
+        self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
         """Unit by unit, beside the computation of its neighbors. What is in no unit comes first in
         a forward and last in a backward."""
         W, k, stage = plan.world_size, plan.accum_steps, config.zero_stage
         S = 1 if stage == 0 else config.shard_ranks or W
         once = stage < 2 or config.reduce_gradients == "once"
+        word, summed = config.precision, config.reduce_dtype
         forwards = 2 * k - plan.kept_graphs if stage == 3 else 1
-        in_units = sum(p.numel() for part in parts[:-1] for p in part)
+        in_units = sum(p.numel() for part in shapes.parts[:-1] for p in part)
         remaining = in_units  # elements of this unit and of those after it
-        for part in parts:
-            alone = 1.0 if part is parts[-1] else remaining / in_units
+        for part in shapes.parts:
+            alone = 1.0 if part is shapes.parts[-1] else remaining / in_units
             remaining -= sum(p.numel() for p in part)
             # each parameter's rows are sharded evenly
             sizes = [rounded_up(p.shape[:1].numel(), S) * p.shape[1:].numel() for p in part]
             sent = sum(n for n, p in zip(sizes, part, strict=True) if p.requires_grad)
             again = int(stage == 3 and sent > 0)
-            word, summed = config.precision, config.reduce_dtype
             for place, operator, dtype, elements, times in (
                 ("forward", "all_gather", word, sum(sizes), forwards),
                 ("backward", "all_gather", word, sum(sizes), again * (k - 1)),
