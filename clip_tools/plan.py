@@ -309,7 +309,7 @@ def show_communication(console: Console, found: dict[str, Any], world_size: int)
     console.print(table)
     if waits is None:
         console.print(
-            f"{found['bytes'] / 1e9:,.4g} GB in all; with --gpu and --network, the milliseconds"
+            f"{found['bytes'] / 1e9:,.4g} GB in all; --gpu and --network give the milliseconds"
         )
         return
     total = sum(row["seconds"] for row in found["collectives"])
@@ -318,11 +318,13 @@ def show_communication(console: Console, found: dict[str, Any], world_size: int)
         f"between nodes: {total:,.3g} s, of which {sum(waits.values()):,.3g} s are exposed and the "
         "rest is hidden under computation at 40% MFU"
     )
-    for row in found["alternatives"][:1]:
-        keys = " ".join(f"{key}={json.dumps(value)}" for key, value in row["keys"].items())
+    row = found["recommended"]
+    if row is not None:
+        values = {key: json.dumps(value).strip('"') for key, value in row["keys"].items()}
+        keys = " ".join(f"{key}={value}" for key, value in values.items())
         console.print(
-            f"recommended: {keys}  ({row['seconds']:,.3g} s/step at 40%, "
-            f"{row['exposed_seconds']:,.3g} s exposed, {row['bytes'] / GIB:.1f} GiB)"
+            f"recommended, {row['seconds']:,.3g} s a step at 40% MFU with "
+            f"{row['exposed_seconds']:,.3g} s exposed, {row['bytes'] / GIB:.1f} GiB: {keys}"
         )
 
 
