@@ -89,3 +89,34 @@ def test_tables_and_an_unknown_name(capsys):
     assert "<- auto" in out and "samples/s" in out
     assert main([*line[:-1], "H2000"]) == 2
     assert "--gpu (H2000) is not known: use one of B200, H200" in capsys.readouterr().err
+
+
+def test_communication_and_what_is_recommended(capsys):
+    """A network of one adapter: DeepSpeed, whose calls are all exposed, is never recommended."""
+    line = ["engine.kind=deepspeed", "engine.zero_stage=2", "batch.micro_size=128"]
+    found = planned(capsys, "--gpu", "H200", "--network", "400Gb", *line)["communication"]
+    seconds = sum(row["seconds"] for row in found["collectives"])
+    assert sum(found["exposed_seconds"].values()) == pytest.approx(seconds)
+    assert found["between_nodes_bytes"] == found["bytes"]  # no groups
+    recommended = found["recommended"]
+    assert recommended["keys"]["engine.kind"] == "fsdp" and recommended in found["alternatives"]
+    assert recommended["exposed_seconds"] < 0.2 * recommended["communication_seconds"]
+    kinds = {row["keys"]["engine.kind"] for row in found["alternatives"]}
+    assert kinds == {"fsdp", "deepspeed"}
+
+
+def test_communication_without_links(capsys):
+    recipe = str(RECIPES / "vit_b32.yaml")
+    assert main(["plan", recipe, "--world-size", "16"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "GB in all; --gpu and --network give the milliseconds" in out and "recommended" not in out
+    )
+    assert (
+        main(["plan", recipe, "--world-size", "16", "--gpus-per-node", "4", "--gpu", "H100"]) == 0
+    )
+    assert "recommended" not in capsys.readouterr().out  # who knows what is between the nodes
+    assert main(["plan", recipe, "--world-size", "8", "--gpu", "H100"]) == 0
+    assert ", 0 GB between nodes: " in capsys.readouterr().out
+    assert main(["plan", recipe, "--network", "400Gb"]) == 2
+    assert "--network (400Gb) needs --gpu" in capsys.readouterr().err
