@@ -10,7 +10,7 @@ class Callback:
     """The trainer calls these methods; one that is not overridden does nothing.
 
     All ranks have the same callbacks in the same order, so a method may use collectives. If a
-    method raises on one rank, the run ends on all ranks at the next step boundary.
+    method raises on one rank, the run ends on all ranks in the next step.
     """
 
     def resume(self, state: Mapping[str, Any]) -> None:

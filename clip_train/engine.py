@@ -19,7 +19,9 @@ from clip_train import dist
 from clip_train.task import (
     EMA,
     IMAGE_TEXT,
+    NO_FLAGS,
     Features,
+    Flags,
     Fragment,
     FragmentSource,
     MicroBatch,
@@ -193,19 +195,24 @@ class Engine(abc.ABC):
     def _backward(self, total: Tensor, last: bool) -> None:
         total.backward()
 
-    def reduce(self) -> Tensor:
+    def reduce(self, flags: Flags = NO_FLAGS) -> tuple[Tensor, Tensor]:
         """Sum the gradients over ranks and clip them by their global norm. The host does not wait.
 
-        Returns what `_clip` returns; empty for an engine whose `step` does all of this."""
+        Returns what `_clip` returns (empty for an engine whose `step` does all of this), and how
+        many ranks have set each of the flags."""
         if not self._reduced:
             raise RuntimeError(
                 "a gradient was not reduced: the step's last backward was not called with last=True"
             )
         self._reduced = False
-        return self._sum_and_clip()
+        on_device = torch.zeros(len(flags), dtype=torch.float64, device=self.device)
+        for place, is_set in zip(on_device, flags, strict=True):
+            if is_set:  # rarely: a copy of all four from the host would wait for the device
+                place.fill_(1.0)
+        return self._sum_and_clip(on_device)
 
     def step(self, lr: float, norms: Sequence[float]) -> StepResult:
-        """Update, clear, clamp the scalars. norms: what `reduce` returned, read."""
+        """Update, clear, clamp the scalars. norms: what `reduce` returned first, read."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
@@ -226,8 +233,8 @@ class Engine(abc.ABC):
         return StepResult(norm, skipped, {} if skipped else by_group)
 
     @abc.abstractmethod
-    def _sum_and_clip(self) -> Tensor:
-        """The part of `reduce` that differs between engines."""
+    def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
+        """The part of `reduce` that differs between engines. flags: of this rank, float64."""
 
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
         """The part of `step` that differs between engines.
@@ -271,6 +278,12 @@ class Engine(abc.ABC):
             factor = (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(scaled, factor.to(scaled[0]))
         return torch.cat([norm.view(1), squares.sqrt()])
+
+    def _clip_with_flags(self, squares: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
+        """`_clip` after one sum over ranks, of `squares` of this rank's part and of the flags."""
+        total = dist.all_reduce_sum(torch.cat([squares.to(self.device), flags]))
+        squares, flags = total.split([len(squares), len(flags)])
+        return self._clip(squares), flags
 
     def _clamp_scalars(self) -> None:
         for piece in self._bounded:
@@ -431,8 +444,8 @@ class PlainEngine(Engine):
         )
 
     @torch.no_grad()
-    def _sum_and_clip(self) -> Tensor:
+    def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
         for p in self.module.parameters():
             if p.grad is not None:
                 dist.all_reduce_sum(p.grad)  # shares sum to the gradient of the global mean
-        return self._clip(self._squares())
+        return self._clip(self._squares()), dist.all_reduce_sum(flags)

@@ -1,16 +1,16 @@
-"""Recovers from out of memory: all ranks discard the attempt and repeat it with half the
-micro-batch.
+"""Recovers from out of memory: the attempt is discarded and repeated with half the micro-batch.
 
-The result of a step does not depend on the micro-batch size, so the loss curve does not show it.
-If another rank may be waiting in a collective inside the part that failed, the ranks cannot agree
-on anything: the run ends, and the message says what to do.
+The result of a step does not depend on the micro-batch size, so the loss curve does not show it. A
+rank repeats a forward pass alone, while the others wait for its features. After a backward pass
+that failed it tells the others with the step's flags, and all repeat the step. If another rank may
+be waiting in a collective inside the part that failed, neither is possible: the run ends, and the
+message says what to do.
 """
 
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -19,8 +19,8 @@ from clip_train.batch import BatchPlan
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.models.batch_norm import has_batch_norm
-from clip_train.step import restore_rng, rng_state, train_step
-from clip_train.task import Batch, Objective, Phase, StepResult
+from clip_train.step import StepDiscarded, restore_rng, rng_state, train_step
+from clip_train.task import Batch, Flags, Objective, Phase, StepResult
 
 # Messages of RuntimeErrors from torch's CPU allocator, oneDNN, CUDA, cuBLAS and cuDNN (the last but
 # one is cuDNN 9's). oneDNN cannot create a primitive if its code or scratch memory does not fit;
@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class _AttemptFailed(Exception):
-    """Raised on all ranks together; nothing of the attempt may be used."""
+    """Raised on this rank alone, before another one could notice: nothing was exchanged."""
 
 
 def recovering_step(
@@ -56,14 +56,23 @@ def recovering_step(
     *,
     lr: float,
     log: Callable[[str], None],
+    flags: Callable[[], Flags] = Flags,
 ) -> tuple[StepResult, BatchPlan]:
     """`train_step`, repeated with half the micro-batch while memory runs out.
 
-    Returns the result and the plan that fitted. Costs two all-reduces of one number.
-    OutOfMemoryError if one sample at a time does not fit either, or if one rank alone cannot
-    recover."""
+    Returns the result and the plan to continue with. StepDiscarded if a rank's `flags` say that it
+    failed. OutOfMemoryError if one sample at a time does not fit either, or if one rank alone
+    cannot recover."""
     start = rng_state(engine.device)
+    given = plan
+
+    def flags_of_attempt() -> Flags:
+        if parts.failed is not None:
+            _zero_gradient(engine, batch)
+        return flags()._replace(again=parts.failed is not None, smaller=plan is not given)
+
     while True:
+        parts = _Parts(engine)
         try:
             result = train_step(
                 engine,
@@ -72,55 +81,91 @@ def recovering_step(
                 micro_size=plan.micro_size,
                 kept_graphs=plan.kept_graphs,
                 lr=lr,
-                guard=partial(together, engine),
+                flags=flags_of_attempt,
+                guard=parts.guard,
             )
+            if result.flags.smaller and plan is given:  # so that all ranks stay alike
+                plan = _smaller(plan, "out of memory on another rank", log)
             return result, plan
+        except StepDiscarded as e:
+            if e.flags.failed:
+                raise
+            why = parts.failed or "out of memory in the backward pass of another rank"
         except _AttemptFailed as e:
             why = str(e)
         # Out here nothing holds the failed attempt's tensors any more: its traceback is gone.
-        smaller = halved(plan)
-        if smaller is None:
-            raise OutOfMemoryError(
-                f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use "
-                "more ranks, a higher engine.zero_stage, engine.precision=bf16, or a smaller "
-                "batch.global_size"
-            )
+        plan = _smaller(plan, why, log)
         engine.discard_gradients()
         restore_rng(start, engine.device)
         release()
-        log(
-            f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained "
-            f"graphs from {plan.kept_graphs} to {smaller.kept_graphs} from here on; the same "
-            "global batch again"
-        )
-        plan = smaller
 
 
-@contextmanager
-def together(engine: Engine, phase: Phase) -> Iterator[None]:
-    """Around a part of the step: if it runs out of memory on one rank, it fails on all."""
-    error: str | None = None
-    remedy = engine.remedy(phase)  # None: no rank can be waiting for another one inside this part
-    if phase != "loss" and dist.world_size() > 1 and has_batch_norm(engine.module):
-        cut = "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's JSON"
-        remedy = remedy or cut
-    try:
-        yield
-    except Exception as e:
-        if not is_out_of_memory(e):
-            raise
-        error = (str(e).splitlines() or [type(e).__name__])[0]
-    if remedy is None:
-        if dist.any_rank(error is not None):
-            raise _AttemptFailed(
-                f"out of memory in the {phase}{'' if error is None else f' ({error})'}"
+class _Parts:
+    """The parts of one attempt at a step, and what it means that memory ends in one of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.failed: str | None = None  # why the backward pass ended early, which others must learn
+
+    @contextmanager
+    def guard(self, phase: Phase) -> Iterator[None]:
+        error: str | None = None
+        try:
+            yield
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            error = (str(e).splitlines() or [type(e).__name__])[0]
+        if error is None:
+            return
+        why = f"out of memory in the {phase}"
+        remedy = self._remedy(phase)
+        if remedy is not None:
+            raise OutOfMemoryError(
+                f"{why} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "
+                f"be made good. {remedy}; the run goes on from its last checkpoint when started "
+                "again"
             )
-    elif error is not None:
+        if phase != "backward pass" or dist.world_size() == 1:
+            raise _AttemptFailed(f"{why} ({error})")
+        self.failed = f"{why} ({error})"
+
+    def _remedy(self, phase: Phase) -> str | None:
+        """None: this rank can repeat the part, with more micro-batches than the others have."""
+        remedy = self.engine.remedy(phase)
+        if remedy is None and dist.world_size() > 1:
+            remedy = self.engine.remedy("backward pass")
+            if phase != "loss" and has_batch_norm(self.engine.module):
+                remedy = (
+                    "Set a smaller batch.micro_size, or vision_cfg.norm to group in the model's "
+                    "JSON"
+                )
+        return remedy
+
+
+def _zero_gradient(engine: Engine, batch: Batch) -> None:
+    """Takes the place of a gradient of which a part is missing: what every rank sums with others."""
+    engine.discard_gradients()
+    release()
+    features = engine.forward(batch.micro_batches(1)[0])
+    engine.backward(features, {name: torch.zeros_like(x) for name, x in features.items()}, True)
+
+
+def _smaller(plan: BatchPlan, why: str, log: Callable[[str], None]) -> BatchPlan:
+    """`halved`, logged. OutOfMemoryError at one sample."""
+    smaller = halved(plan)
+    if smaller is None:
         raise OutOfMemoryError(
-            f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others wait "
-            f"for it: it cannot be made good. {remedy}; the run goes on from its last checkpoint "
-            "when started again"
+            f"{why}, with one sample at a time (batch.micro_size 1, batch.kept_graphs 1): use "
+            "more ranks, a higher engine.zero_stage, engine.precision=bf16, or a smaller "
+            "batch.global_size"
         )
+    log(
+        f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained "
+        f"graphs from {plan.kept_graphs} to {smaller.kept_graphs} from here on; the same "
+        "global batch again"
+    )
+    return smaller
 
 
 def halved(plan: BatchPlan) -> BatchPlan | None:

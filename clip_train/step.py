@@ -24,6 +24,7 @@ from clip_train.task import (
     Context,
     Differentiable,
     Features,
+    Flags,
     LossOutput,
     MicroBatch,
     Objective,
@@ -35,6 +36,14 @@ from clip_train.task import (
 Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a step
 
 
+class StepDiscarded(Exception):
+    """On all ranks, because of flags that a rank has set: the gradients were thrown away."""
+
+    def __init__(self, flags: Flags) -> None:
+        super().__init__(flags)
+        self.flags = flags
+
+
 def train_step(
     engine: Engine,
     batch: Batch,
@@ -43,15 +52,17 @@ def train_step(
     micro_size: int,
     kept_graphs: int,
     lr: float,
+    flags: Callable[[], Flags] = Flags,
     guard: Guard = nullcontext,
 ) -> StepResult:
     """Take one optimizer step on the global batch, of which `batch` is this rank's share.
 
     batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
-    result does not depend on `micro_size` or `kept_graphs` beyond rounding. guard: around each part
-    (`clip_train.recovery`); before `engine.step`, a step that fails has changed only gradients.
+    result does not depend on `micro_size` or `kept_graphs` beyond rounding. flags: of this rank,
+    asked for after its backward pass. guard: around each part (`clip_train.recovery`).
 
-    Raises DivergedError, on all ranks and before the update, if the loss is not finite.
+    Raises StepDiscarded, and DivergedError if the loss is not finite, on all ranks and before the
+    update: until then a step has changed only gradients.
     """
     engine.train()
     micro_batches = batch.micro_batches(micro_size)
@@ -62,11 +73,15 @@ def train_step(
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        norms = engine.reduce()
+        norms, flags_set = engine.reduce(flags())
         numbers = {"loss": output.loss, **output.metrics}
         if output.unsafe is not None:
             numbers["unsafe"] = output.unsafe
-        values, norms_read = read_together(numbers, norms)
+        values, norms_read, set_by = read_together(numbers, norms, flags_set)
+        agreed = Flags(*(ranks > 0 for ranks in set_by))
+        if agreed.failed or agreed.again:
+            engine.discard_gradients()
+            raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break
         engine.discard_gradients()  # once in a million steps: again, without deferring
@@ -80,21 +95,21 @@ def train_step(
     if not math.isfinite(report.grad_norm) and not report.skipped:  # some engines know it only now
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return replace(report, loss=loss, metrics=report.metrics | values)
+    return replace(report, loss=loss, metrics=report.metrics | values, flags=agreed)
 
 
 def read_together(
-    numbers: Mapping[str, Tensor | float], norms: Tensor
-) -> tuple[dict[str, float], list[float]]:
-    """Values of `numbers` and of `norms`. The step's one wait for the device: all is queued."""
+    numbers: Mapping[str, Tensor | float], norms: Tensor, flags: Tensor
+) -> tuple[dict[str, float], list[float], list[float]]:
+    """The values of all three. The step's one wait for the device: all is queued."""
     on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
-    flat = [x.double().reshape(-1) for x in (*on_device.values(), norms)]
+    flat = [x.double().reshape(-1) for x in (*on_device.values(), norms, flags)]
     # norms of gradients that were offloaded are in the CPU's memory
     together = torch.cat([x.to(flat[0].device, non_blocking=True) for x in flat])
     read = together.cpu().tolist()
     values = {name: float(x) for name, x in numbers.items() if name not in on_device}
     values.update(zip(on_device, read, strict=False))
-    return values, read[len(on_device) :]
+    return values, read[len(on_device) : -len(flags)], read[-len(flags) :]
 
 
 def two_pass(

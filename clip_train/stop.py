@@ -1,5 +1,5 @@
-"""A wish to stop: a signal, the clock, a file. All become one flag, which the ranks agree on at a
-step boundary.
+"""A wish to stop: a signal, the clock, a file. All become one flag, on which the ranks agree in the
+next step, with its gradients (`clip_train.task.Flags`).
 
 No torch here: signals are caught before the heavy imports, during which they would otherwise kill
 the rank.

@@ -66,6 +66,19 @@ class Batch:
         }
         return replace(self, **move)
 
+    def repeated(self, n: int, shares: tuple[int, ...]) -> Batch:
+        """Its samples again and again, `n` in all, in place of a batch that could not be read."""
+        if n == len(self):
+            return replace(self, shares=shares)
+        rows = torch.arange(n, device=self.images.device) % len(self)
+        return Batch(
+            self.images[rows],
+            self.texts[rows],
+            self.sample_seeds[rows],
+            [self.keys[row % len(self)] for row in range(n)],
+            shares=shares,
+        )
+
     def micro_batches(self, micro_size: int) -> MicroBatches:
         """`micro_size` samples each, equally many micro-batches on every rank.
 
@@ -132,6 +145,22 @@ class MicroBatch:
     places: Tensor | None = None
 
 
+class Flags(NamedTuple):
+    """What a rank says about itself in a step. What one rank sets, all ranks see set.
+
+    The flags are summed over the ranks together with the norm of the gradients, so that the ranks
+    agree without a message of their own.
+    """
+
+    failed: bool = False  # an error, and no new batch: the step is discarded and the run ends
+    stop: bool = False  # it was asked to stop after this step
+    again: bool = False  # out of memory in its backward pass: the step is discarded and repeated
+    smaller: bool = False  # its micro-batch became smaller in this step
+
+
+NO_FLAGS = Flags()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step reports, the same on all ranks."""
@@ -142,6 +171,7 @@ class StepResult:
     # `train_step` also the scalars of the loss, and what the objective reports
     metrics: dict[str, float] = field(default_factory=dict)
     loss: float = math.nan  # of the global batch, before the update; `train_step` knows it
+    flags: Flags = NO_FLAGS  # of all ranks together, from `train_step`
 
 
 @dataclass

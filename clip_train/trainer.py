@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.batch import BatchPlan, BatchSizes
+from clip_train.batch import BatchPlan, BatchSizes, shares
 from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
@@ -23,9 +23,9 @@ from clip_train.errors import CheckpointError, DataError, DivergedError, Preempt
 from clip_train.metrics.meters import peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
-from clip_train.step import restore_rng, rng_state
+from clip_train.step import StepDiscarded, restore_rng, rng_state
 from clip_train.stop import StopRequest
-from clip_train.task import Batch, Objective, StepResult
+from clip_train.task import Batch, Flags, Objective, StepResult
 
 EVALUATE_LATER = (
     "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the "
@@ -58,8 +58,9 @@ class Trainer:
     step_began: float = 0.0  # seconds of time.perf_counter()
     saves_prepared: bool = False  # memory for the first snapshot is allocated
     closed: bool = False
-    # an error of this rank alone; the other ranks learn of it at the next step boundary
+    # an error of this rank alone; the other ranks learn of it in the next step
     failure: Exception | None = None
+    last: Batch | None = None  # the newest batch that the data gave
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -84,12 +85,15 @@ class Trainer:
         while self.step < self.steps:
             self.call("phase", "step")
             asked = time.perf_counter()
-            batch = self._next_batch(batches)
-            waited = time.perf_counter() - asked
-            if batch is None:
+            try:
+                batch = self._next_batch(batches)
+                stop = self._step(batch, time.perf_counter() - asked)
+            except RuntimeError as e:
+                # A collective fails if another rank is lost: an error of this rank came first. Its
+                # own cause (a loader worker's traceback) stays.
+                raise self.failure or e  # noqa: B904
+            if stop and self.step < self.steps:
                 self._end_preempted()
-            else:
-                self._step(batch, waited)
         # Save first: a mistake in the evaluation's inputs must not cost the last steps.
         if self._save(wait=True) is not Saved.COMMITTED:
             raise CheckpointError(
@@ -101,7 +105,7 @@ class Trainer:
         return evaluated
 
     def call(self, method: str, *args: Any) -> None:
-        """Call `method` of every callback. An error ends the run at the next step boundary."""
+        """Call `method` of every callback. An error ends the run in the next step."""
         for callback in self.callbacks:
             self._on_this_rank(partial(getattr(callback, method), *args))
 
@@ -122,37 +126,56 @@ class Trainer:
         if error is not None:
             raise error
 
-    def _next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch; None if any rank was asked to stop. An error on one rank ends all."""
-        batch: Batch | None = None
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch. After an error of this rank the last one stands in for it: the flags of
+        the step tell the other ranks, and all of them discard it."""
+        first = self.last is None  # nothing could stand in for it yet
         if self.failure is None:
             try:
-                batch = next(batches)
+                self.last = next(batches)
             except StopIteration:
                 self.failure = DataError("the data has ended, although it should go round")
             except Exception as e:
                 self.failure = e
-        try:
-            failed, stopped = dist.max_scalars(
-                self.failure is not None, self.stop.reason is not None
-            )
+        if first:
+            failed, stopped = dist.max_scalars(*self._flags()[:2])
             if failed:
-                self.call("on_error", self.failure)
-                dist.raise_agreed(self.failure)
-        except RuntimeError as e:
-            # The vote fails if another rank is lost: an error of this rank came first. Its own
-            # cause (a loader worker's traceback) stays.
-            raise self.failure or e  # noqa: B904
-        return None if stopped else batch
+                self._end_failed()
+            if stopped:
+                self._end_preempted()
+        assert self.last is not None
+        if self.failure is None:
+            return self.last
+        of_ranks = shares(self.sizes.at(self.step), dist.world_size())
+        return self.last.repeated(of_ranks[dist.rank()], tuple(of_ranks))
 
-    def _step(self, batch: Batch, waited: float) -> None:
-        """One step, and the save and the evaluation that are due after it. waited: seconds."""
+    def _flags(self) -> Flags:
+        return Flags(failed=self.failure is not None, stop=self.stop.reason is not None)
+
+    def _end_failed(self) -> NoReturn:
+        """Collective. The lowest rank that failed raises its own error, the others learn of it."""
+        self.call("on_error", self.failure)
+        dist.raise_agreed(self.failure)
+        raise AssertionError("no rank has failed")
+
+    def _step(self, batch: Batch, waited: float) -> bool:
+        """One step, and the save and the evaluation that are due after it. waited: seconds.
+
+        True if any rank was asked to stop: then neither is made."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
             result, fitting = recovering_step(
-                self.engine, batch, self.objective, plan, lr=lr, log=self._log_of_this_step
+                self.engine,
+                batch,
+                self.objective,
+                plan,
+                lr=lr,
+                log=self._log_of_this_step,
+                flags=self._flags,
             )
+        except StepDiscarded:
+            self._end_failed()
         except DivergedError as e:
             self.checkpoints.settle()
             good = self.checkpoints.last_good
@@ -176,8 +199,8 @@ class Trainer:
             self._on_this_rank(
                 lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state())
             )
-        if self.step == self.steps:
-            return  # `run` saves and evaluates at the end
+        if result.flags.stop or self.step == self.steps:
+            return result.flags.stop  # `run` saves and evaluates at the end
         saves = self.checkpoints.due(self.step)
         evaluates = self.step % (self.evaluate_every or self.steps) == 0
         if saves:
@@ -186,6 +209,7 @@ class Trainer:
             self._evaluate()
         if saves or evaluates:
             self.step_began = time.perf_counter()  # neither is part of the next step
+        return False
 
     def _log_of_this_step(self, message: str) -> None:
         if dist.is_main():

@@ -363,7 +363,7 @@ def inf_case(layout, precision):
         torch.full_like(features["image"], torch.inf), features["text"].detach(), torch.ones(1)
     )
     engine.backward(features, gradients, True)
-    report = engine.step(1e-3, engine.reduce().tolist())
+    report = engine.step(1e-3, engine.reduce()[0].tolist())
     engine.close()
     return report.grad_norm, report.skipped
 

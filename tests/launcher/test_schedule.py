@@ -8,8 +8,16 @@ import pytest
 
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
+from launcher.runtime.verdict import read_verdict
 from tests import tolerances
-from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
+from tests.launcher.conftest import (
+    finish,
+    kill,
+    metrics,
+    run,
+    start,
+    wait_for_commit,
+)
 
 STAGES = ((4, 7), (9, 18), (14, 27))
 SCHEDULE = f"batch.schedule=[{', '.join(f'{{until_step: {end}, global_size: {size}}}' for end, size in STAGES)}]"
@@ -81,6 +89,17 @@ def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(
     assert [line["loss"] for line in lines] == pytest.approx(
         [line["loss"] for line in uninterrupted], rel=tolerances.loss(24)
     )
+
+
+@pytest.mark.engine
+def test_a_loader_that_fails_where_the_batch_grows_ends_both_ranks(recipe, tmp_path):
+    """Rank 1 has no batch of step 5, which is larger than that of step 4: the last one, repeated, stands in."""
+    fault = "loader:1:1"  # of its samples 3 are in each of four steps, and 9 in the next
+    status, out = finish(start(recipe, *VARYING, "data.workers=1", ranks=2, fault=fault))
+    assert status == 1 and "RuntimeError: broken on purpose" in out, out
+    word, why = read_verdict(tmp_path / "run")
+    assert (word, why["step"], why["reason"]) == ("FAILED", 4, "RuntimeError: broken on purpose")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.engine

@@ -284,14 +284,14 @@ class DeepSpeedEngine(Engine):
             super().discard_gradients()
 
     @torch.no_grad()
-    def _sum_and_clip(self) -> Tensor:
+    def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
         self._reduce()
         if not self.direct:  # the rest is done in DeepSpeed's step
-            return torch.zeros(0, device=self.device)
+            return torch.zeros(0, device=self.device), dist.all_reduce_sum(flags)
         if self.stage == 0:
-            return self._clip(self._squares())
+            return self._clip(self._squares()), dist.all_reduce_sum(flags)
         hand_over_gradients(self.engine.optimizer)
-        return self._clip(dist.all_reduce_sum(self._squares()))
+        return self._clip_with_flags(self._squares(), flags)
 
     def _step_directly(self, closure: None = None) -> None:
         """In the place of the step of DeepSpeed's ZeRO optimizer, called by `engine.step`."""

@@ -189,11 +189,12 @@ class FSDPEngine(Engine):
         super().discard_gradients()
 
     @torch.no_grad()
-    def _sum_and_clip(self) -> Tensor:
+    def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
         squares = self._squares()  # of gradients that FSDP has summed in the last backward
         mesh = cast(DTensor, self.pieces[0].held).device_mesh
-        torch.distributed.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-        return self._clip(squares)
+        if mesh.ndim == 2 and mesh.get_local_rank(0):  # another copy of the model counts them
+            squares.zero_()
+        return self._clip_with_flags(squares, flags)
 
     def _masters_changed(self) -> None:
         for module in fsdp_modules(self.module):
