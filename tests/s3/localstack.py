@@ -1,8 +1,7 @@
 """LocalStack's S3 provider, in an environment of its own (scripts/setup_s3.sh).
 
 It verifies checksums and honours conditional writes; it accepts any credentials, so the proxy plays that part.
-It listens at every address of this machine, whatever GATEWAY_LISTEN names:
-run the tests where nobody else can reach it.
+Without LISTEN_THERE it would listen at every address of this machine, whatever GATEWAY_LISTEN names.
 """
 
 from __future__ import annotations
@@ -12,6 +11,13 @@ import os
 from pathlib import Path
 
 from tests.s3.server import ROOT, Server
+
+LISTEN_THERE = """
+import functools, runpy, sys
+from twisted.internet import endpoints
+endpoints.TCP4ServerEndpoint = functools.partial(endpoints.TCP4ServerEndpoint, interface=sys.argv[1])
+runpy.run_module("localstack.runtime.main", run_name="__main__")
+"""
 
 
 class LocalStack(Server):
@@ -32,7 +38,8 @@ class LocalStack(Server):
     def command(self) -> tuple[list[str], dict[str, str]]:
         for name in ("root", "tmp", "cache"):
             (self.folder / name).mkdir()
-        return [str(self._venv() / "bin" / "python"), "-m", "localstack.runtime.main"], {
+        host = self.address.partition(":")[0]
+        return [str(self._venv() / "bin" / "python"), "-c", LISTEN_THERE, host], {
             "XDG_CACHE_HOME": str(self.folder / "cache"),
             "TMPDIR": str(self.folder / "tmp"),
             "FILESYSTEM_ROOT": str(self.folder / "root"),

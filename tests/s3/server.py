@@ -40,7 +40,7 @@ class Server(ABC):
     secret_key: ClassVar[str]
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """host: the address at which it is asked; LocalStack listens at all of this machine's besides."""
+        """host: the address at which it is asked, and the only one at which LocalStack listens."""
         self.port = self._free_port(host)
         self.address = f"{host}:{self.port}"
         self.url = f"http://{self.address}"

@@ -6,6 +6,7 @@ Here each class of fault is met by each operation on its own; what a run makes o
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +32,14 @@ def left_over(view: Bucket, proxy: FaultyProxy) -> int:
         for each in proxy.requests
     )
     return max(0, len(view.unfinished_uploads()) - (begun - 1))
+
+
+def test_the_server_can_be_reached_from_this_machine_alone(server: Server) -> None:
+    """It takes any credentials."""
+    if "Ceph" in server.name:
+        pytest.skip("Ceph checks credentials")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), timeout=60)
 
 
 def test_put_read_list_delete(storage: Storage, view: Bucket, big: Path) -> None:
