@@ -91,12 +91,14 @@ def rows_of(what: str, tree: Path, model: str, compiled: bool) -> list[dict[str,
     after = sum(seconds for _, seconds in host[names.index("read") :])
     launching = LAUNCH * sum(launches for _, launches in kernels)
     flops = 3 * MODELS[model] * flops_per_sample(load_architecture(model))
-    ways = {what: (LOOP + VOTE, False)}
     if tree == ROOT:
-        ways |= {
-            f"{what}, no vote": (LOOP, False),
-            f"{what}, no vote, read a step late": (LOOP, True),
+        ways = {
+            what: (LOOP, False),
+            f"{what}, with a vote in each step": (LOOP + VOTE, False),
+            f"{what}, read a step late": (LOOP, True),
         }
+    else:
+        ways = {what: (LOOP + VOTE, False)}
     rows = []
     for way, (between, late) in ways.items():
         seconds, idle = simulate(host, device, between, late)
