@@ -88,10 +88,11 @@ def objective(kind: str) -> Objective:
     return {"info_nce": InfoNCE, "sigmoid": SigmoidLoss, "by key": ByKey}[kind]()
 
 
-def on_ranks(kind: str, dtype: torch.dtype, micro_size: int):
+def on_ranks(kind: str, dtype: torch.dtype, micro_size: int, pack: bool):
     """Loss and gradient, summed over the ranks."""
     own = share(whole_batch(), dist.rank(), dist.world_size())
-    own.text_lengths = text_lengths(own.texts)
+    own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+    assert pack == any(m.num_tokens is not None for m in own.micro_batches(micro_size))
     engine = PlainEngine(model(kind, dtype))
     output = two_pass(
         engine, own.micro_batches(micro_size), objective(kind), Context(N, own.keys), kept_graphs=2
@@ -103,7 +104,8 @@ def on_ranks(kind: str, dtype: torch.dtype, micro_size: int):
 
 
 def cases():
-    return [(kind, dtype, b) for kind in KINDS for dtype in TOLERANCE for b in (2, 3)]
+    sizes = [(2, False), (3, False), (3, True), (N, True)]
+    return [(kind, dtype, *size) for kind in KINDS for dtype in TOLERANCE for size in sizes]
 
 
 def all_cases():
@@ -119,7 +121,7 @@ def test_the_gradient_is_that_of_whole_texts_in_their_order(world_size):
     told = [all_cases()] if world_size == 1 else run_ranks(all_cases, world_size)
     expected = {(kind, dtype): oracle(kind, dtype) for kind in KINDS for dtype in TOLERANCE}
     for of_rank in told:
-        for (kind, dtype, _), (loss, gradient) in zip(cases(), of_rank, strict=True):
+        for (kind, dtype, *_), (loss, gradient) in zip(cases(), of_rank, strict=True):
             its_loss, its_gradient = expected[kind, dtype]
             assert loss == pytest.approx(its_loss, rel=TOLERANCE[dtype])
             error = (gradient - its_gradient).norm() / its_gradient.norm()
@@ -140,18 +142,27 @@ def test_sorted_texts_take_fewer_operations():
     """Text tower alone, its cost in tokens: the linear layers of one block over all of them."""
     batch = captions(256)
     assert sum(batch.text_lengths) == pytest.approx(24 * 256, rel=0.03)
-    architecture = small_architecture(text_cfg=TEXT | {"context_length": 77})
+    architecture = small_architecture(
+        text_cfg=TEXT | {"context_length": 77, "width": 512, "heads": 8}
+    )
     clip = small_model(architecture=architecture).to("meta")
 
-    def flops(texts) -> int:
+    def flops(texts, tokens=None) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for each in texts:
-                clip(None, each.to("meta"))
+                clip(None, each.to("meta"), num_tokens=tokens)
         return counter.get_total_flops()
 
     ordered = flops(m.texts for m in batch.micro_batches(32))
+    batch.pack_texts = True
+    (whole,) = batch.micro_batches(256)
+    packed = flops([whole.texts], whole.num_tokens)
     parts = [(batch.texts[i : i + 32], batch.text_lengths[i : i + 32]) for i in range(0, 256, 32)]
     unsorted = flops(texts[:, : min(77, -(-max(n) // 8) * 8)] for texts, n in parts)
     padded = flops([batch.texts])
-    print(f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}")
+    print(
+        f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}, "
+        f"packed {packed / padded:.3f}"
+    )
+    assert packed < 0.5 * padded
     assert ordered < 0.65 * unsorted < 0.65 * padded
