@@ -14,8 +14,10 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
-from clip_train.step import two_pass
+from clip_train.optim.config import OptimConfig
+from clip_train.step import train_step, two_pass
 from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths
+from tests.engine.layouts import engine_at
 from tests.models.small import inputs, small_architecture, small_model
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss, share
@@ -166,3 +168,28 @@ def test_sorted_texts_take_fewer_operations():
     )
     assert packed < 0.5 * padded
     assert ordered < 0.65 * unsorted < 0.65 * padded
+
+
+def on_engine(layout: str, pack: bool):
+    """Losses and norms of three steps."""
+    architecture = small_architecture(text_cfg=TEXT)
+
+    def clip():
+        return small_model(architecture=architecture, dropout=0.3, activation_checkpointing=True)
+
+    engine = engine_at(layout, clip, OptimConfig(name="sgd", lr=0.1, weight_decay=0.0))
+    own = share(whole_batch(), dist.rank(), dist.world_size())
+    own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+    results = [
+        train_step(engine, own, InfoNCE(), micro_size=4, kept_graphs=1, lr=0.1) for _ in range(3)
+    ]
+    engine.close()
+    return [value for each in results for value in (each.loss, each.grad_norm)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["zero 3", "fsdp 3"])
+def test_packed_texts_on_an_engine(layout):
+    packed, padded = (run_ranks(on_engine, 2, layout, pack) for pack in (True, False))
+    for ours, expected in zip(packed, padded, strict=True):
+        assert ours == pytest.approx(expected, rel=2e-6)

@@ -110,4 +110,7 @@ def _compiled(
 
 
 def _owned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value
+    """A view that went through DeepSpeed's hooks is none, but begins in the midst of its memory."""
+    if isinstance(value, torch.Tensor) and (value._is_view() or value.storage_offset()):
+        return value.clone()
+    return value
