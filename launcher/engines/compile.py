@@ -110,7 +110,7 @@ def _compiled(
 
 
 def _owned(value: Any) -> Any:
-    """A view that went through DeepSpeed's hooks is none, but begins in the midst of its memory."""
+    """A view that went through an engine's hooks is none, but begins in the midst of its memory."""
     if isinstance(value, torch.Tensor) and (value._is_view() or value.storage_offset()):
         return value.clone()
     return value
