@@ -17,6 +17,8 @@ pip "torch==2.13.0"
 # runs beside either (tests/peers/torchvision_shim.py).
 pip --no-deps "torchvision==0.28.0" "open_clip_torch==3.3.0" "timm>=1.0.17"
 pip ftfy huggingface-hub transformers regex safetensors tqdm pyyaml numpy pillow "pytest>=8"
+# OpenCLIP's towers on this project's engines (tests/peers/test_engines.py).
+pip "deepspeed==0.19.8"
 # Loops of one's own in other libraries (examples/).
 pip accelerate lightning
 # This project runs from its checkout: only what the compared packages import is added.

@@ -14,6 +14,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
 from tests.covering import pairwise
+from tests.engine.graphs import count, native
 from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks
 from tests.toy import share
@@ -112,3 +113,12 @@ def test_compiled_equals_eager(world_size, layout, kept, checkpointing):
             assert (value_again - value).norm() <= 1e-5 * value.norm() + 1e-7, name
         # eight of the blocks, and of the patches two, with a gradient or without
         assert 0 < graphs <= 10 and given_up == 0 and not breaks
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads those of inputs
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_no_variation_of_a_run_gives_a_graph_up(dropout):
+    counts = count(native(dropout))
+    assert counts["fallbacks"] == counts["breaks"] == 0
+    # patches and blocks of two widths, with a gradient and without; lengths and batches share them
+    assert counts["a step"] == counts["text lengths"] == counts["last micro-batch"] == 6
