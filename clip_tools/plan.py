@@ -28,11 +28,11 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import require_places
 from launcher.config.memory import (
-    GPU_MARGIN,
     decide,
     estimate_memory,
     memory_limit,
     predicted_profile,
+    usable,
 )
 from launcher.config.recipe import load_config
 from launcher.config.resolve import Resolved, advice, resolve
@@ -86,19 +86,16 @@ def make_plan(
     gpu: str | None = None,
     network: str | None = None,
     per_node: int = 8,
-    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. network: of a
-    node, in Gbit/s. device: whose memory is the limit.
+    node, in Gbit/s.
     """
     found = find_gpu(gpu) if gpu is not None else None
     # bytes, as `train` would find them
-    usable = (found.memory - CONTEXT_BYTES) * (1 - GPU_MARGIN) if found else None
-    chosen = ", ".join(resolved.given.chosen)
-    if chosen:
-        if usable is None or resolved.config.batch.memory_limit is not None:
-            usable = memory_limit(resolved.config, device)
-        resolved = decide(resolved, usable)
+    limit = usable(resolved, found.memory - CONTEXT_BYTES) if found else None
+    if limit is None or resolved.config.batch.memory_limit is not None:
+        limit = memory_limit(resolved, None)
+    resolved = decide(resolved, limit)
     config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
     engine, layout, teacher = config.engine, resolved.layout, config.model.teacher_architecture()
     checkpointing = bool(engine.activation_checkpointing)
@@ -130,7 +127,9 @@ def make_plan(
         "activation_checkpointing": checkpointing,
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
         "memory_limit_bytes": layout.room.limit if layout else None,
-        "reason": f"{chosen} = auto: {layout.describe()}" if layout else None,
+        "reason": f"{', '.join(resolved.given.chosen)} = auto: {layout.describe()}"
+        if layout
+        else None,
         "advice": advice(resolved),
         "lanes": streams,
         "steps": config.steps,
@@ -140,8 +139,8 @@ def make_plan(
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
-        "communication": communication(resolved, links, forward_seconds, usable),
-        "gpu": {"name": gpu, **estimate(resolved, found, usable)} if found and usable else None,
+        "communication": communication(resolved, links, forward_seconds, limit),
+        "gpu": {"name": gpu, **estimate(resolved, found, limit)} if found and limit else None,
     }
 
 
@@ -235,7 +234,8 @@ def dry_run(args: argparse.Namespace) -> int:
     resolved = resolve(config, ranks, is_rank=True)
     require_places(config)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    show(make_plan(resolved, device=device))
+    resolved = decide(resolved, memory_limit(resolved, device))
+    show(make_plan(resolved))
     config = resolved.kept
     folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote
     places = restore.Places(

@@ -11,9 +11,9 @@ import bisect
 import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
 from clip_train.errors import UserError
 from clip_train.settings import Allowed, Refused, Rounding, Rules, Settings, shown
@@ -58,10 +58,10 @@ class BatchConfig(Settings):
     """Samples that go through the model at once on a rank (less where a rank has fewer). It changes
     memory and speed, never the result; the last micro-batch may be shorter. auto: the fastest that
     fits, by its predicted size."""
-    kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = 1
+    kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = "auto"
     """How many of the last micro-batches keep their graph and need no second forward. Each costs
-    one micro-batch's activations; "all" is the full-batch step; auto: chosen with micro_size=auto,
-    or as many as fit beside a given micro_size."""
+    one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by their
+    predicted size; on a CPU 1, unless memory_limit is set."""
     memory_limit: Annotated[
         int | str | None,
         Allowed("bytes, a size such as 24GiB or 500MB, or null"),
@@ -70,14 +70,6 @@ class BatchConfig(Settings):
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations
     and features, as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU
     needs it said (Python and its libraries come on top there, about 0.5 GiB a rank)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _graphs_follow_the_size(cls, raw: Any) -> Any:
-        """With micro_size=auto the number of retained graphs is chosen too, unless it is given."""
-        if isinstance(raw, dict) and raw.get("micro_size") == "auto":
-            return {"kept_graphs": "auto", **raw}
-        return raw
 
     def rules(self) -> Rules:
         if self.memory_limit is not None:

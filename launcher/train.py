@@ -106,8 +106,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         token.unlink(missing_ok=True)
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    if config.chosen:
-        resolved = decide(resolved, memory_limit(config, device))
+    resolved = decide(resolved, memory_limit(resolved, device))
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
     stop.listen()  # again: a library may have taken the signals over

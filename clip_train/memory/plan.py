@@ -149,7 +149,8 @@ def candidates(
     for b, (checkpointing, profile) in itertools.product(sizes, profiles.items()):
         one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room)
         k = one.plan.accum_steps
-        if checkpointing:  # all graphs: it and the cache would pay for the same forward twice
+        # all graphs: it and the cache would pay for the same forward twice
+        if checkpointing and (micro_size is None or kept_graphs is not None):
             counts = {k} if kept_graphs is None or kept_graphs >= k else set()
         elif kept_graphs is not None:
             counts = {min(kept_graphs, k)}

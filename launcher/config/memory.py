@@ -28,6 +28,8 @@ from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
+# and where the run cannot recover from a full memory, because other ranks wait within the step
+UNRECOVERED_MARGIN = 0.2
 
 
 def estimate_memory(
@@ -138,12 +140,18 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     return replace(own, forward=max(own.forward, _profile(teacher, precision, 0.0, False).forward))
 
 
-def decide(resolved: Resolved, limit: float) -> Resolved:
+def decide(resolved: Resolved, limit: float | None) -> Resolved:
     """With every `auto` decided: the layout of least work within `limit` bytes a rank.
 
-    The numbers that the recipe gives stay as they are.
+    The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
+    graph is kept where more cannot fit, or where the limit is unknown (None).
     """
     config, batch, plan = resolved.config, resolved.given.batch, resolved.plan
+    one_graph = resolved
+    if config.batch.kept_graphs == "auto":
+        one_graph = replace(resolved, config=config.updated(batch={"kept_graphs": 1}))
+    if limit is None or not config.chosen or not (config.needs_limit or plan.accum_steps > 1):
+        return one_graph
     engine, architecture = config.engine, resolved.architecture
     wanted = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
@@ -155,14 +163,19 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
         and plan.world_size > 1
         and engine.reduce_gradients == "each_backward",
     )
-    layout = choose(
-        plan.global_size,
-        plan.world_size,
-        room,
-        {on: predicted_profile(resolved, on) for on in options},
-        micro_size=None if batch.micro_size == "auto" else batch.micro_size,
-        kept_graphs=kept if isinstance(kept, int) else None,
-    )
+    try:
+        layout = choose(
+            plan.global_size,
+            plan.world_size,
+            room,
+            {on: predicted_profile(resolved, on) for on in options},
+            micro_size=None if batch.micro_size == "auto" else batch.micro_size,
+            kept_graphs=kept if isinstance(kept, int) else None,
+        )
+    except UserError:
+        if config.needs_limit:
+            raise
+        return one_graph
     config = config.updated(
         engine={"activation_checkpointing": layout.activation_checkpointing},
         batch={"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs},
@@ -170,15 +183,27 @@ def decide(resolved: Resolved, limit: float) -> Resolved:
     return replace(resolved, config=config, plan=layout.plan, layout=layout)
 
 
-def memory_limit(config: RunConfig, device: torch.device | None) -> float:
+def usable(resolved: Resolved, free: float) -> float:
+    """Of the `free` bytes of a GPU, those that `auto` may use."""
+    config = resolved.config
+    waits = config.engine.kind == "fsdp" or config.engine.zero_stage >= 2
+    # retained graphs only save time: they must not end a run that would fit without them
+    spares = resolved.plan.world_size > 1 and waits and not config.needs_limit
+    return free * (1 - (UNRECOVERED_MARGIN if spares else GPU_MARGIN))
+
+
+def memory_limit(resolved: Resolved, device: torch.device | None) -> float | None:
     """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks.
-    UserError.
+    None if there is no limit and none is needed; UserError if one is.
 
     device None: nobody may look at one.
     """
+    config = resolved.config
     if config.batch.memory_limit is not None:
         return float(parse_bytes(config.batch.memory_limit))
-    if device is None or device.type != "cuda":
+    if device is not None and device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return -dist.max_scalars(-usable(resolved, free))[0]
+    if config.needs_limit:
         raise UserError(no_limit(config))
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return -dist.max_scalars(-free * (1 - GPU_MARGIN))[0]
+    return None

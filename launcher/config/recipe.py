@@ -132,6 +132,11 @@ class RunConfig(Settings):
         ]
 
     @property
+    def needs_limit(self) -> bool:
+        """Whether a key is `auto` that cannot be chosen without knowing the memory."""
+        return self.chosen not in ([], ["batch.kept_graphs"])
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         if self.run.steps is not None:

@@ -58,6 +58,7 @@ class Resolved:
                 include={"kind", "precision", "reduce_dtype", "compile"}
             ),
             data={"workers": self.config.data.workers},
+            batch={} if self.layout else {"kept_graphs": self.config.batch.kept_graphs},
         )
 
 
@@ -138,7 +139,7 @@ def look_at_data(
     config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
 ) -> SourceSummary | None:
     """The first shard of data.train, and what is evaluated on."""
-    if config.chosen and config.batch.memory_limit is None and not torch.cuda.is_available():
+    if config.needs_limit and config.batch.memory_limit is None and not torch.cuda.is_available():
         problems.append(UserError(no_limit(config)))
     source = collect(check_source, config.data, config.storage)
     if config.evaluate.zero_shot_classes is not None:
@@ -229,5 +230,6 @@ def advice(resolved: Resolved) -> str | None:
     return (
         f"batch.kept_graphs ({kept} micro-batches) computes {plan.forwards_per_sample:.2f} "
         "forwards per sample: if memory allows it, batch.kept_graphs=all computes 1.00, and "
-        "batch.kept_graphs=auto keeps as many as fit. The result is the same"
+        "batch.kept_graphs=auto with a batch.memory_limit keeps as many as fit. The result is the "
+        "same"
     )

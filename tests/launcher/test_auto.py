@@ -9,6 +9,8 @@ import pytest
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 
+K = 4  # micro-batches of a global batch of 32
+MICRO = ("batch.micro_size=8",)
 AUTO = ("batch.micro_size=auto", "run.steps=3", "schedule.warmup_steps=0")
 
 
@@ -55,6 +57,26 @@ def test_mistakes_are_told(recipe, overrides, told):
     assert status == 2, out
     assert all(text in out for text in told), out
     assert "Traceback" not in out
+
+
+def test_as_many_graphs_as_fit_are_kept_unless_the_recipe_says_otherwise(recipe, tmp_path):
+    def planned(*overrides):
+        status, out = run(recipe, "--json", *MICRO, *overrides, verb="plan")
+        assert status == 0, out
+        return json.loads(out)
+
+    assert planned()["kept_graphs"] == 1  # no GPU, and nobody has said how much memory there is
+    held = [
+        planned(f"batch.kept_graphs={kept}")["memory_bytes"]["total"] for kept in range(1, K + 1)
+    ]
+    for kept in (1, 2, K):
+        assert planned(f"batch.memory_limit={int(held[kept - 1]) + 1}")["kept_graphs"] == kept
+    # too little for one graph, by the prediction: the run may try, as it could with a number
+    assert planned("batch.memory_limit=20MiB")["kept_graphs"] == 1
+    limit = f"batch.memory_limit={int(held[1]) + 1}"
+    status, out = run(recipe, *MICRO, limit, "run.steps=1", "schedule.warmup_steps=0")
+    assert status == 0 and "batch.kept_graphs = auto: " in out, out
+    assert metrics(tmp_path / "run")[0]["kept_graphs"] == 2
 
 
 def test_paying_for_the_same_forward_twice_is_told(recipe):

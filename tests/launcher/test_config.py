@@ -111,7 +111,7 @@ def test_keys_are_printed(capsys):
     assert main(["keys"]) == 0
     lines = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
     assert set(lines) == {key for key, _ in known_keys()}
-    assert lines["batch.kept_graphs"].startswith("1\tinteger > 0 or all or auto. How many")
+    assert lines["batch.kept_graphs"].startswith("auto\tinteger > 0 or all or auto. How many")
     assert lines["run.dir"].startswith("null\t") and lines["data.train"].startswith("required\t")
     assert main(["keys", "optim.be"]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == [

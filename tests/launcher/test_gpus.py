@@ -13,6 +13,7 @@ from launcher.cli.main import main
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WORLD, N = 64, 32_768
 H200 = 989.5e12  # dense bf16 FLOP/s of the datasheet
+ANY_GRAPHS = ("batch.kept_graphs=auto", "engine.kind=fsdp")  # the recipe has one
 
 
 def planned(capsys, *line: str) -> dict:
@@ -56,6 +57,16 @@ def test_the_row_that_auto_would_choose_is_what_it_chooses(capsys):
     assert row["fits"] and row["bytes"] <= plan["gpu"]["usable_bytes"] == plan["memory_limit_bytes"]
     fitting = [row["seconds"] for row in plan["gpu"]["layouts"] if row["fits"]]
     assert fitting == sorted(fitting) and fitting[0] == row["seconds"]
+
+
+def test_graphs_that_are_only_faster_leave_more_memory_free_where_none_recovers(capsys):
+    limits = [
+        planned(capsys, "--gpu", "A100-40", "batch.micro_size=64", *ANY_GRAPHS, *more)
+        for more in ((), ("batch.micro_size=auto",))
+    ]
+    spared, asked = (plan["memory_limit_bytes"] for plan in limits)
+    assert spared == pytest.approx(asked * 0.8 / 0.9)
+    assert limits[0]["kept_graphs"] > 1
 
 
 def test_higher_stages_hold_less(capsys):

@@ -20,7 +20,7 @@ BASE = {
     "run": {"name": "a", "steps": 9000},
     "model": {"name": "ViT-B-32"},
     "data": {"train": "shards/{0..3}.tar", "num_samples": 1000},
-    "batch": {"global_size": 64, "micro_size": 16},
+    "batch": {"global_size": 64, "micro_size": 16, "kept_graphs": 1},
     "engine": {"kind": "deepspeed", "precision": "fp32"},  # what `train` has made of auto
 }
 
