@@ -118,17 +118,17 @@ class _Parts:
             error = (str(e).splitlines() or [type(e).__name__])[0]
         if error is None:
             return
-        why = f"out of memory in the {phase}"
         remedy = self._remedy(phase)
         if remedy is not None:
             raise OutOfMemoryError(
-                f"{why} on rank {dist.rank()} ({error}), where the others wait for it: it cannot "
-                f"be made good. {remedy}; the run goes on from its last checkpoint when started "
-                "again"
+                f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others "
+                f"wait for it: it cannot be made good. {remedy}; the run goes on from its last "
+                "checkpoint when started again"
             )
+        why = f"out of memory in the {phase} ({error})"
         if phase != "backward pass" or dist.world_size() == 1:
-            raise _AttemptFailed(f"{why} ({error})")
-        self.failed = f"{why} ({error})"
+            raise _AttemptFailed(why)
+        self.failed = why
 
     def _remedy(self, phase: Phase) -> str | None:
         """None: this rank can repeat the part, with more micro-batches than the others have."""
