@@ -40,29 +40,47 @@ def shared_index(
     config: RunConfig, key: str, spec: str, known: ShardIndex | None = None
 ) -> ShardIndex:
     """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and
-    reads their index.
+    reads their index, which the others map into their memory.
 
     known: what this rank has found before.
     """
 
-    def look() -> ShardIndex | None:
-        if ranks.detect(os.environ).local_rank > 0:
-            return None
+    def look() -> ShardIndex:
         return known or index_of(spec, config.data.verify, config.storage, key)
 
-    found = dist.agreed(look)
-    looked = dist.gather_objects((node_name(), found and found.fingerprint()))
-    first, its = looked[0]  # rank 0 looks
-    others = sorted({node for node, each in looked if each and each != its})
+    # the rank of a node that looks has the lowest number there
+    places = dist.gather_objects((node_name(), ranks.detect(os.environ).local_rank))
+    mine = places[dist.rank()]
+    looker = places.index(min(place for place in places if place[0] == mine[0]))
+    looks = mine[1] == 0 or looker == dist.rank()
+    found = dist.agreed(lambda: look() if looks else None)
+    offer: tuple[str, str, str] | None = None
+    if found is not None:
+        rows = found.shared().rows
+        offer = (found.fingerprint(), rows.path, rows.name)
+    looked = dist.gather_objects(offer)
+    first = looked[0]  # rank 0 looks
+    assert first is not None
+    others = sorted(
+        {node for (node, _), its in zip(places, looked, strict=True) if its and its[0] != first[0]}
+    )
     if others:
         error = RankError(
             f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and "
-            f"{first} differ; mount it on all"
+            f"{places[0][0]} differ; mount it on all"
         )
         dist.raise_agreed(error)  # all ranks know it: for an evaluation it is a warning
-    found = dist.broadcast_object(found)
-    assert found is not None  # of rank 0, which looks
-    return found
+
+    def take() -> ShardIndex:
+        if found is not None:
+            return found
+        _, path, name = looked[looker] or first
+        try:
+            return ShardIndex.opened(path, name)
+        except OSError:  # a container of its own on that node
+            return look()
+
+    return dist.agreed(take)
 
 
 def build_loader(

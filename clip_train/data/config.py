@@ -276,7 +276,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     mistakes: list[UserError] = []
     for shard in index.shards[:SHARDS_TRIED]:
         try:
-            reading = Reading(storage, index.checksums)
+            entry = index.entries.get(shard)
+            reading = Reading(storage, entry.checksums if entry else None)
             return SourceSummary(*_first_sample(shard, reading, config.caption_key), index)
         except UserError as e:
             mistakes.append(e)

@@ -8,9 +8,15 @@ a `sizes.json` (OpenCLIP's `{name: samples}`) and from img2dataset's `*_stats.js
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import mmap
+import os
+import pickle
+import secrets
+import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,8 +46,7 @@ class ShardEntry:
     sha256: str  # of the whole file
     checksums: Checksums
     damage: str | None = None  # of the archive, as it was indexed: all behind it is lost
-    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins; 8 bytes each, as every worker
-    # has all of them
+    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
     offsets: array[int] = field(default_factory=partial(array, "Q"))
 
     @property
@@ -50,19 +55,105 @@ class ShardEntry:
         return self.samples + (self.damage is not None)
 
 
+class SharedList:
+    """Objects in memory that the processes of a node share. Each process maps it, and unpickles an
+    object when it asks for it.
+
+    Pickled as a path under /proc: whoever pickles it must live until it is unpickled.
+    """
+
+    def __init__(self, path: str) -> None:
+        """OSError where this process cannot open it, as in another container."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self._bytes = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
+        (number,) = self._bytes[-8:].cast("Q")
+        # where each object begins, and the end of the last one
+        self._edges = self._bytes[-8 * (number + 2) : -8].cast("Q")
+
+    @classmethod
+    def of(cls, objects: Iterable[Any]) -> SharedList:
+        with open(os.memfd_create(f"clip-train-index-{secrets.token_hex(8)}"), "wb") as file:
+            edges = array("Q", [0])
+            for item in objects:
+                file.write(pickle.dumps(item))
+                edges.append(file.tell())
+            edges.append(len(edges) - 1)
+            edges.tofile(file)
+            file.flush()
+            return cls(f"/proc/self/fd/{file.fileno()}")
+
+    @property
+    def path(self) -> str:
+        """Under which other processes of this user open it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def name(self) -> str:
+        """Of no other list."""
+        return os.readlink(self.path)
+
+    def __reduce__(self) -> tuple[type[SharedList], tuple[str]]:
+        return SharedList, (self.path,)
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def __getitem__(self, number: int) -> Any:
+        return pickle.loads(self._bytes[self._edges[number] : self._edges[number + 1]])
+
+
+class SharedEntries(Mapping[str, ShardEntry]):
+    """The entries of an index by path or URL.
+
+    rows: of each shard, (path or URL, its entry or None).
+    numbers: of the shards that have an entry.
+    """
+
+    def __init__(self, rows: SharedList, numbers: Mapping[str, int]) -> None:
+        self.rows, self._numbers = rows, numbers
+
+    def __getitem__(self, shard: str) -> ShardEntry:
+        return self.rows[self._numbers[shard]][1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, shard: object) -> bool:
+        return shard in self._numbers
+
+
 @dataclass(frozen=True)
 class ShardIndex:
     """A list of shards with what is known about each of them."""
 
-    shards: list[str]
+    shards: Sequence[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
     # samples by path or URL; they take precedence over the entries'
     sizes: Mapping[str, int] = field(default_factory=dict)
     sources: tuple[int, ...] = ()  # shards of each source that `::` joins; (): there is one
 
-    @property
-    def checksums(self) -> dict[str, Checksums]:
-        return {shard: entry.checksums for shard, entry in self.entries.items()}
+    def shared(self) -> SharedEntries:
+        """The entries in memory that other processes can open; behind them, what else is here."""
+        if isinstance(self.entries, SharedEntries):
+            return self.entries
+        numbers = {shard: n for n, shard in enumerate(self.shards) if shard in self.entries}
+        rows = ((shard, self.entries.get(shard)) for shard in self.shards)
+        rest = (self.shards, numbers, self.sizes, self.sources)
+        return SharedEntries(SharedList.of(itertools.chain(rows, [rest])), numbers)
+
+    @classmethod
+    def opened(cls, path: str, name: str) -> ShardIndex:
+        """What another process of this node has shared, by its list's path and name. OSError if
+        this process cannot open it."""
+        rows = SharedList(path)
+        if rows.name != name:
+            raise OSError(f"{path} is {rows.name}, not {name}")
+        shards, numbers, sizes, sources = rows[len(rows) - 1]
+        return cls(shards, SharedEntries(rows, numbers), sizes, sources)
 
     @property
     def without(self) -> list[str]:
@@ -144,7 +235,8 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
     index = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
-    return index.with_sizes(find_sizes(index.uncounted, storage))
+    index = index.with_sizes(find_sizes(index.uncounted, storage))
+    return replace(index, entries=index.shared())
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -84,8 +85,9 @@ class Source:
         self.counts = counts
         self.streams, self.seed, self.block_size, self.resampled = streams, seed, block, resampled
         self.total = sum(counts)  # E
-        # the latest epoch that was shuffled, its shards, and where each one ends, in samples
-        self._shuffled: tuple[int, list[Segment], list[int]] = (-1, [], [])
+        # the latest epoch that was shuffled, its shards, and where each one ends, in samples: as
+        # arrays, because every loader worker has its own
+        self._shuffled: tuple[int, array[int], array[int]] = (-1, array("I"), array("Q"))
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, piece
 
     def begin(self, stream: int, epoch: int) -> int:
@@ -103,7 +105,7 @@ class Source:
         else:
             until = samples_of_streams_below((epoch + 1) * self.total, stream, self.streams)
             begin = until - samples_of_streams_below(epoch * self.total, stream, self.streams)
-            piece = _cut(*self._shuffle(epoch), begin, begin + size)
+            piece = self._cut_epoch(epoch, begin, begin + size)
         self._pieces[stream] = (epoch, piece)
         return piece
 
@@ -124,34 +126,40 @@ class Source:
         ends = list(itertools.accumulate(segment.stop - segment.start for segment in piece))
         return Block(first, _cut(piece, ends, first - begin, stop - begin), order)
 
-    def _shuffle(self, epoch: int) -> tuple[list[Segment], list[int]]:
+    def _shuffle(self, epoch: int) -> tuple[array[int], array[int]]:
         """The shards that hold samples, in an epoch's order; where each one ends, in samples."""
         if self._shuffled[0] != epoch:
             shards = [shard for shard, count in enumerate(self.counts) if count]
             shards.sort(key=lambda shard: hash64(self.seed, epoch, shard))
-            ends = list(itertools.accumulate(self.counts[shard] for shard in shards))
-            whole = [Segment(shard, 0, self.counts[shard]) for shard in shards]
-            self._shuffled = (epoch, whole, ends)
+            ends = itertools.accumulate(self.counts[shard] for shard in shards)
+            self._shuffled = (epoch, array("I", shards), array("Q", ends))
         return self._shuffled[1:]
+
+    def _cut_epoch(self, epoch: int, begin: int, end: int) -> list[Segment]:
+        """Samples [begin, end) of an epoch's shards, end to end."""
+        shards, ends = self._shuffle(epoch)
+        part = slice(bisect.bisect_right(ends, begin), bisect.bisect_left(ends, end) + 1)
+        whole = [Segment(shard, 0, self.counts[shard]) for shard in shards[part]]
+        return _cut(whole, ends[part], begin, end)
 
     def _draw(self, stream: int, epoch: int, size: int) -> list[Segment]:
         """Whole shards, drawn with replacement. The first one begins at any of its samples and the
         last one is cut short, so that every place holds every sample of the source with the same
         probability."""
-        shards, ends = self._shuffle(0)
+        shards, _ = self._shuffle(0)
         begin = hash64(self.seed, epoch, stream, -2) % self.total
-        shard, start, _ = _cut(shards, ends, begin, begin + 1)[0]
+        shard, start, _ = self._cut_epoch(0, begin, begin + 1)[0]
         drawn: list[Segment] = []
         while size:
             stop = min(self.counts[shard], start + size)
             size -= stop - start
             number = hash64(self.seed, epoch, stream, len(drawn), -2) % len(shards)
             drawn.append(Segment(shard, start, stop))
-            shard, start = shards[number].shard, 0
+            shard, start = shards[number], 0
         return drawn
 
 
-def _cut(segments: list[Segment], ends: list[int], begin: int, end: int) -> list[Segment]:
+def _cut(segments: list[Segment], ends: Sequence[int], begin: int, end: int) -> list[Segment]:
     """Samples [begin, end) of `segments` end to end; `ends`: where each segment ends, in
     samples."""
     part = []

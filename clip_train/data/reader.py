@@ -11,15 +11,16 @@ import itertools
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from clip_train import dist
 from clip_train.data.config import DataConfig
-from clip_train.data.index import OFFSET_EVERY, ShardIndex
+from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
 from clip_train.data.invalid import Invalid
 from clip_train.data.order import Order, Segment, Source, hash64
 from clip_train.data.shards import BUFFER_BYTES, PLAIN, SYNTHETIC, Reading, open_shard
@@ -101,19 +102,23 @@ def read_shard(
 class Files:
     """The shards of a source, as a loader's workers need them."""
 
-    shards: Sequence[str]
     counts: Sequence[int]
-    # of each shard, in bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
-    offsets: Sequence[Sequence[int]]
-    reading: Reading
+    rows: SharedList  # `SharedEntries.rows`
+    first: int  # number of the source's first shard there
+    storage: StorageConfig
 
     @classmethod
-    def of(cls, index: ShardIndex, shards: Sequence[str], storage: StorageConfig) -> Files:
-        """Some of an index's shards, all of which are counted."""
-        entries = [index.entries.get(shard) for shard in shards]
-        offsets = [entry.offsets if entry else () for entry in entries]
-        counts = [index.count(shard) or 0 for shard in shards]
-        return cls(shards, counts, offsets, Reading(storage, index.checksums))
+    def of(
+        cls, index: ShardIndex, storage: StorageConfig, start: int = 0, stop: int | None = None
+    ) -> Files:
+        """Shards [start, stop) of an index, all of which are counted; None: to the last one."""
+        counts = [index.count(shard) or 0 for shard in index.shards[start:stop]]
+        packed = array("I" if max(counts) < 1 << 32 else "Q", counts)
+        return cls(packed, index.shared().rows, start, storage)
+
+    def row(self, shard: int) -> tuple[str, ShardEntry | None]:
+        """Path or URL, and entry, of the source's shard of this number."""
+        return self.rows[self.first + shard]
 
 
 class SegmentReader:
@@ -133,11 +138,11 @@ class SegmentReader:
         """As many items as the segment has samples: those that its shard lacks are invalid.
         DataError."""
         shard, start, stop = segment
-        url = self.files.shards[shard]
+        url, entry = self.files.row(shard)
         if url.startswith(SYNTHETIC):
             return [{"__key__": f"{number:09d}", "__url__": url} for number in range(start, stop)]
         if self._samples is None or (self._shard, self._number) != (shard, start):
-            self._seek(shard, start)
+            self._seek(shard, start, url, entry)
         assert self._samples is not None
         items: list[Item] = []
         ended = False
@@ -166,16 +171,16 @@ class SegmentReader:
             self._samples = None
         return items
 
-    def _seek(self, shard: int, number: int) -> None:
+    def _seek(self, shard: int, number: int, url: str, entry: ShardEntry | None) -> None:
         """To where reading stopped, or to the shard's last known place before `number`."""
-        places = self.files.offsets[shard]
+        places = entry.offsets if entry else ()
         mark = min(number // OFFSET_EVERY, len(places))
         if self._shard != shard or not mark * OFFSET_EVERY <= self._number <= number:
             self._shard, self._number = shard, mark * OFFSET_EVERY
             self._offset = places[mark - 1] if mark else 0
         unread = number - self._number
-        url = self.files.shards[shard]
-        self._samples = read_shard(url, self.files.reading, self._offset, unread)
+        reading = Reading(self.files.storage, entry.checksums if entry else None)
+        self._samples = read_shard(url, reading, self._offset, unread)
 
 
 class StreamReader:
@@ -296,17 +301,17 @@ def make_order(
     weights = config.train_weights or [1.0]
     sizes = index.sources if config.train_weights and index.sources else (len(index.shards),)
     ends = itertools.accumulate(sizes, initial=0)
-    parts = [index.shards[start:stop] for start, stop in itertools.pairwise(ends)]
     resampled = config.resampled
     if isinstance(resampled, bool):
-        resampled = [resampled] * len(parts)
+        resampled = [resampled] * len(sizes)
+    index = replace(index, entries=index.shared())
     sources, files = [], []
-    for number, shards in enumerate(parts):
-        of_source = Files.of(index, shards, storage)
+    for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+        of_source = Files.of(index, storage, start, stop)
         if not sum(of_source.counts):
             raise UserError(
-                f"data.train ({config.train}): there is no sample in the {len(shards)} shards of a "
-                "source"
+                f"data.train ({config.train}): there is no sample in the {stop - start} shards of "
+                "a source"
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
         own_seed = hash64(seed, number, -4) if number else seed

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -110,10 +110,10 @@ def split_name(shard: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """How remote shards are read: how patiently, and the checksums of the indexed ones by URL."""
+    """How a remote shard is read: how patiently, and its checksums if it is indexed."""
 
     storage: StorageConfig = field(default_factory=StorageConfig)
-    checksums: Mapping[str, Checksums] = field(default_factory=dict)
+    checksums: Checksums | None = None
 
 
 PLAIN = Reading()
@@ -126,7 +126,7 @@ def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BY
     protocol.
     """
     if is_remote(url):
-        return open_read(url, reading.storage, reading.checksums.get(url))
+        return open_read(url, reading.storage, reading.checksums)
     return local_path(url).open("rb", buffer_bytes)
 
 

@@ -146,7 +146,7 @@ class ValLoader:
         if isinstance(index, ImageFolder):
             self.files = index
         else:
-            self.files = Files.of(index, index.shards, storage)
+            self.files = Files.of(index, storage)
         self.labelled = labelled
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size

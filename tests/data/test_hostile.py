@@ -39,7 +39,7 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
     keys, counts = [], collections.Counter()
     if not index.num_samples:
         return keys, counts
-    files = Files.of(index, index.shards, StorageConfig())
+    files = Files.of(index, StorageConfig())
     source = Source(files.counts, lanes, 3, 8)
     for stream in range(lanes):
         reader = SegmentReader(files, keep_open=True)
