@@ -23,7 +23,7 @@ from launcher.engines.traffic import Collective, Links, Shapes
 
 PLACES = ("forward", "loss", "backward", "last backward", "step")
 SMALLEST = 1024  # bytes of a call that counts
-NETWORK_SHARE = 0.9  # of what adapters are sold as
+NETWORK_SHARE = 0.9  # of the adapters' nominal rate
 
 
 def network_bytes(text: str) -> float:
@@ -67,7 +67,7 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
 
 
 def collectives(resolved: Resolved, shapes: Shapes) -> list[Collective]:
-    """Of one step, of at least 1 KB each."""
+    """All of one step that send at least 1 KB."""
     engine = resolved.config.engine
     sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes)
     return [
@@ -167,6 +167,6 @@ def communication(
         rows = alternatives(resolved, shapes, limit, links, forward_seconds)
         as_fast = [row for row in rows if row["seconds"] <= 1.01 * rows[0]["seconds"]]
         out["alternatives"] = rows
-        # it depends least on what is hidden
+        # the least dependent on overlap
         out["recommended"] = min(as_fast, key=itemgetter("communication_seconds"), default=None)
     return out

@@ -294,7 +294,7 @@ def show_communication(console: Console, found: dict[str, Any], world_size: int)
     for head in ("place", "operator", "type", "ranks", "calls", "GB", "ms", "exposed ms"):
         table.add_column(head, justify="left" if head in ("place", "operator") else "right")
     for row in found["collectives"]:
-        first = row["place"] not in shown  # what is exposed belongs to the whole place
+        first = row["place"] not in shown  # exposed time belongs to the whole place
         shown.add(row["place"])
         table.add_row(
             row["place"],

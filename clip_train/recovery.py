@@ -144,7 +144,7 @@ class _Parts:
 
 
 def _zero_gradient(engine: Engine, batch: Batch) -> None:
-    """Takes the place of a gradient of which a part is missing: what every rank sums with others."""
+    """Compute a gradient of zero in place of one that is incomplete: the other ranks sum it."""
     engine.discard_gradients()
     release()
     features = engine.forward(batch.micro_batches(1)[0])

@@ -86,7 +86,7 @@ class Batch:
         """`micro_size` samples each, equally many micro-batches on every rank.
 
         The last may be shorter (`chunk_sizes`). If text lengths are known, samples go from short
-        to long texts, so that little padding is left: texts are cut where all of them have ended,
+        to long texts, so that little padding is left. Texts are cut where all of them have ended,
         at one of few lengths, without asking the device.
         """
         n = len(self)

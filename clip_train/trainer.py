@@ -127,9 +127,9 @@ class Trainer:
             raise error
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch. After an error of this rank the last one stands in for it: the flags of
-        the step tell the other ranks, and all of them discard it."""
-        first = self.last is None  # nothing could stand in for it yet
+        """The next batch. After an error of this rank it is the last one again: the flags of the
+        step tell the other ranks, and all of them discard it."""
+        first = self.last is None  # no batch could be repeated
         if self.failure is None:
             try:
                 self.last = next(batches)

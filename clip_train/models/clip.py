@@ -88,8 +88,7 @@ class CLIP(nn.Module):
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
             texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
-            num_tokens: of the texts, without what follows their ends: they are computed without
-                padding.
+            num_tokens: of the texts up to their ends. Given, they are computed without padding.
 
         Returns:
             image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)

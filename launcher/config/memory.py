@@ -184,7 +184,7 @@ def decide(resolved: Resolved, limit: float | None) -> Resolved:
 
 
 def usable(resolved: Resolved, free: float) -> float:
-    """Of the `free` bytes of a GPU, those that `auto` may use."""
+    """The part of the `free` bytes of a GPU that `auto` may use."""
     config = resolved.config
     waits = config.engine.kind == "fsdp" or config.engine.zero_stage >= 2
     # retained graphs only save time: they must not end a run that would fit without them
@@ -194,7 +194,7 @@ def usable(resolved: Resolved, free: float) -> float:
 
 def memory_limit(resolved: Resolved, device: torch.device | None) -> float | None:
     """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks.
-    None if there is no limit and none is needed; UserError if one is.
+    None if it is unknown and no key needs it; UserError if one does.
 
     device None: nobody may look at one.
     """

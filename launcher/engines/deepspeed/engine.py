@@ -1,7 +1,7 @@
 """DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its
 flat partitions.
 
-DeepSpeed's own count of micro-batches is not used: each backward says whether it is the step's last,
+DeepSpeed's own count of micro-batches is not used: each backward says whether it is the last one,
 so their number is free. The two factors that DeepSpeed would add are undone here.
 """
 
