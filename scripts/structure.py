@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_165,
-    "functions": 1_175,
+    "statements": 14_816,
+    "functions": 1_238,
     "walruses": 0,
-    "lambdas": 44,
+    "lambdas": 46,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 13,

@@ -90,7 +90,7 @@ class SharedList:
 
     @property
     def name(self) -> str:
-        """Of no other list."""
+        """Unique to this list."""
         return os.readlink(self.path)
 
     def __reduce__(self) -> tuple[type[SharedList], tuple[str]]:

@@ -77,8 +77,8 @@ class FSDPKind(EngineKind):
     def traffic(
         self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
-        """Unit by unit, beside the computation of its neighbors. Parameters outside of all units come
-        first in a forward and last in a backward."""
+        """Unit by unit, beside the computation of its neighbors. Parameters outside of all units
+        come first in a forward and last in a backward."""
         W, k, stage = plan.world_size, plan.accum_steps, config.zero_stage
         S = 1 if stage == 0 else config.shard_ranks or W
         once = stage < 2 or config.reduce_gradients == "once"
