@@ -71,7 +71,7 @@ class Packing(NamedTuple):
     def unpacked(self, x: Tensor) -> Tensor:
         """[T, 1, width] -> [b, L, width], zeros behind each text."""
         zeros = x.new_zeros(len(self.last) * self.length, x.shape[-1])
-        return zeros.index_copy_(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
+        return zeros.index_copy(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
 
     def packed(self, x: Tensor) -> Tensor:
         """[b, L, width] -> [T, 1, width]"""
