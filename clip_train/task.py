@@ -36,8 +36,6 @@ whatever the model's precision. Gradients with respect to features have the same
 """
 # A micro-batch's texts are cut at multiples of this: each length is another shape to compile.
 TEXT_STEP = 8
-# Tokens among a micro-batch's places below which packing them pays: attention unpacks them again.
-PACKED_BELOW = 0.75
 
 
 @dataclass
@@ -56,7 +54,6 @@ class Batch:
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
     # n, see `text_lengths`; None: micro-batches hold texts as they are
     text_lengths: list[int] | None = None
-    pack_texts: bool = False  # where it pays, for a model that takes `num_tokens`
 
     def __len__(self) -> int:
         return len(self.images)
@@ -89,20 +86,22 @@ class Batch:
         to long texts, so that little padding is left. Texts are cut where all of them have ended,
         at one of few lengths, without asking the device.
         """
-        n = len(self)
+        n, context = self.texts.shape
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        lengths = self.text_lengths or [self.texts.shape[1]] * n
+        cuts = [context] * n
         order = None
-        if len(sizes) > 1 and num_steps(min(lengths)) < num_steps(max(lengths)):
-            on_host = torch.tensor(lengths).argsort(stable=True)
-            lengths = sorted(lengths)
-            if self.texts.is_cuda:
-                on_host = on_host.pin_memory()
-            order = on_host.to(self.texts.device, non_blocking=True)
+        if self.text_lengths is not None:
+            cuts = [min(-(-x // TEXT_STEP) * TEXT_STEP, context) for x in self.text_lengths]
+            if len(sizes) > 1 and min(cuts) < max(cuts):
+                on_host = torch.tensor(cuts).argsort(stable=True)
+                cuts.sort()
+                if self.texts.is_cuda:
+                    on_host = on_host.pin_memory()
+                order = on_host.to(self.texts.device, non_blocking=True)
         ends = list(itertools.accumulate(sizes))
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return MicroBatches(self, parts, lengths, order)
+        return MicroBatches(self, parts, [max(cuts[part]) for part in parts], order)
 
 
 @dataclass
@@ -111,29 +110,18 @@ class MicroBatches(Sequence["MicroBatch"]):
 
     batch: Batch
     parts: list[slice]  # k
-    lengths: list[int]  # n, of the texts, in the order of the parts
+    lengths: list[int]  # k, of the texts
     order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        part, batch = self.parts[index], self.batch
-        rows = part if self.order is None else self.order[part]
-        lengths = self.lengths[part]
-        texts = batch.texts[rows, : num_steps(max(lengths)) * TEXT_STEP]
-        tokens = sum(lengths)
-        return MicroBatch(
-            batch.images[rows],
-            texts,
-            batch.sample_seeds[rows],
-            None if self.order is None else rows,
-            tokens if batch.pack_texts and tokens < PACKED_BELOW * texts.numel() else None,
-        )
-
-
-def num_steps(length: int) -> int:
-    return -(-length // TEXT_STEP)
+        rows = self.parts[index] if self.order is None else self.order[self.parts[index]]
+        batch, length = self.batch, self.lengths[index]
+        texts = batch.texts[rows, :length]
+        places = None if self.order is None else rows
+        return MicroBatch(batch.images[rows], texts, batch.sample_seeds[rows], places)
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
@@ -155,7 +143,6 @@ class MicroBatch:
     sample_seeds: Tensor  # int64 [b]
     # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
     places: Tensor | None = None
-    num_tokens: int | None = None  # of the texts without padding, for a model that leaves it out
 
 
 class Flags(NamedTuple):
@@ -276,8 +263,7 @@ class Task:
         """
         images = micro_batch.images if only is None or "image" in only else None
         texts = micro_batch.texts if only is None or "text" in only else None
-        packed = () if micro_batch.num_tokens is None else (micro_batch.num_tokens,)
-        return named_features(*model(images, texts, micro_batch.sample_seeds, *packed))
+        return named_features(*model(images, texts, micro_batch.sample_seeds))
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
         """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs.

@@ -108,8 +108,6 @@ def build_loader(
     teacher = config.model.teacher_architecture()
     readers = [text] if teacher is None else [text, teacher.text_cfg]
     cut = all(each.ends and each.end_id == text.end_id for each in readers)
-    engine, architecture = config.engine, resolved.architecture
-    native = isinstance(architecture, Architecture) and architecture.own is None
     return dist.agreed(
         TrainLoader,
         config.data,
@@ -126,7 +124,6 @@ def build_loader(
         storage=config.storage,
         tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
         lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
-        pack_texts=native and engine.pack_texts and not engine.compile and engine.linear is None,
     )
 
 

@@ -6,7 +6,7 @@ Parameters have OpenCLIP's names. `b` samples, `L` tokens, `T` patches, `D` feat
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,35 +56,8 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-class Packing(NamedTuple):
-    """Where the tokens of b texts are if they follow one another without padding: [T, 1, width].
-
-    Linear layers see no padding then. Attention does: it is a few percent of a text's work.
-    """
-
-    seeds: Tensor | None  # int64 [T]: each token's sample's
-    places: Tensor  # int64 [T]: each token's place in its text
-    rows: Tensor  # int64 [T]: its place in [b * L]
-    last: Tensor  # int64 [b]: the last token of each text, a place in [T]
-    length: int  # L
-
-    def unpacked(self, x: Tensor) -> Tensor:
-        """[T, 1, width] -> [b, L, width], zeros behind each text."""
-        zeros = x.new_zeros(len(self.last) * self.length, x.shape[-1])
-        return zeros.index_copy(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
-
-    def packed(self, x: Tensor) -> Tensor:
-        """[b, L, width] -> [T, 1, width]"""
-        return x.flatten(0, 1).index_select(0, self.rows).unsqueeze(1)
-
-
-def at(x: Tensor, token: Tensor, packing: Packing | None) -> Tensor:
-    """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample.
-
-    packing: that of x, [T, 1, width], whose texts end with their tokens.
-    """
-    if packing is not None:
-        return x.index_select(0, packing.last)
+def at(x: Tensor, token: Tensor) -> Tensor:
+    """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample."""
     return x[torch.arange(len(x), device=x.device), token].unsqueeze(1)
 
 
@@ -169,35 +142,31 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = Linear(width, width, projection_std, zero_bias=True)
 
-    def forward(
-        self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, causal: bool, token: Tensor | None = None) -> Tensor:
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
-        width]. With `packing`, [T, 1, width] takes the place of [b, L, width].
+        width].
         """
         seen = None
         if token is None:
-            q, k, v = self._heads(linear(x, self.in_proj_weight, self.in_proj_bias), 3, packing)
+            q, k, v = self._heads(linear(x, self.in_proj_weight, self.in_proj_bias), 3)
         else:
             # All tokens are keys and values. The backward of a split writes the gradient once.
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(linear(at(x, token, packing), query, query_bias), 1)
-            k, v = self._heads(linear(x, key_value, key_value_bias), 2, packing)
+            (q,) = self._heads(linear(at(x, token), query, query_bias), 1)
+            k, v = self._heads(linear(x, key_value, key_value_bias), 2)
             if causal:
-                seen = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
+                seen = (torch.arange(x.shape[1], device=x.device) <= token[:, None])[
                     :, None, None
                 ]  # [b, 1, 1, L]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=causal and token is None
         )
-        out = out.transpose(1, 2).flatten(2)
-        return self.out_proj(out if packing is None or token is not None else packing.packed(out))
+        return self.out_proj(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> Tensor:
-        """[b, L, parts * width], or [T, 1, parts * width] -> [parts, b, heads, L, width / heads]"""
-        joined = joined if packing is None else packing.unpacked(joined)
-        return joined.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
+    def _heads(self, packed: Tensor, parts: int) -> Tensor:
+        """[b, L, parts * width] -> [parts, b, heads, L, width / heads]"""
+        return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
             2, 0, 3, 1, 4
         )
 
@@ -246,21 +215,12 @@ class Block(nn.Module):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        sample_seeds: Tensor | None,
-        token: Tensor | None = None,
-        packing: Packing | None = None,
+        self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
     ) -> Tensor:
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
-        [b, 1, width], for which the others are needed only as keys and values. With `packing`,
-        [T, 1, width] takes the place of [b, L, width]."""
-        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token, packing))
-        if token is not None:
-            x = at(x, token, packing)
-        elif packing is not None:  # each token gets the mask that it has in its sample
-            sample_seeds, token = packing.seeds, packing.places
-        x = x + self.drop_1(attended, sample_seeds, token)
+        [b, 1, width], for which the others are needed only as keys and values."""
+        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token))
+        x = (x if token is None else at(x, token)) + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
 
 
@@ -275,33 +235,20 @@ class Transformer(nn.Module):
         self.resblocks = nn.ModuleList(blocks)
         self.activation_checkpointing, self.one_token = activation_checkpointing, one_token
 
-    def forward(
-        self,
-        x: Tensor,
-        sample_seeds: Tensor | None,
-        token: Tensor,
-        packing: Packing | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor) -> Tensor:
         """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read.
 
-        Without `one_token` all tokens: [b, L, width]. With `packing`, x is [T, 1, width].
+        Without `one_token` all tokens: [b, L, width].
         """
-        more = () if packing is None else (packing,)
         for i, block in enumerate(self.resblocks):
             asked = token if self.one_token and i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
                 x = checkpoint(
-                    block,
-                    x,
-                    sample_seeds,
-                    asked,
-                    *more,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
+                    block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = block(x, sample_seeds, asked, *more)
+                x = block(x, sample_seeds, asked)
         return x
 
 

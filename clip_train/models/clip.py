@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +17,6 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.blocks import (
     Block,
     Outputs,
-    Packing,
     Transformer,
     VisionTower,
     normal_parameter,
@@ -80,7 +78,6 @@ class CLIP(nn.Module):
         images: Tensor | None = None,
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
-        num_tokens: int | None = None,
     ) -> Outputs:
         """Encode what is given. Call the model itself: ZeRO-3 gathers parameters in no other way.
 
@@ -88,7 +85,6 @@ class CLIP(nn.Module):
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
             texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
-            num_tokens: of the texts up to their ends. Given, they are computed without padding.
 
         Returns:
             image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)
@@ -100,12 +96,10 @@ class CLIP(nn.Module):
                 or texts.
         """
         image = None if images is None else self.visual(images, sample_seeds)
-        text = None if texts is None else self._text_features(texts, sample_seeds, num_tokens)
+        text = None if texts is None else self._text_features(texts, sample_seeds)
         return outputs(self, image, text)
 
-    def _text_features(
-        self, texts: Tensor, sample_seeds: Tensor | None, num_tokens: int | None
-    ) -> Tensor:
+    def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
         """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off."""
         cfg = self.architecture.text_cfg
         if (
@@ -116,35 +110,14 @@ class CLIP(nn.Module):
             raise ValueError(
                 f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}"
             )
+        # [b, L, width]
+        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         if cfg.pool_type in ("argmax", "eos"):
             token = text_ends(texts, cfg.end_id)
         else:
             place = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
             token = torch.full((len(texts),), place, dtype=torch.int64, device=texts.device)
-        packing = None
-        if num_tokens is None or not cfg.ends:
-            # [b, L, width]
-            x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
-        else:
-            packing = self._packing(texts, token, sample_seeds, num_tokens)
-            positions = F.embedding(packing.places, self.positional_embedding)
-            x = (self.token_embedding(texts.flatten()[packing.rows]) + positions).unsqueeze(1)
-        x = self.transformer(x, sample_seeds, token, packing)[:, 0]
-        return self.ln_final(x) @ self.text_projection
-
-    @staticmethod
-    def _packing(
-        texts: Tensor, token: Tensor, sample_seeds: Tensor | None, num_tokens: int
-    ) -> Packing:
-        """token: int64 [b], where each text ends. The host does not wait for the device."""
-        b, length = texts.shape
-        last = (token + 1).cumsum(0) - 1
-        sample = torch.arange(b, device=texts.device).repeat_interleave(
-            token + 1, output_size=num_tokens
-        )
-        places = torch.arange(num_tokens, device=texts.device) - (last - token)[sample]
-        seeds = None if sample_seeds is None else sample_seeds[sample]
-        return Packing(seeds, places, sample * length + places, last, length)
+        return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
 
 
 def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitecture:

@@ -56,9 +56,6 @@ class EngineConfig(Settings):
     compile: Annotated[bool | Literal["auto"], Rounding] = "auto"
     """torch.compile each block of both towers (inductor), on either engine. auto: on GPUs, where
     Triton and a C compiler are installed."""
-    pack_texts: Annotated[bool, Rounding] = True
-    """Compute the texts of a micro-batch without their padding, where that is more than a quarter
-    of it. Not with engine.compile, engine.linear or a model that is not one of ours."""
     deterministic: Annotated[bool, Rounding] = False
     """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
     takes algorithms without atomics, in attention too, and refuses an operator that has none; NCCL
