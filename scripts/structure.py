@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_816,
-    "functions": 1_238,
+    "statements": 14_769,
+    "functions": 1_234,
     "walruses": 0,
     "lambdas": 46,
     "statements in a module": 330,
