@@ -76,7 +76,14 @@ def build_engine(
     # DeepSpeed prints its memory use while it sets up, whatever the log level: nobody needs it.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
+        try:
+            with deepspeed.zero.Init(enabled=stage == 3, config_dict_or_path=ds_config):
+                model = make_model()
+        except UserError:
+            # Towers of transformers write initial values into parameters, which are empty within
+            # zero.Init. `initialize` shards a whole model as well, and needs memory for it.
+            if stage < 3:
+                raise
             model = make_model()
         for name, p in model.named_parameters():
             if len(getattr(p, "ds_shape", p.shape)) == 0 or not p.is_contiguous():
