@@ -31,8 +31,8 @@ def free() -> dict[str, Any]:
     return told
 
 
-# ZeRO 1 needs 200 MB more: DeepSpeed's bucket, which is where its memory ends, in the midst of a backward
-@pytest.mark.parametrize("kind, spare_mib", [("plain", 150), ("zero 1", 320)])
+# ZeRO 1 needs 230 MB more: DeepSpeed's bucket, which is where its memory ends, in the midst of a backward
+@pytest.mark.parametrize("kind, spare_mib", [("plain", 150), ("zero 1", 380)])
 def test_a_run_goes_on_where_its_address_space_ends(free, kind, spare_mib):
     (cut,) = run_ranks(limited, 1, kind, spare_mib)
     assert free["log"] == [] and cut["log"]
