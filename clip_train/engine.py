@@ -281,7 +281,7 @@ class Engine(abc.ABC):
 
     def _clip_with_flags(self, squares: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
         """`_clip` after one sum over ranks, of `squares` of this rank's part and of the flags."""
-        total = dist.all_reduce_sum(torch.cat([squares.to(self.device), flags]))
+        total = dist.all_reduce_sum(torch.cat([squares.to(self.device, non_blocking=True), flags]))
         squares, flags = total.split([len(squares), len(flags)])
         return self._clip(squares), flags
 
