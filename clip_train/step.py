@@ -37,7 +37,7 @@ Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a s
 
 
 class StepDiscarded(Exception):
-    """On all ranks, because of flags that a rank has set: the gradients were thrown away."""
+    """On all ranks, before the update, because of a flag that a rank has set."""
 
     def __init__(self, flags: Flags) -> None:
         super().__init__(flags)
@@ -80,7 +80,6 @@ def train_step(
         values, norms_read, set_by = read_together(numbers, norms, flags_set)
         agreed = Flags(*(ranks > 0 for ranks in set_by))
         if agreed.failed or agreed.again:
-            engine.discard_gradients()
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break

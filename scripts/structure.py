@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_773,
+    "statements": 14_772,
     "functions": 1_234,
     "walruses": 0,
     "lambdas": 46,

@@ -95,7 +95,7 @@ def engine(
 ) -> dict[str, Any]:
     """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels.
 
-    part: what is counted after three steps, in place of a step. section: of the recipe's `engine`.
+    part: is counted after three steps, instead of a step. section: of the recipe's `engine`.
     """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     architecture = small_clip()
