@@ -1,7 +1,5 @@
 """What looks at a run from the outside: progress, records, the watchdog, a user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ that process. Every process that is going to write takes the next epoch. A write
 longer the highest may not commit. The newest checkpoint has the highest (epoch, step).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -52,7 +50,7 @@ class CommitRef(NamedTuple):
         return f"commit/e{self.epoch:06d}-s{self.step:010d}.json"
 
     @classmethod
-    def parse(cls, name: str) -> CommitRef | None:
+    def parse(cls, name: str) -> "CommitRef | None":
         """None for a file that is no commit marker."""
         match = _COMMIT_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None

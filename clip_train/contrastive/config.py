@@ -1,7 +1,5 @@
 """The `loss` section of the recipe."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt

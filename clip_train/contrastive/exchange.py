@@ -1,7 +1,5 @@
 """Which rank holds which samples of the global batch, and how ranks get each other's features."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +43,7 @@ class Pairs:
     first: int = 0  # the place of this rank's first sample in the batch
 
     @classmethod
-    def of(cls, features: Features, global_size: int | None) -> Pairs:
+    def of(cls, features: Features, global_size: int | None) -> "Pairs":
         """The pairs for a loss with a softmax. ValueError for a model with a bias."""
         if "logit_bias" in features:
             raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
@@ -53,7 +51,7 @@ class Pairs:
         return cls.gathered(features["image"], features["text"], counts)
 
     @classmethod
-    def gathered(cls, image: Tensor, text: Tensor, counts: Sequence[int]) -> Pairs:
+    def gathered(cls, image: Tensor, text: Tensor, counts: Sequence[int]) -> "Pairs":
         """counts: samples of every rank. One collective: 2 N D values."""
         if len(counts) == 1:
             return cls(image, text, image, text, counts)

@@ -12,8 +12,6 @@ banks and distillation need nothing else of the logits. The positive is kept out
 and gradient then keep their digits when the loss is tiny.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,7 +62,7 @@ class Softmaxes:
         sum_over_ranks: Callable[[Tensor], Tensor],
         *,
         deferred: bool,
-    ) -> Softmaxes:
+    ) -> "Softmaxes":
         """rows: this rank's blocks of S. Over all ranks they hold every negative of every pair
         once, and one block holds all of a row. cols: the same for S^T.
 
@@ -96,7 +94,7 @@ class Softmaxes:
         return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe, size)
 
     @classmethod
-    def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> Softmaxes:
+    def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> "Softmaxes":
         """The softmaxes of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
         return cls.over(

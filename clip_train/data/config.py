@@ -1,8 +1,6 @@
 """The `data` section of a recipe, what follows from it, and a first look whether the shards fit
 it."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

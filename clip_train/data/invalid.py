@@ -5,8 +5,6 @@ A sample that cannot be used keeps its place in the order, and another one fills
 stay full.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ An I/O error is retried and then ends the run: it is never an invalid sample. Da
 is one, once it is there again when it is read again.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -110,7 +108,7 @@ class Files:
     @classmethod
     def of(
         cls, index: ShardIndex, storage: StorageConfig, start: int = 0, stop: int | None = None
-    ) -> Files:
+    ) -> "Files":
         """Shards [start, stop) of an index, all of which are counted; None: to the last one."""
         counts = [index.count(shard) or 0 for shard in index.shards[start:stop]]
         packed = array("I" if max(counts) < 1 << 32 else "Q", counts)

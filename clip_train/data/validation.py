@@ -1,8 +1,6 @@
 """The data that is evaluated on, every sample on exactly one rank, in order. Shards, or a folder of
 images."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ class ImageFolder:
     files: list[tuple[str, int]]  # path below root, label
 
     @classmethod
-    def find(cls, place: str, field: str) -> ImageFolder | None:
+    def find(cls, place: str, field: str) -> "ImageFolder | None":
         """None if it is something else: shards or their folder. UserError for a folder without
         images."""
         root = None if is_remote(place) else local_path(place)

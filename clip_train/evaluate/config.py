@@ -1,7 +1,5 @@
 """The recipe's `evaluate` section."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, model_validator

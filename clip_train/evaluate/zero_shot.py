@@ -4,8 +4,6 @@ its features.
 `C` classes, `b` images, `D` features.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -65,13 +63,13 @@ class ZeroShotClasses(BaseModel):
         return templates
 
     @model_validator(mode="after")
-    def _captions_are_of_classes(self) -> ZeroShotClasses:
+    def _captions_are_of_classes(self) -> "ZeroShotClasses":
         for caption, target in self.captions.items():
             self._index(target, f"captions[{caption!r}]")
         return self
 
     @classmethod
-    def load(cls, place: str, templates: str | None = None) -> ZeroShotClasses:
+    def load(cls, place: str, templates: str | None = None) -> "ZeroShotClasses":
         """ImageNet's by name, or those of a JSON file, local or remote; with the named templates
         or its own. UserError."""
         field = f"evaluate.zero_shot_classes: {place}"

@@ -4,8 +4,6 @@ The same function decides at the start of a run and in `clip-train plan`. `n` sa
 through the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import astuple, dataclass, replace
 
@@ -36,7 +34,7 @@ class Profile:
     def peak(self) -> float:
         return max(self.building, self.backward)
 
-    def deeper(self, more: Profile, less: Profile, times: int) -> Profile:
+    def deeper(self, more: "Profile", less: "Profile", times: int) -> "Profile":
         """With `times` more blocks. `more` has one block more than `less`.
 
         Without a graph no block is held.

@@ -1,7 +1,5 @@
 """What a user watches: a progress bar, or a line of the log every so many seconds."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -11,8 +11,6 @@ Curves are SVG of at most 1,000 points each, whatever the length of the run; not
 elsewhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

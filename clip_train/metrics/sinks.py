@@ -1,8 +1,6 @@
 """Where records go: `metrics.jsonl` and `eval.jsonl` (always), the report, TensorBoard, Weights &
 Biases."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +101,7 @@ class Sinks(Callback):
         resume_step: int = 0,
         recipe: dict[str, Any] | None = None,
         skipped: Skipped | None = None,
-    ) -> Sinks:
+    ) -> "Sinks":
         """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes
         the sinks that fail. OSError for the files."""
         skipped = skipped or Skipped()

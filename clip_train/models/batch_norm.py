@@ -5,8 +5,6 @@ The running statistics see each sample of a step once.
 `P` values of a channel (samples times pixels) on this rank, `C` channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,7 +123,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var), self.momentum)
         self.num_batches_tracked += 1
 
-    def _apply(self, fn: Any, recurse: bool = True) -> BatchNorm2d:
+    def _apply(self, fn: Any, recurse: bool = True) -> "BatchNorm2d":
         """`model.to(bfloat16)` does not round statistics: they move by a tenth of a difference."""
         before = {name: getattr(self, name) for name in ("running_mean", "running_var")}
         super()._apply(fn, recurse)

@@ -1,7 +1,5 @@
 """The `optim` section of the recipe."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat

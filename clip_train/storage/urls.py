@@ -1,7 +1,5 @@
 """From a path or URL, as a user writes it, to an open file or a storage."""
 
-from __future__ import annotations
-
 import glob as local_glob
 import io
 import os

@@ -3,8 +3,6 @@
 All mistakes are reported at once, each with its path, its value and what to write instead.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator
@@ -162,7 +160,7 @@ class RunConfig(Settings):
         """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
-    def updated(self, **sections: dict[str, Any]) -> RunConfig:
+    def updated(self, **sections: dict[str, Any]) -> "RunConfig":
         """With other values for keys of these sections."""
         changed = {
             name: getattr(self, name).model_copy(update=values) for name, values in sections.items()
