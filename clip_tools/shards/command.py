@@ -6,16 +6,13 @@ import argparse
 import itertools
 import json
 import os
-from array import array
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from clip_tools.shards.convert import Row, Written, make_shards, read_rows, same_settings
+from clip_tools.shards.convert import make_shards, read_rows, same_settings, stats_file
 from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
@@ -41,41 +38,33 @@ def run(args: argparse.Namespace) -> int:
     further = {"label_key": args.label_key, "keep_columns": args.keep_columns}
     same_settings(folder, settings | {key: value for key, value in further.items() if value})
     images = Path(args.images).expanduser() if args.images else root
-    digests = array("q")  # 8 bytes a row
-
-    def noted(row: Row) -> Row:
-        digests.append(hash(repr((row.image, row.captions))))
-        return row
-
-    rows = map(noted, itertools.chain(first, read))
+    rows = itertools.chain(first, read)
     written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)
     console = Console(stderr=True)
-    done = list(track(written, "writing shards", console=console, disable=args.quiet))
-    reasons = Counter(reason for each in done for _, reason in each.left_out)
-    if not any(shard.samples for shard in done):
+    paths = list(track(written, "writing shards", console=console, disable=args.quiet))
+    stats = [json.loads(stats_file(path).read_text()) for path in paths]
+    left_out = [image_and_reason for shard in stats for image_and_reason in shard["left_out"]]
+    reasons = Counter(reason for _, reason in left_out)
+    if not any(shard["successes"] for shard in stats):
         raise DataError(f"no sample could be made: {', '.join(sorted(reasons))}")
     if reasons:
         print(f"{reasons.total():,} rows were left out:")
         for reason, count in reasons.most_common():
-            example = next(image for each in done for image, why in each.left_out if why == reason)
+            example = next(image for image, why in left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
-    repeated = len(digests) - len(np.unique(digests))
-    if repeated:
-        print(f"{repeated:,} rows repeat an earlier row (same image, same captions) and are kept")
-    paths = [str(each.path) for each in done]
-    run_index(paths, caption_key=None, workers=workers, check=False, quiet=args.quiet)
+    run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
-        _describe_labels(args.label_key, first[0].label_key is not None, done, folder)
+        labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
+        _describe_labels(args.label_key, labels, folder, named=first[0].label_key is not None)
     recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
-    numbers = f"{{{done[0].path.stem}..{done[-1].path.stem}}}" if len(done) > 1 else "00000"
+    numbers = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
     print(f"next: clip-train train {recipe} data.train='{folder}/{numbers}.tar'")
     return 0
 
 
-def _describe_labels(key: str, named: bool, done: Sequence[Written], folder: Path) -> None:
+def _describe_labels(key: str, labels: Counter[str], folder: Path, *, named: bool) -> None:
     """What evaluation needs to know of the labels; names also become the file of classes."""
-    labels = sum((Counter(each.labels) for each in done), Counter[str]())
     missing = labels.pop("", 0)
     if missing:
         print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")

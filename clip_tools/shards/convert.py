@@ -44,8 +44,9 @@ SETTINGS = "shards.json"  # what the shards of a folder were made of
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 ROWS_AT_ONCE = 1000
-OPEN_QUOTE = 'a quote (") is not closed: close it, or write "" for a quote within a quoted text'
-TOO_LONG = "a text of more than 131,072 characters"
+UNREADABLE = (
+    'a quote (") that is not closed: close it, or write "" for a quote within a quoted text'
+)
 TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
 
 
@@ -59,16 +60,6 @@ class Row:
     label_key: str | None = None  # the field of the `.json` for a name; None: labels are numbers
     problem: str | None = None  # why it could not be read; `image` is then its place in the table
     kept: Mapping[str, Any] = field(default_factory=dict)  # further fields of the `.json`
-
-
-@dataclass(frozen=True)
-class Written:
-    """What became of one shard's rows."""
-
-    path: Path
-    samples: int
-    left_out: list[tuple[str, str]]  # image, reason
-    labels: Mapping[str, int] = field(default_factory=dict)  # label -> samples; "": without one
 
 
 def read_rows(
@@ -164,41 +155,22 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
 
 
 def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
-    """Each line of a row that cannot be read, or whose open quote takes other rows, is a `Row` with
-    a problem."""
+    """A row that cannot be read is a `Row` with a problem, at the line where it ends."""
     with source.open(newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
-        delimiter = "\t" if "\t" in first else ","
-        header = next(csv.reader([first], delimiter=delimiter), [])
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        delimiter = "\t" if "\t" in file.readline() else ","
+        file.seek(0)
+        table = csv.DictReader(file, delimiter=delimiter, strict=True)
         while True:
-            start, problem = reader.line_num, ""
-            cells: list[str] = []
+            record: dict[Any, Any] | Row
             try:
-                cells = next(reader)
+                record = next(table)
             except StopIteration:
                 return
             except csv.Error as e:
-                problem = TOO_LONG if "limit" in str(e) else OPEN_QUOTE
-            texts = [line for cell in cells for line in cell.splitlines()[1:]]
-            if any(_is_row(text, delimiter, len(header)) for text in texts):
-                problem = OPEN_QUOTE
-            elif len(cells) > len(header):
-                problem = TOO_MANY
-            if problem:
-                for number in range(start, reader.line_num):
-                    yield Row(f"line {number + 2}", {}, problem=problem)
-            elif cells:
-                yield dict(itertools.zip_longest(header, cells))
-
-
-def _is_row(line: str, delimiter: str, columns: int) -> bool:
-    """Whether a line within a quoted text is more likely the table's next row: it names an
-    image.
-    """
-    cells = line.strip().split(delimiter)
-    extensions = [cell.strip(' "').rpartition(".")[2].lower() for cell in cells]
-    return len(cells) >= columns and any(each in IMAGE_EXTENSIONS for each in extensions)
+                record = Row(f"line {table.reader.line_num}", {}, problem=f"{UNREADABLE} ({e})")
+            if isinstance(record, dict) and None in record:
+                record = Row(f"line {table.reader.line_num}", {}, problem=TOO_MANY)
+            yield record
 
 
 def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
@@ -237,9 +209,10 @@ READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Row]]] = {
 
 def make_shards(
     rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int
-) -> Iterator[Written]:
-    """Write every shard that is not there yet. root: where relative paths of images begin.
-    OSError.
+) -> Iterator[Path]:
+    """Write every shard that is not there yet, and yield all of them, in order. OSError.
+
+    root: where relative paths of images begin.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = iter(rows)
@@ -256,14 +229,17 @@ def make_shards(
             yield from pool.map(write, *zip(*some, strict=True))
 
 
-def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Written:
-    """One shard, whole or not at all; as it is where it is there already."""
+def stats_file(shard: Path) -> Path:
+    """Beside it: `count`, `successes`, `left_out` (image, reason) and the number of each label."""
+    return shard.with_name(shard.stem + STATS_SUFFIX)
+
+
+def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Path:
+    """One shard with its statistics, whole or not at all; as it is where it is there already."""
     path = folder / f"{number:05d}.tar"
-    stats = path.with_name(path.stem + STATS_SUFFIX)
+    stats = stats_file(path)
     if path.exists() and stats.exists():
-        found = json.loads(stats.read_text())
-        left = [tuple(each) for each in found["left_out"]]
-        return Written(path, found["successes"], left, found.get("labels", {}))
+        return path
     samples, left_out = [], []
     labels: Counter[str] = Counter()
     for i, row in enumerate(rows, number * per_shard):
@@ -279,8 +255,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         (folder / part).write_bytes(bytes(10240))
     found = {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
     stats.write_text(json.dumps(found))
-    (folder / part).replace(path)
-    return Written(path, len(samples), left_out, labels)
+    return (folder / part).replace(path)
 
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:
