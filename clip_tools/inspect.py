@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -252,10 +251,10 @@ def list_run(args: argparse.Namespace) -> int:
     """Print a run's committed checkpoints, here and in the remote store. 1 if one is not whole."""
     _, places, _ = find_run(args.place, args.overrides)
     lines = list_checkpoints(places, verify=args.verify)
-    status = 1 if any(line.problem for line in lines) else 0
+    status = 1 if any(line["problem"] for line in lines) else 0
     urls = [storage.url for storage in places if storage is not None]
     if args.json:
-        print(json.dumps({"places": urls, "checkpoints": [*map(asdict, lines)]}))
+        print(json.dumps({"places": urls, "checkpoints": lines}))
         return status
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not lines:
@@ -268,16 +267,18 @@ def list_run(args: argparse.Namespace) -> int:
         )
     for line in lines:
         held = "?"
-        if line.engine is not None:
-            held = f"{line.ranks} x {describe(line.engine)}, {line.engine.get('precision')}"
+        if line["engine"] is not None:
+            held = (
+                f"{line['ranks']} x {describe(line['engine'])}, {line['engine'].get('precision')}"
+            )
         table.add_row(
-            str(line.step),
-            str(line.epoch),
-            line.created.removesuffix("+00:00").replace("T", " "),
-            f"{line.num_bytes / 1e6:,.1f}",
+            str(line["step"]),
+            str(line["epoch"]),
+            line["created"].removesuffix("+00:00").replace("T", " "),
+            f"{line['num_bytes'] / 1e6:,.1f}",
             held,
-            line.where,
-            line.problem or ("complete, every byte verified" if args.verify else "complete"),
+            line["where"],
+            line["problem"] or ("complete, every byte verified" if args.verify else "complete"),
         )
     console.print(table)
     console.print(" ".join(["in", *urls]), soft_wrap=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from clip_train.checkpoint.config import try_all
-from clip_train.errors import UserError
+from clip_train.checkpoint.config import preflight
+from clip_train.errors import ClipTrainError, UserError
 from clip_train.models.clip import count_parameters
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
@@ -64,10 +64,13 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
         yield ok("S3", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}")
         return
     storage = open_storage(remote, patience_seconds=patience_seconds)
-    for trial in try_all(storage):
-        make = error if trial.error is not None else warning
-        message = f"checkpoint.remote ({storage.url}) {trial.result}"
-        yield make("S3", message, trial.remedy) if trial.remedy else ok("S3", message)
+    try:
+        for text in preflight(storage):
+            yield warning("S3", *text.rsplit("; ", 1))
+        can = "can be listed, read, written to (conditionally, too) and have files deleted"
+        yield ok("S3", f"checkpoint.remote ({storage.url}) {can}")
+    except ClipTrainError as e:
+        yield error("S3", *str(e).rsplit("; ", 1))
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:

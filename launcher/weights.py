@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from clip_train import dist
-from clip_train.checkpoint.inspect import open_to_look, places_of
+from clip_train.checkpoint.config import locate
+from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places
+from clip_train.checkpoint.restore import Places, places_at
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import parse_saved
@@ -176,7 +177,8 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places
     """
     recipe = recipe_in(place)
     if recipe is None:
-        return None, *places_of(place)
+        root, only = dist.on_main(locate, place)
+        return None, places_at(root), only
     config, here = load_config(recipe, overrides), local_path(place)
     moved = (here / "checkpoints").is_dir()
     folder = (here if moved else config.run_dir) / "checkpoints"

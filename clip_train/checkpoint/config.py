@@ -3,8 +3,6 @@
 import contextlib
 import errno
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,53 +133,31 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
 _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One thing that was tried. Without `remedy` it went well; without `error` training can start
-    all the same.
-    """
-
-    result: str  # what the store does, or cannot do
-    remedy: str = ""
-    error: ClipTrainError | None = None
-
-
-_IGNORES_CONDITIONS = Trial(
+_IGNORES_CONDITIONS = (
     "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
-    "both take it for theirs",
-    "What still holds: a checkpoint is whole or is not one, and a run that was started earlier "
-    "stops at its next save. Make sure that no two jobs use this checkpoint.remote at once",
+    "both take it for theirs. What still holds: a checkpoint is whole or is not one, and a run that "
+    "was started earlier stops at its next save; make sure that no two jobs use this "
+    "checkpoint.remote at once"
 )
 
 
 def preflight(storage: Storage) -> list[str]:
-    """Try all that a run does with its store: returns warnings.
+    """Try all that a run does with its store, and remove the files of it. Returns warnings.
 
-    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): what cannot
-    be done, and why.
+    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): the first
+    operation that fails, and why.
     """
-    trials = list(try_all(storage))
-    for each in trials:
-        if each.error is not None:
-            raise each.error
-    return [f"{storage.url} {each.result}. {each.remedy}" for each in trials if each.remedy]
-
-
-def try_all(storage: Storage) -> Iterator[Trial]:
-    """Try one operation after the other, up to the first that fails. Removes its files."""
     folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()
     file, once = f"{folder}/file", f"{folder}/once"
+    warnings = []
     doing, right = "be listed", "s3:ListBucket"  # for the error, and the right it needs on S3
     try:
         storage.list("commit")
-        yield Trial("is there and can be listed")
         doing, right = "be written to", "s3:PutObject"
         storage.put_bytes(file, content)
-        yield Trial("can be written to")
         doing, right = "be read", "s3:GetObject"
         if storage.read_bytes(file) != content:
             raise CheckpointError("gives back other bytes than were written")
-        yield Trial("reads back what was written")
         doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
         # two writers, of which one may win: this is how leases and commits are taken
         if not storage.put_bytes(once, b"first", if_absent=True):
@@ -189,26 +165,24 @@ def try_all(storage: Storage) -> Iterator[Trial]:
                 "refuses a conditional write (If-None-Match) to a name that is new"
             )
         if storage.put_bytes(once, b"second", if_absent=True):
-            yield _IGNORES_CONDITIONS
-        else:
-            yield Trial("honors conditional writes: of two runs only one can commit")
+            warnings.append(f"checkpoint.remote ({storage.url}) {_IGNORES_CONDITIONS}")
         doing, right = "have files deleted (retention does)", "s3:DeleteObject"
         for name in (file, once):
             storage.delete(name)
             if storage.exists(name):
                 raise CheckpointError(f"still has {name}, which was deleted")
-        yield Trial("can have files deleted; nothing of this check is left")
     except (OSError, ClipTrainError) as e:
-        yield _failed(storage.url, doing, right, e)
+        raise _failed(storage.url, doing, right, e) from e
     finally:
         with contextlib.suppress(OSError, ClipTrainError):
             if doing != "be listed":
                 storage.delete_tree(folder)
             if isinstance(storage, LocalStorage):  # unless another one is at it
                 storage.path(folder).parent.rmdir()
+    return warnings
 
 
-def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Trial:
+def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> ClipTrainError:
     """What went wrong, and what to do. A server that is only busy is not the user's mistake."""
     kind: type[ClipTrainError] = UserError
     result = f"cannot {doing}: {e}"
@@ -222,11 +196,9 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Tr
         lasts = isinstance(e, PermissionError | RefusedError) or e.errno in _LASTING
         if not lasts:
             kind = CheckpointError
-            remedy = "try again; if it stays so, check the network, the URL and AWS_ENDPOINT_URL"
+            remedy = "try again, and if it stays so check the network, the URL and AWS_ENDPOINT_URL"
         elif head:
             result, remedy = head, f"{advice} ({right})" if "the right" in advice else advice
         else:
             remedy = "mend its permissions, or choose another place"
-    error = kind(f"checkpoint.remote ({url}) {result}; {remedy}")
-    error.__cause__ = e
-    return Trial(result, remedy, error)
+    return kind(f"checkpoint.remote ({url}) {result}; {remedy}")

@@ -1,6 +1,5 @@
 """Looking at checkpoints without changing anything: all of them, or one to export or evaluate."""
 
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,66 +12,55 @@ from clip_train.checkpoint.commit import (
     read_found,
     readable,
 )
-from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef, FormatError, blocks_of
 from clip_train.checkpoint.reader import PARALLEL_BLOCKS, fetch_block
 from clip_train.checkpoint.restore import (
     Places,
     Resumed,
     list_places,
-    places_at,
     resolve,
 )
 from clip_train.errors import UserError
 from clip_train.storage.base import Storage
 
 
-@dataclass(frozen=True)
-class Line:
-    """One committed checkpoint."""
+def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
+    """Those of each store, newest first, as JSON. verify: read every byte. CheckpointError.
 
-    step: int
-    epoch: int
-    where: str  # "local", "remote"
-    problem: str | None = None  # None: it is whole, as far as was looked
-    num_bytes: int = 0
-    created: str = ""  # ISO 8601, UTC; "": not known
-    ranks: int | None = None
-    engine: dict[str, Any] | None = None  # its section of the recipe; None: not known
-
-
-def list_checkpoints(places: Places, *, verify: bool) -> list[Line]:
-    """Those of each store, newest first. verify: read every byte. CheckpointError."""
-    lines: list[Line] = []
+    `problem` is null where the checkpoint is whole, as far as was looked. What is not known of a
+    damaged one is null or empty: `num_bytes`, `created` (ISO 8601, UTC), `ranks`, and `engine`, the
+    section of its recipe.
+    """
+    lines = []
     for where, storage in zip(("local", "remote"), places, strict=True):
         if storage is not None:
             with readable(storage.url):
                 for ref in list_commits(storage):
-                    lines.append(_examine(storage, where, ref, verify=verify))
-    return sorted(lines, key=lambda line: (-line.epoch, -line.step))
+                    known = _examine(storage, ref, verify=verify)
+                    lines.append({"step": ref.step, "epoch": ref.epoch, "where": where, **known})
+    return sorted(lines, key=lambda line: (-line["epoch"], -line["step"]))
 
 
-def _examine(storage: Storage, where: str, ref: CommitRef, *, verify: bool) -> Line:
+def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any]:
     """OSError where it cannot be determined whether the checkpoint is whole."""
-    line = Line(ref.step, ref.epoch, where)
+    known = {"problem": None, "num_bytes": 0, "created": "", "ranks": None, "engine": None}
     try:
         found = read_found(storage, ref)
         whole = found.manifest
-        line = replace(
-            line,
-            num_bytes=sum(entry.size for entry in whole.files),
-            created=whole.created,
-            ranks=whole.world_size,
-            engine=whole.state.get("recipe", {}).get("engine", {}),
-        )
+        known |= {
+            "num_bytes": sum(entry.size for entry in whole.files),
+            "created": whole.created,
+            "ranks": whole.world_size,
+            "engine": whole.state.get("recipe", {}).get("engine", {}),
+        }
         if verify:
             check = partial(fetch_block, storage, found.commit.prefix)
             blocks = list(chain(*blocks_of(whole.files)))
             for _ in in_parallel(check, blocks, PARALLEL_BLOCKS):
                 pass
     except (DamagedError, FormatError) as e:
-        line = replace(line, problem=str(e))
-    return line
+        known["problem"] = str(e)
+    return known
 
 
 # -- one checkpoint
@@ -109,9 +97,3 @@ def open_to_look(
             "its commit/*.json"
         )
     return found
-
-
-def places_of(place: str) -> tuple[Places, CommitRef | None]:
-    """What a folder or a URL means, to look at it. UserError where there are no checkpoints."""
-    root, only = dist.on_main(locate, place)
-    return places_at(root), only

@@ -76,7 +76,7 @@ def test_a_folder_as_the_remote_store(recipe, tmp_path):
     """Each right is tried, and nothing is left in it."""
     config = load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'remote'}"])
     findings = list(check_store(config))
-    assert [f.level for f in findings] == ["ok"] * 5
+    assert [f.level for f in findings] == ["ok"]
     assert list((tmp_path / "remote").rglob("*")) == []
     (tmp_path / "file").touch()
     findings = list(

@@ -129,7 +129,8 @@ def test_no_secret_is_told_or_kept(
 
 @pytest.mark.full
 def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) -> None:
-    from clip_train.checkpoint.inspect import list_checkpoints, open_to_look, places_of
+    from clip_train.checkpoint.inspect import list_checkpoints, open_to_look
+    from clip_train.checkpoint.restore import places_at
 
     run = Run(tmp_path, url, keep_last=3, orphan_grace_minutes=10.0)
     assert run.save(1) and run.save(2) and run.save(3)
@@ -137,20 +138,20 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     key = data_key(view, 2)
     view.flip(key)
     view.put("run/ckpt/s0000000009/e000000-0123abcd/rank00000.safetensors", b"half")
-    places, _ = places_of(url)
+    places = places_at(url)
     lines = list_checkpoints(places, verify=False)
-    assert [(line.step, line.problem is None) for line in lines] == [
+    assert [(line["step"], line["problem"] is None) for line in lines] == [
         (3, True),
         (2, True),
         (1, True),
     ]
     lines = list_checkpoints(places, verify=True)
-    assert [(line.step, line.problem is None) for line in lines] == [
+    assert [(line["step"], line["problem"] is None) for line in lines] == [
         (3, True),
         (2, False),
         (1, True),
     ]
-    assert "sha256" in str(lines[1].problem)
+    assert "sha256" in str(lines[1]["problem"])
     shutil.rmtree(tmp_path)
     found = open_to_look(places, 1)
     assert bits(found.reader.full_state()["ln.weight"]) == bits(whole(1)["ln.weight", "param"])

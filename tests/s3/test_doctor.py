@@ -50,14 +50,8 @@ def found(findings: list[Finding], level: str) -> list[str]:
 def test_a_healthy_bucket(view: Bucket) -> None:
     findings = look(config(f"{view.url}/run"))
     assert found(findings, "ok") == [f"{each.check}: {each.message} -> " for each in findings]
-    for did in (
-        "listed",
-        "written to",
-        "reads back",
-        "conditional writes: of two runs only one",
-        "deleted",
-    ):
-        assert any(did in each.message for each in findings), (did, findings)
+    for did in ("listed", "read", "written to", "conditionally", "deleted"):
+        assert did in findings[0].message, (did, findings)
     assert view.keys() == [] and view.unfinished_uploads() == []
 
 
@@ -129,7 +123,7 @@ def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
     findings = look(config(f"{view.url}/run"))
     (line,) = found(findings, "error")
     assert "cannot have files deleted" in line and "s3:DeleteObject" in line
-    assert len(findings) == 5  # what comes before it is fine, and nothing else is tried
+    assert len(findings) == 1
 
 
 def test_no_bucket_and_no_credentials(
@@ -203,7 +197,7 @@ def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     levels = [
         finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"
     ]
-    assert levels == ["ok"] * 5, out
+    assert levels == ["ok"], out
     assert view.keys() == before
 
 
