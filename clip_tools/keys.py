@@ -5,9 +5,11 @@ keys. The script holds all of it, so that a Tab starts no Python.
 """
 
 import argparse
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from clip_train.errors import UserError
 from clip_train.settings import Allowed, as_yaml
@@ -23,50 +25,35 @@ Printed by `clip-train keys --markdown`, from the code that checks recipes. On a
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-class Key(NamedTuple):
-    """One key of a recipe, in words."""
-
-    name: str
-    default: str  # as YAML, or "required"
-    allowed: str  # what it takes
-    meaning: str
-
-
 def run(args: argparse.Namespace) -> int:
-    keys = all_keys(args.prefix or "")
+    prefix = args.prefix or ""
+    rows = [describe(name, field) for name, field in known_keys() if name.startswith(prefix)]
+    if not rows:
+        raise UserError(f"no key begins with {prefix}; {nearest(prefix)}")
     if not args.markdown:
-        for key in keys:
-            print(f"{key.name}\t{key.default}\t{key.allowed}. {key.meaning}")
+        for name, default, allowed, meaning in rows:
+            print(f"{name}\t{default}\t{allowed}. {meaning}")
         return 0
     print(PAGE, end="")  # docs/recipe.md
-    section = ""
-    for key in keys:
-        if section != key.name.split(".")[0]:
-            section = key.name.split(".")[0]
-            about = (section_model(section).__doc__ or "").partition("\n\n")[0]
-            print(f"\n## {section}\n\n{' '.join(about.split())}\n")
-            print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
-        cells = [f"`{key.name}`", f"`{key.default}`", key.allowed, key.meaning]
-        cells[2:] = [cell.replace("<", "&lt;").replace("*", "\\*") for cell in cells[2:]]
-        print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    for section, its in itertools.groupby(rows, key=lambda row: row[0].split(".")[0]):
+        about = (section_model(section).__doc__ or "").partition("\n\n")[0]
+        print(f"\n## {section}\n\n{' '.join(about.split())}\n")
+        print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
+        for name, default, *words in its:
+            escaped = [word.replace("<", "&lt;").replace("*", "\\*") for word in words]
+            cells = [f"`{name}`", f"`{default}`", *escaped]
+            print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return 0
 
 
-def all_keys(prefix: str) -> list[Key]:
-    """Those that begin with `prefix`. UserError if there are none."""
-    found = []
-    for name, field in known_keys():
-        if name.startswith(prefix):
-            default = "required"
-            if not field.is_required():
-                default = as_yaml(field.get_default(call_default_factory=True))
-            schema = TypeAdapter(field.rebuild_annotation()).json_schema()
-            words = [each.words for each in field.metadata if isinstance(each, Allowed)]
-            meaning = " ".join((field.description or "").split())
-            found.append(Key(name, default, words[0] if words else type_of(schema), meaning))
-    if not found:
-        raise UserError(f"no key begins with {prefix}; {nearest(prefix)}")
-    return found
+def describe(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
+    """A key: its name, its default as YAML, what it takes and what it means."""
+    default = "required"
+    if not field.is_required():
+        default = as_yaml(field.get_default(call_default_factory=True))
+    words = [each.words for each in field.metadata if isinstance(each, Allowed)]
+    allowed = words[0] if words else type_of(TypeAdapter(field.rebuild_annotation()).json_schema())
+    return name, default, allowed, " ".join((field.description or "").split())
 
 
 def type_of(schema: dict[str, Any]) -> str:
