@@ -35,16 +35,10 @@ class EvaluateConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_keys(cls, section: Any) -> Any:
-        """Recipes in checkpoints and run directories of earlier versions have `linear_probe`."""
-        if not isinstance(section, dict):
-            return section
-        probe = section.get("linear_probe")
-        if probe is not None:
-            raise ValueError(
-                f"evaluate.linear_probe ({shown(probe)}): there is no such key; leave it out, "
-                "export the model with clip-train export, and run CLIP_benchmark's linear_probe"
-            )
-        return {key: value for key, value in section.items() if key != "linear_probe"}
+        """Recipes in checkpoints and run directories of earlier versions have `linear_probe: null`."""
+        if isinstance(section, dict) and section.get("linear_probe", True) is None:
+            return {key: value for key, value in section.items() if key != "linear_probe"}
+        return section
 
     def rules(self) -> Rules:
         yield (

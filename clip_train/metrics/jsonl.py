@@ -2,7 +2,6 @@
 
 import json
 import math
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,27 +38,18 @@ class JsonlSink:
 
 def truncate_jsonl(path: Path, step: int) -> None:
     """Cut off everything behind the last line of `step` or an earlier one: later steps, a torn
-    line.
-
-    Steps only grow, so the file is read from its end.
-    """
-    if not path.exists() or not path.stat().st_size:
+    line."""
+    if not path.exists():
         return
+    kept = end = 0  # bytes
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            record = parse_record(line) if line.endswith(b"\n") else None
+            if record is not None and record.get("step", 0) <= step:
+                kept = end
     with open_own(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = len(content)
-            while end > 0:
-                begin = content.rfind(b"\n", 0, end) + 1
-                record = parse_record(content[begin:end])
-                if record is not None and record.get("step", 0) <= step:
-                    break
-                end = begin - 1
-            whole = end + 1 == len(content)
-        if not whole:
-            file.truncate(max(end, 0))
-            if end > 0:  # killed here, the next attempt completes the line
-                file.seek(end)
-                file.write(b"\n")
+        file.truncate(kept)
 
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:

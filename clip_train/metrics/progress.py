@@ -99,27 +99,22 @@ class ProgressLine(Callback):
         return "  ".join(parts)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
-        """A line above the bar: rich redirects stderr while the bar is shown."""
-        numbers = {name: value for name, value in record.items() if name != "step"}
-        logger.info("step %d: %s", record["step"], headline(numbers))
+        """The main numbers, above the bar: rich redirects stderr while the bar is shown."""
+        shown = [
+            f"{prefix}{label} {record[prefix + name]:.{digits}}"
+            for prefix in ("", "ema_")
+            for name, label, digits in HEADLINE
+            if prefix + name in record
+        ]
+        more = len(record) - len(shown) - 1  # the step
+        rest = f"  (and {more} more in eval.jsonl)" if more else ""
+        logger.info("step %d: %s%s", record["step"], "  ".join(shown), rest)
 
     def phase(self, name: str) -> None:
         """Stop the bar when the loop has ended: later lines appear below it."""
         if name in ("end", "finish") and self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def headline(evaluated: dict[str, float]) -> str:
-    """The main numbers of an evaluation in one line."""
-    shown = [
-        f"{prefix}{label} {evaluated[prefix + name]:.{digits}}"
-        for prefix in ("", "ema_")
-        for name, label, digits in HEADLINE
-        if prefix + name in evaluated
-    ]
-    rest = len(evaluated) - len(shown)
-    return "  ".join(shown) + (f"  (and {rest} more in eval.jsonl)" if rest else "")
 
 
 def format_seconds(seconds: float) -> str:

@@ -19,7 +19,6 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,10 +71,17 @@ class ReportSink:
 
 def write_report(run_dir: Path | str) -> Path:
     """Write the page of a run from its folder; returns its path. OSError."""
+    import jinja2
+
     path = Path(run_dir) / "report.html"
     run = Run(run_dir)
     scores = {name: name for name in run.eval_curves}
-    page = _template().render(
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
+    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
         run=_shown(run),
         charts=charts(run, run.curves, CHARTS),
         eval_charts=charts(run, run.eval_curves, scores, dots=True),
@@ -85,18 +91,6 @@ def write_report(run_dir: Path | str) -> Path:
     )
     LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
     return path
-
-
-@cache
-def _template() -> Any:
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
-    template = Path(__file__).with_name("report.html.j2")
-    return environment.from_string(template.read_text(encoding="utf-8"))
 
 
 # -- a run's folder

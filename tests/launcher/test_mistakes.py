@@ -186,7 +186,7 @@ MISTAKES = {
     ),
     "a linear probe": (
         ["evaluate.linear_probe=/data/train"],
-        ["evaluate.linear_probe ('/data/train'): there is no such key", "clip-train export"],
+        ["evaluate.linear_probe ('/data/train'): there is no such key"],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],

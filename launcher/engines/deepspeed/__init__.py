@@ -4,7 +4,6 @@
 """
 
 import os
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,7 @@ from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
 from clip_train.settings import broken
-from launcher.checks import Finding, check_range, error, ok, warning, warning_if
+from launcher.checks import Finding, check_range, error, warning, warning_if
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import (
@@ -35,20 +34,6 @@ def check_version() -> Iterator[Finding]:
         )
     else:
         yield from check_range("engine", "deepspeed")
-
-
-def check_extensions() -> Iterator[Finding]:
-    """A killed build of a DeepSpeed extension leaves a lock for which later runs wait for ever."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
-    for lock in Path(folder).expanduser().glob("**/lock"):
-        if time.time() - lock.stat().st_mtime > 600:
-            yield error(
-                "extensions",
-                f"a killed build has left {lock}: later runs wait for it without a word",
-                f"rm {lock}",
-            )
-            return
-    yield ok("extensions", "no lock of a killed build")
 
 
 def check_hosts() -> Iterator[Finding]:
@@ -77,7 +62,6 @@ class DeepSpeedKind(EngineKind):
     module = "launcher.engines.deepspeed.engine"
     checks = (
         ("engine", check_version),
-        ("extensions", check_extensions),
         ("hosts", check_hosts),
     )
 
