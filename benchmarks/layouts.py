@@ -108,30 +108,44 @@ def state(layout: Layout, engine: Any) -> tuple[State, dict[str, Any]]:
 
 
 def fsdp_state(engine: Any) -> tuple[State, dict[str, Any]]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    """As torch's DTensor gathers it. AdamW works on local shards, which are found by their memory."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
-    whole, optimizer = get_state_dict(
-        engine.module,
-        engine.optimizer,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False),
-    )
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+    def whole(p: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        if not isinstance(p, DTensor):
+            return shard.detach().clone()
+        placed = {"shape": p.shape, "stride": p.stride()}
+        return DTensor.from_local(
+            shard.detach(), p.device_mesh, p.placements, **placed
+        ).full_tensor()
+
+    def address(tensor: torch.Tensor) -> int:
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+    held = {address(q): (q, g) for g in engine.optimizer.param_groups for q in g["params"]}
     out: State = {}
-    for name, value in whole.items():
+    used, steps = {}, set()
+    for name, p in engine.module.named_parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        value = whole(p, local)
         out |= {
             f"{name}|model": value.clone(),
             f"{name}|param": value.clone(),
         }  # fp32: the masters are the model
-        out |= {f"{name}|{slot}": optimizer["state"][name][slot].clone() for slot in MOMENTS}
-    groups = optimizer["param_groups"]
-    used = {
-        name: tuple(g[key] for key in ("weight_decay", "betas", "eps"))
-        for g in groups
-        for name in g["params"]
-    }
-    return out, {
-        "used": used,
-        "steps": {float(each["step"]) for each in optimizer["state"].values()},
-    }
+        q, group = held.get(local.data_ptr(), (None, None)) if local.numel() else (None, None)
+        for slot in MOMENTS:
+            moment = torch.empty_like(local) if q is None else engine.optimizer.state[q][slot]
+            moment = moment.to_local() if isinstance(moment, DTensor) else moment
+            out[f"{name}|{slot}"] = whole(p, moment)
+        if q is not None:  # rank 0, whose state is returned, holds rows of every parameter
+            used[name] = tuple(group[key] for key in ("weight_decay", "betas", "eps"))
+            steps.add(float(engine.optimizer.state[q]["step"]))
+    return out, {"used": used, "steps": steps}
 
 
 def deepspeed_state(engine: Any) -> tuple[State, dict[str, Any]]:

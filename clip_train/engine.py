@@ -198,17 +198,16 @@ class Engine(abc.ABC):
     def reduce(self, flags: Flags = NO_FLAGS) -> tuple[Tensor, Tensor]:
         """Sum the gradients over ranks and clip them by their global norm. The host does not wait.
 
-        Returns what `_clip` returns (empty for an engine whose `step` does all of this), and how
-        many ranks have set each of the flags."""
+        Returns what `_clip` returns (empty for an engine whose `step` does all of this), and the
+        sum of the ranks' packed flags, [1]."""
         if not self._reduced:
             raise RuntimeError(
                 "a gradient was not reduced: the step's last backward was not called with last=True"
             )
         self._reduced = False
-        on_device = torch.zeros(len(flags), dtype=torch.float64, device=self.device)
-        for place, is_set in zip(on_device, flags, strict=True):
-            if is_set:  # rarely: a copy of all four from the host would wait for the device
-                place.fill_(1.0)
+        on_device = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if any(flags):
+            on_device.fill_(flags.packed())  # a copy from the host would wait for the device
         return self._sum_and_clip(on_device)
 
     def step(self, lr: float, norms: Sequence[float]) -> StepResult:
@@ -234,7 +233,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of `reduce` that differs between engines. flags: of this rank, float64."""
+        """The part of `reduce` that differs between engines. flags: packed, [1], float64."""
 
     def _update(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, bool]:
         """The part of `step` that differs between engines.

@@ -77,8 +77,8 @@ def train_step(
         numbers = {"loss": output.loss, **output.metrics}
         if output.unsafe is not None:
             numbers["unsafe"] = output.unsafe
-        values, norms_read, set_by = read_together(numbers, norms, flags_set)
-        agreed = Flags(*(ranks > 0 for ranks in set_by))
+        values, norms_read, total = read_together(numbers, norms, flags_set)
+        agreed = Flags.unpacked(total)
         if agreed.failed or agreed.again:
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
@@ -99,7 +99,7 @@ def train_step(
 
 def read_together(
     numbers: Mapping[str, Tensor | float], norms: Tensor, flags: Tensor
-) -> tuple[dict[str, float], list[float], list[float]]:
+) -> tuple[dict[str, float], list[float], float]:
     """The values of all three. The step's one wait for the device: all is queued."""
     on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
     flat = [x.double().reshape(-1) for x in (*on_device.values(), norms, flags)]
@@ -108,7 +108,7 @@ def read_together(
     read = together.cpu().tolist()
     values = {name: float(x) for name, x in numbers.items() if name not in on_device}
     values.update(zip(on_device, read, strict=False))
-    return values, read[len(on_device) : -len(flags)], read[-len(flags) :]
+    return values, read[len(on_device) : -1], read[-1]
 
 
 def two_pass(

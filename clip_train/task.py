@@ -145,17 +145,31 @@ class MicroBatch:
     places: Tensor | None = None
 
 
+FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53
+
+
 class Flags(NamedTuple):
     """What a rank says about itself in a step. What one rank sets, all ranks see set.
 
     The flags are summed over the ranks together with the norm of the gradients, so that the ranks
-    agree without a message of their own.
+    agree without a message of their own. They travel as one number: gloo passes each element of a
+    short tensor around the ring separately.
     """
 
     failed: bool = False  # an error, and no new batch: the step is discarded and the run ends
     stop: bool = False  # it was asked to stop after this step
     again: bool = False  # out of memory in its backward pass: the step is discarded and repeated
     smaller: bool = False  # its micro-batch became smaller in this step
+
+    def packed(self) -> float:
+        """A number whose sum over at most 8,191 ranks is exact in float64; `unpacked` reads it."""
+        return float(sum(FLAG_BASE**place for place, is_set in enumerate(self) if is_set))
+
+    @classmethod
+    def unpacked(cls, total: float) -> Flags:
+        """The flags that at least one rank has set. total: the sum of the ranks' `packed`."""
+        ranks = (int(total) // FLAG_BASE**place % FLAG_BASE for place in range(len(cls._fields)))
+        return cls(*(count > 0 for count in ranks))
 
 
 NO_FLAGS = Flags()

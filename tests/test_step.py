@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
 from clip_train.errors import DivergedError
 from clip_train.step import restore_rng, rng_state, train_step
+from clip_train.task import Flags
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -157,3 +159,18 @@ def test_rng_state_survives_a_checkpoint():
     drawn = torch.rand(4)
     restore_rng(state, torch.device("cpu"))
     assert torch.equal(torch.rand(4), drawn)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8191])
+def test_flags_of_all_ranks_survive_their_sum(world_size):
+    """Each flag is set by no rank, one, some, or all, in all combinations."""
+    setters = [0, 1, world_size // 2, world_size]
+    for numbers in itertools.product(setters, repeat=4):
+        ranks = [Flags(*(rank < count for count in numbers)) for rank in {0, 1, world_size - 1}]
+        assert all(Flags.unpacked(rank.packed()) == rank for rank in ranks)
+        one_each = [Flags(*(place == number for place in range(4))) for number in range(4)]
+        total = torch.tensor(
+            [count * flag.packed() for count, flag in zip(numbers, one_each, strict=True)],
+            dtype=torch.float64,
+        )
+        assert Flags.unpacked(total.sum().item()) == Flags(*(count > 0 for count in numbers))
