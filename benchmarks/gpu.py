@@ -433,7 +433,7 @@ def _speed(
 
 
 def peak() -> float:
-    from clip_tools.plan import GPUS
+    from clip_train.metrics.meters import GPUS
 
     name = "" if DRY else torch.cuda.get_device_name()
     return next((gpu.flops for part, gpu in GPUS.items() if part.partition("-")[0] in name), 1e12)

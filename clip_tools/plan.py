@@ -7,7 +7,7 @@ A plan touches no GPU and no shard.
 import argparse
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from clip_train.checkpoint import restore
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED, candidates
+from clip_train.metrics.meters import GPU, GPUS
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
@@ -47,29 +48,6 @@ MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted
 BLOCK_KERNELS = 15  # of a transformer block's forward; its backward launches twice as many
 LAUNCH_SECONDS = 5e-6  # of the host, for one kernel
 LARGEST_TABLE = 16  # rows
-
-
-@dataclass(frozen=True)
-class GPU:
-    """What its datasheet says."""
-
-    memory: float  # bytes
-    flops: float  # a second, dense bf16, or fp16
-    link: float  # bytes a second to the others of its node, one way: NVLink, or PCIe
-    bf16: bool = True
-
-
-GPUS = {
-    "B200": GPU(180e9, 2250e12, 900e9),
-    "H200": GPU(141e9, 989.5e12, 450e9),
-    "H100": GPU(80e9, 989.5e12, 450e9),
-    "A100-80": GPU(80e9, 312e12, 300e9),
-    "A100-40": GPU(40e9, 312e12, 300e9),
-    "L40S": GPU(48e9, 362e12, 32e9),
-    "A10": GPU(24e9, 125e12, 32e9),
-    "4090": GPU(24e9, 165e12, 32e9),
-    "V100": GPU(32e9, 125e12, 150e9, bf16=False),
-}
 
 
 def find_gpu(name: str) -> GPU:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from clip_train import dist
 from clip_train.batch import BatchPlan
 from clip_train.engine import Engine
 from clip_train.errors import OutOfMemoryError
+from clip_train.metrics.meters import moment, seconds_between
 from clip_train.models.batch_norm import has_batch_norm
 from clip_train.step import StepDiscarded, restore_rng, rng_state, train_step
 from clip_train.task import Batch, Flags, Objective, Phase, StepResult
@@ -86,6 +88,8 @@ def recovering_step(
             )
             if result.flags.smaller and plan is given:  # so that all ranks stay alike
                 plan = _smaller(plan, "out of memory on another rank", log)
+            forward, loss, backward = (seconds_between(*ends) for ends in parts.ends.values())
+            result.metrics.update(compute_seconds=forward + backward, loss_seconds=loss)
             return result, plan
         except StepDiscarded as e:
             if e.flags.failed:
@@ -106,9 +110,11 @@ class _Parts:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failed: str | None = None  # why the backward pass ended early, which others must learn
+        self.ends: dict[Phase, tuple[Any, Any]] = {}  # moments: when a part began, and ended
 
     @contextmanager
     def guard(self, phase: Phase) -> Iterator[None]:
+        began = moment(self.engine.device)
         error: str | None = None
         try:
             yield
@@ -117,6 +123,7 @@ class _Parts:
                 raise
             error = (str(e).splitlines() or [type(e).__name__])[0]
         if error is None:
+            self.ends[phase] = began, moment(self.engine.device)
             return
         remedy = self._remedy(phase)
         if remedy is not None:

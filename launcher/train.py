@@ -29,10 +29,17 @@ from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import RankError
-from clip_train.metrics.meters import BatchDigest, GarbageCollections
+from clip_train.metrics.meters import (
+    BatchDigest,
+    GarbageCollections,
+    Profiler,
+    Utilization,
+    record_memory,
+)
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
+from clip_train.models.clip import flops_per_sample
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
@@ -49,6 +56,7 @@ from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
+from launcher.runtime.slow_rank import SlowRank
 from launcher.runtime.verdict import RUN_DIR, VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
@@ -107,7 +115,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
     resolved = decide(resolved, memory_limit(resolved, device))
-    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog)
+    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
     stop.listen()  # again: a library may have taken the signals over
     trainer.run()
@@ -201,6 +209,7 @@ def build_trainer(
     outcome: Outcome,
     stop: StopRequest,
     watchdog: Watchdog,
+    heartbeat: Heartbeat,
 ) -> Trainer:
     """Build every part, resume if there is something to resume from, and put them together."""
     config = resolved.config
@@ -248,10 +257,21 @@ def build_trainer(
     progress: list[Callback] = []
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
         progress = [ProgressLine(steps, start_step=start, every_steps=config.log.every_steps)]
+    if config.log.memory_snapshot and device.type == "cuda":
+        record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
+    architecture, traced = resolved.architecture, sorted(config.log.profile_steps or [0])
+    forward_flops = partial(flops_per_sample, architecture, architecture.vision_cfg.patch_dropout)
     callbacks: list[Callback] = [
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
+        *([Utilization(forward_flops, device, skipped)] if dist.is_main() else []),
+        *([SlowRank(heartbeat)] if env.world_size > 1 else []),
+        *(
+            [Profiler(traced[0], traced[-1], start, config.run_dir / "profile", skipped)]
+            if traced[-1] > start
+            else []
+        ),
         sinks,
         *progress,
         GarbageCollections(),

@@ -1,10 +1,11 @@
 """The recipe's `log` section."""
 
 from importlib.util import find_spec
+from typing import Annotated
 
 from pydantic import Field
 
-from clip_train.settings import Settings
+from clip_train.settings import Allowed, Settings
 
 
 class LogConfig(Settings):
@@ -28,6 +29,20 @@ class LogConfig(Settings):
 
     batch_digest: bool = False
     """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
+
+    profile_steps: Annotated[
+        list[Annotated[int, Field(ge=1)]] | None,
+        Field(min_length=2, max_length=2),
+        Allowed("a list of 2 steps from 1 on, or null", example="'[100, 105]'"),
+    ] = None
+    """Trace these steps, such as [100, 105], both included: `profile/` in the run's folder then has
+    a trace of each rank (for ui.perfetto.dev), and a table of its largest operators with their
+    memory. Traced steps are slower."""
+
+    memory_snapshot: bool = False
+    """If the memory of a GPU ends, write what was allocated there and by which line, for
+    docs.pytorch.org/memory_viz: `memory/` in the run's folder. It slows each allocation down; on a
+    CPU it does nothing."""
 
     notify: str | None = None
     """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in

@@ -1,16 +1,52 @@
-"""What is measured beside a step: the batch's digest, memory, collections of garbage."""
+"""What is measured beside a step: the batch's digest, memory, time, the share of the device's peak,
+traces, collections of garbage."""
 
 import gc
 import hashlib
+import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import timeit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.callbacks import Callback
+from clip_train.metrics.skipped import Skipped
+
+SIDE = 1024  # of the square matrices whose product measures a CPU
+TABLE_ROWS = 30  # of a profile
+HISTORY = 100_000  # allocations and frees that a snapshot of memory goes back, some KB each
+REMEDY = "the run is not affected; correct the cause before you ask for it again"
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What its datasheet says."""
+
+    memory: float  # bytes
+    flops: float  # a second, dense bf16, or fp16
+    link: float  # bytes a second to the others of its node, one way: NVLink, or PCIe
+    bf16: bool = True
+
+
+GPUS = {
+    "B200": GPU(180e9, 2250e12, 900e9),
+    "H200": GPU(141e9, 989.5e12, 450e9),
+    "H100": GPU(80e9, 989.5e12, 450e9),
+    "A100-80": GPU(80e9, 312e12, 300e9),
+    "A100-40": GPU(40e9, 312e12, 300e9),
+    "L40S": GPU(48e9, 362e12, 32e9),
+    "A10": GPU(24e9, 125e12, 32e9),
+    "4090": GPU(24e9, 165e12, 32e9),
+    "V100": GPU(32e9, 125e12, 150e9, bf16=False),
+}
 
 
 class BatchDigest(Callback):
@@ -31,6 +67,110 @@ def peak_memory_bytes(device: torch.device | None = None) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU the end of all work that is queued so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(earlier: Any, later: Any) -> float:  # a GPU must have reached both
+    return later - earlier if isinstance(later, float) else earlier.elapsed_time(later) / 1000
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """A second: on a GPU the datasheet's in bf16, None if it is not in `GPUS`; on a CPU what a
+    product of fp32 matrices reaches with this rank's threads."""
+    if device.type == "cuda":
+        words = re.split(r"\W+", torch.cuda.get_device_name(device))
+        return next((gpu.flops for name, gpu in GPUS.items() if name.split("-")[0] in words), None)
+    x = torch.ones(SIDE, SIDE)
+    return 2 * SIDE**3 / min(timeit.repeat(partial(torch.mm, x, x), number=1))
+
+
+class Utilization(Callback):
+    """Adds `mfu` (arXiv 2204.02311) to each record, null if it is not known, and on GPUs the memory
+    that PyTorch has reserved. For rank 0: all ranks are taken to have the same device."""
+
+    def __init__(
+        self, forward_flops: Callable[[], float], device: torch.device, skipped: Skipped
+    ) -> None:
+        """forward_flops: of one sample; called after the first step."""
+        self._forward_flops, self._device, self._skipped = forward_flops, device, skipped
+
+    @cached_property
+    def _peak(self) -> float | None:  # samples a second of one rank
+        return self._skipped.attempt("mfu", self._measure, remedy="it is null in metrics.jsonl")
+
+    def _measure(self) -> float | None:
+        peak = peak_flops(self._device)
+        # the backward counts as 2 forwards, a repeated forward does not count
+        return None if peak is None else peak / (3 * self._forward_flops())
+
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
+        rate = record["samples_per_second"] / dist.world_size()
+        record["mfu"] = None if self._peak is None else rate / self._peak
+        if self._device.type == "cuda":
+            record["reserved_memory_bytes"] = torch.cuda.max_memory_reserved(self._device)
+
+
+class Profiler(Callback):
+    """Traces steps `first` to `last` of a run that continues after step `start`.
+
+    Each rank writes `rankN.json.gz`, which ui.perfetto.dev opens, and `rankN.txt`, its largest
+    operators.
+    """
+
+    def __init__(self, first: int, last: int, start: int, folder: Path, skipped: Skipped) -> None:
+        self._folder, self._skipped = folder, skipped
+        untraced = max(first - 1 - start, 0)  # the last of these warms the profiler up
+        warmup = min(untraced, 1)
+        self._profile = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=untraced - warmup, warmup=warmup, active=last - start - untraced, repeat=1
+            ),
+            on_trace_ready=self._write,
+            profile_memory=True,
+        )
+        self._profile.start()
+
+    def after_step(
+        self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
+    ) -> None:
+        self._skipped.attempt("the profile", self._profile.step, remedy=REMEDY)
+
+    def close(self) -> None:
+        self._skipped.attempt("the profile", self._profile.stop, remedy=REMEDY)
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{dist.rank()}.json.gz"
+        profile.export_chrome_trace(str(path))
+        order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+        table = profile.key_averages().table(order, row_limit=TABLE_ROWS)
+        path.with_name(f"rank{dist.rank()}.txt").write_text(table)
+
+
+def record_memory(path: Path, skipped: Skipped) -> None:
+    """When the GPU's memory ends for the first time, `path` gets what is allocated, and by which
+    line: docs.pytorch.org/memory_viz opens it."""
+
+    def out_of_memory(
+        *sizes: int,
+    ) -> None:  # before the allocator raises; an error would replace it
+        if not path.exists():
+            write = partial(torch.cuda.memory._dump_snapshot, str(path))
+            skipped.attempt("the snapshot of memory", write, remedy=REMEDY)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
+    torch._C._cuda_attach_out_of_memory_observer(out_of_memory)  # type: ignore[attr-defined]
 
 
 class GarbageCollections(Callback):

@@ -200,6 +200,8 @@ class Run:
         if wait is not None and wait.recent > 10:
             waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
             found.append(("warning", waits))
+        if "slow_rank" in self.last:
+            found.append(("warning", self.last["slow_rank"]))
         count = sum(self.invalid.get("bad_samples", {}).values())
         if count:
             share = count / max(self.last.get("samples", 0), count)

@@ -1,8 +1,8 @@
 """Heartbeats in the rendezvous store: when one rank fails all others end, and one of them says why.
 
-Each rank writes a key every BEAT_SECONDS through a client of its own; rank 0 reads them all, every
-other rank reads rank 0's. The first rank that fails, or that finds another one silent, writes
-`abort`, which all ranks poll.
+Each rank writes a key every BEAT_SECONDS through a client of its own: a number that counts, its
+node, a line for rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that
+fails, or that finds another one silent, writes `abort`, which all ranks poll.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class Heartbeat:
         self.aborted_at = 0.0
         self.all_joined = False  # from then on silence is a death
         self.is_open = False  # until then this rank is alone
+        self.line = ""  # for rank 0
         self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._claiming = threading.Lock()
         self._answered = 0.0  # seconds, monotonic: the store's last answer
-        # rank -> its key's value, and looks since it changed
-        self._seen: dict[int, tuple[bytes, int]] = {}
+        # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
+        self.seen: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -112,7 +113,7 @@ class Heartbeat:
         self._closed.set()
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-        silent = [value for value, looks in self._seen.values() if looks >= SILENT_BEATS - 1]
+        silent = [value for value, looks in self.seen.values() if looks >= SILENT_BEATS - 1]
         expected = self.env.world_size - sum(value != LEFT for value in silent)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
@@ -141,7 +142,7 @@ class Heartbeat:
         while not self._closed.wait(self._beat_seconds):
             number += 1
             try:
-                self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()}")
+                self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
                 self._poll()
                 self._look()
             except RuntimeError as e:  # torch's errors of stores and networks
@@ -172,9 +173,9 @@ class Heartbeat:
             ranks = []
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, value in zip(ranks, values, strict=True):
-            before, looks = self._seen.get(rank, (b"", 0))
+            before, looks = self.seen.get(rank, (b"", 0))
             looks = looks + 1 if value == before else 0
-            self._seen[rank] = (value, looks)
+            self.seen[rank] = (value, looks)
             silent = looks >= SILENT_BEATS
             if value == LEFT or rank == self.env.rank:
                 continue
@@ -186,8 +187,8 @@ class Heartbeat:
                 return
 
     def _lost(self, rank: int, how: str) -> Failure:
-        value, _ = self._seen.get(rank, (b"", 0))
-        node = value.decode().partition(" ")[2] or "another node"
+        value, _ = self.seen.get(rank, (b"", 0))
+        node = " ".join(value.decode().split()[1:2]) or "another node"
         message = (
             f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), "
             "or its node is gone"

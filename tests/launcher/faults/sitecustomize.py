@@ -9,6 +9,7 @@ FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
 FAULT=slow:1      its saves take 13 s
 FAULT=memory:1    it runs out of memory in the first forward of its sixth step, once
+FAULT=drag:1      its forward passes take 0.2 s longer; ranks are compared every 0.5 s
 FAULT=hold:0:17   rank 0, also where it is the only one, makes no 18th step; once it is asked to stop it goes on
 
 $FAULT_FILE is made when the rank begins to sleep.
@@ -57,6 +58,14 @@ def out_of_memory(engine):
     return forward
 
 
+def dragging(forward):
+    def slow_forward(*args):
+        time.sleep(0.2)
+        return forward(*args)
+
+    return slow_forward
+
+
 def broken():
     raise RuntimeError("broken on purpose")
 
@@ -82,6 +91,10 @@ def plant(trainer):
             time.sleep(0.05)
         if fault == "memory" and mine and self.step == step:
             self.engine.forward = out_of_memory(self.engine)
+        if fault == "drag" and self.step == 0:
+            sys.modules["launcher.runtime.slow_rank"].WINDOW_SECONDS = 0.5
+            if mine:
+                self.engine.forward = dragging(self.engine.forward)
         if fault == "loader" and mine and self.step == 0:
             batches.source.order.sample_seed = FaultySeeds()
         return next_batch(self, batches)
@@ -122,7 +135,7 @@ if os.environ.get("CLIP_TRAIN_TEST_JITTER") and "tests.jitter" not in sys.module
     from tests import jitter
 
     jitter.plant()  # in a process that started cold
-if mine or fault == "save":
+if mine or fault in ("save", "drag"):
     if "clip_train.trainer" in sys.modules:  # in a process that started warm
         plant(sys.modules["clip_train.trainer"].Trainer)
     else:

@@ -1,0 +1,87 @@
+"""A rank that the others wait for is named, with the cause, by the real command; equal ranks are not.
+
+The rule itself gets numbers of many windows: `benchmarks/LOG.md` has 8 real ranks on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from launcher.runtime.environment import RankEnv
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.slow_rank import SlowRank
+from tests.launcher.conftest import ENDLESS, finish, kill, metrics, start, wait_for
+
+Means = Callable[[int, int], tuple[float, float]]  # window, rank -> data wait, encoding: seconds
+STEP = 20.0  # seconds of every rank: a window is one step
+
+
+def words(means: Means, windows: int, ranks: int = 8) -> Iterator[str | None]:
+    """What rank 0's record has after each window of one step."""
+    board = Heartbeat(RankEnv(0, ranks, 0, ranks, "127.0.0.1", 0, "this test"))
+    callback = SlowRank(board)
+    for window in range(windows):
+        board.seen = {}
+        for rank in range(ranks):
+            wait, encode = means(window, rank)
+            seconds = {"step_seconds": STEP, "data_wait_seconds": wait, "compute_seconds": encode}
+            board.seen[rank] = f"{window} n{rank // 4} {json.dumps(seconds)}".encode(), 0
+        record = {"step": window + 1, **seconds}
+        callback.after_step(record, [], {})
+        yield record.get("slow_rank")
+
+
+@pytest.mark.parametrize(
+    ("wait", "encode", "cause"), [(4.0, 0.0, "waits for data"), (0.0, 4.0, "computes")]
+)
+def test_a_slow_rank_is_named_in_the_fifth_window_and_not_when_it_is_well(wait, encode, cause):
+    def means(window: int, rank: int) -> tuple[float, float]:
+        slow = rank == 5 and 2 <= window < 10
+        return 0.2 + wait * slow, 6.0 + encode * slow
+
+    said = list(words(means, 20))
+    named = [window for window, line in enumerate(said) if line is not None]
+    assert named == list(range(6, 14))
+    assert said[6].startswith(f"rank 5 on n1 {cause}")
+
+
+def test_a_node_whose_ranks_are_all_slow_is_named_once():
+    """Which of them is the slowest differs from window to window."""
+    dice = random.Random(1)
+
+    def means(window: int, rank: int) -> tuple[float, float]:
+        return 0.0, 6.0 + (rank >= 8) * dice.uniform(6.0, 12.0)
+
+    said = [line for line in words(means, 30, ranks=12) if line]
+    assert len(set(said)) == 1 and " on n" in said[0] and "more ranks" in said[0]
+
+
+def test_even_ranks_with_hiccups_are_not_named():
+    """Every rank encodes twice as long in one of twenty windows."""
+    dice = random.Random(2)
+
+    def means(window: int, rank: int) -> tuple[float, float]:
+        return 0.4 * dice.random(), 5.0 * (1 + (dice.random() < 0.05)) * dice.uniform(0.9, 1.1)
+
+    assert not any(words(means, 500))
+
+
+def test_the_command_names_the_rank_that_encodes_slowly(recipe):
+    process = start(recipe, *ENDLESS, ranks=3, fault="drag:1")
+    run_dir = recipe.parent / "run"
+    try:
+        wait_for(
+            lambda: any("slow_rank" in record for record in metrics(run_dir)),
+            "no rank was named",
+            process,
+        )
+    finally:
+        kill(process)
+    said = next(record["slow_rank"] for record in metrics(run_dir) if "slow_rank" in record)
+    assert said.startswith("rank 1 on ") and " computes " in said
+    _, out = finish(process)
+    assert out.count(said) == 1

@@ -1,0 +1,77 @@
+"""What a run shows of its speed and memory: `mfu`, a trace of chosen steps, a snapshot where GPU memory ends."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from clip_train.metrics.meters import Utilization, peak_flops, record_memory
+from clip_train.metrics.skipped import Skipped
+from tests.launcher.conftest import metrics, run
+
+GPU = torch.device("cuda", 0)
+
+
+def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe):
+    code, out = run(recipe, "run.steps=6", "log.profile_steps=[3, 4]")
+    assert code == 0, out
+    run_dir = recipe.parent / "run"
+    assert all(0 < record["mfu"] < 2 for record in metrics(run_dir))  # the CPU is shared
+    trace = json.loads(gzip.decompress((run_dir / "profile/rank0.json.gz").read_bytes()))
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2
+    assert "aten::mm" in names and "[memory]" in names
+    table = (run_dir / "profile/rank0.txt").read_text()
+    assert "aten::mm" in table and "Self CPU Mem" in table
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA GeForce RTX 4090", 165),
+        ("Tesla V100-SXM2-16GB", 125), ("NVIDIA A10", 125), ("NVIDIA A10G", None), ("NVIDIA GH200 480GB", None),
+    ],
+)  # fmt: skip
+def test_mfu_is_three_forwards_of_the_datasheets_peak(monkeypatch, name, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5)
+    record = {"samples_per_second": 8000.0}
+    Utilization(lambda: 20e9, GPU, Skipped()).after_step(record, [], {})
+    want = None if teraflops is None else pytest.approx(3 * 20e9 * 8000 / (teraflops * 1e12))
+    assert record["mfu"] == want and record["reserved_memory_bytes"] == 5
+
+
+def test_a_model_that_cannot_be_counted_has_no_mfu() -> None:
+    skipped, record = Skipped(lambda line: None), {"samples_per_second": 1.0}
+
+    def forward_flops() -> float:
+        raise NotImplementedError("no meta tensors here")
+
+    callback = Utilization(forward_flops, torch.device("cpu"), skipped)
+    for _ in range(2):
+        callback.after_step(record, [], {})
+    assert record["mfu"] is None
+    assert skipped.lines() == ["mfu after step 0: NotImplementedError: no meta tensors here"]
+
+
+def test_a_cpu_reaches_a_plausible_number_of_flops() -> None:
+    assert 1e8 < peak_flops(torch.device("cpu")) < 1e14
+
+
+def test_memory_is_written_where_it_ends_first(monkeypatch, tmp_path: Path) -> None:
+    observers: list[Callable[..., None]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
+    attach = "torch._C._cuda_attach_out_of_memory_observer"
+    monkeypatch.setattr(attach, observers.append, raising=False)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).open("x").close()
+    )
+    record_memory(tmp_path / "memory" / "rank0.pickle", Skipped())
+    for _ in range(2):  # the micro-batch is halved, and memory ends again
+        observers[0](0, 2**30, 2**36, 0)
+    assert [path.name for path in tmp_path.rglob("*.pickle")] == ["rank0.pickle"]
