@@ -13,7 +13,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -46,8 +45,8 @@ from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import resolve
 from launcher.engines import find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
-from launcher.runtime.environment import backend, detect, take_device
-from launcher.runtime.rendezvous import ROOT, code_version
+from launcher.runtime.environment import backend, detect, require_usable_gpu, take_device
+from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version, measure_all_reduce
 from launcher.runtime.verdict import STOP_FILE
 from launcher.slurm.profile import load_site
 from launcher.slurm.scheduler import answer
@@ -71,7 +70,6 @@ SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and 
         "ask for proctrack/cgroup",
     ),
 )  # fmt: skip
-REDUCED_BYTES = 16 << 20
 GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -134,6 +132,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
+    require_usable_gpu(os.environ)
     if not torch.cuda.is_available():
         yield warning(
             "devices",
@@ -184,7 +183,8 @@ def check_group() -> Iterator[Finding]:
         yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
         return
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
-    speed = f"{ranks} ranks, all-reduce of 16 MiB at {found['bandwidth'] / 1e9:.2f} GB/s"
+    size = REDUCED_BYTES[found["device"]] >> 20
+    speed = f"{ranks} ranks, all-reduce of {size} MiB at {found['bandwidth'] / 1e9:.2f} GB/s"
     slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
     yield warning_if(slow, "process group", speed, "slow for GPUs: check nvidia-smi topo -m")
 
@@ -320,17 +320,11 @@ RECIPE = {
 
 
 def meet() -> None:
-    """One rank of a process group: rank 0 prints how fast 16 MiB are reduced."""
+    """One rank of a process group: rank 0 prints how fast it reduces."""
     device, _ = take_device(detect(os.environ))
     torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
-    x = torch.zeros(REDUCED_BYTES // 4, device=device)
-    dist.all_reduce_sum(x)
-    x.sum().item()  # waits for the device
-    began = time.perf_counter()
-    dist.all_reduce_sum(x)
-    x.sum().item()
+    bandwidth = measure_all_reduce(device)
     if dist.is_main():
-        bandwidth = REDUCED_BYTES / (time.perf_counter() - began)
         print(json.dumps({"device": device.type, "bandwidth": bandwidth}), flush=True)
     dist.barrier()
     torch_dist.destroy_process_group()

@@ -96,7 +96,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
             f"{env.describe()}; {device}, {ranks.backend(device)}{through}, "
-            f"{torch.get_num_threads()} threads"
+            f"{torch.get_num_threads()} threads; {ranks.stack(device)}"
         )
     rendezvous.start(
         env,
@@ -104,6 +104,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         heartbeat,
         recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
+        group_seconds=config.launch.group_seconds,
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
         timeout_seconds=2 * config.launch.longest_limit,
     )

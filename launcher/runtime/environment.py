@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from clip_train.errors import RankError
+from clip_train.errors import RankError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +29,20 @@ TRIES = 8
 # Segments of GPU memory that grow leave no gaps when sizes vary, as the lengths of texts do. They
 # cannot be shared with other processes, which nothing here does.
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# NCCL is silent by default about what it could not do.
+NCCL = {"NCCL_DEBUG": "WARN"}
 # cuBLAS without atomics, and sums over ranks in an order that depends on their layout alone.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
+# of Slurm: the job or the step was allotted GPUs
+ALLOTTED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+GPU_DEVICES = "/dev/nvidia[0-9]*"
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -215,13 +225,14 @@ def free_port(ports: Sequence[int]) -> int:
 def prepare(environ: MutableMapping[str, str], deterministic: bool = False) -> None:
     """Set what CUDA and NCCL read when they start; the user's own values stay."""
     both_names = {"PYTORCH_ALLOC_CONF", *ALLOCATOR}  # of the same variable
-    wanted = {} if both_names & environ.keys() else ALLOCATOR
+    wanted = NCCL if both_names & environ.keys() else NCCL | ALLOCATOR
     for name, value in (wanted | (DETERMINISTIC if deterministic else {})).items():
         environ.setdefault(name, value)
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:
-    """This rank's GPU, or the CPU, and its loader workers. RankError if the host has no GPU for it.
+    """This rank's GPU, or the CPU, and its loader workers. RankError if the host has no GPU for it,
+    or one that torch cannot use.
 
     Also takes as many CPU threads as `threads` says, unless the user has said it.
 
@@ -231,6 +242,7 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
 
     from clip_train.data.config import resolve_workers
 
+    require_usable_gpu(os.environ)
     if torch.cuda.is_available():
         device = torch.device("cuda", gpu_index(env, torch.cuda.device_count(), os.environ))
         torch.cuda.set_device(device)
@@ -243,9 +255,56 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
     return device, number
 
 
+def driver() -> str:
+    """The version of NVIDIA's driver; empty if the kernel has none."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text())
+        return found[1] if found else ""
+    return ""
+
+
+def stack(device: torch.device) -> str:
+    """The versions of what computes on `device` and communicates."""
+    import torch
+
+    if device.type != "cuda":
+        return f"torch {torch.__version__}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, driver {driver()}"
+
+
+def require_usable_gpu(environ: Mapping[str, str]) -> None:
+    """RankError if this node has a GPU that torch cannot use: the run would train on the CPU.
+    UserError if this torch is built without CUDA."""
+    import torch
+
+    if torch.cuda.is_available() or environ.get(VISIBLE) in NO_DEVICES:
+        return
+    signs = sorted(glob.glob(GPU_DEVICES))
+    signs += [f"{name}={environ[name]}" for name in (VISIBLE, *ALLOTTED) if environ.get(name)]
+    version, cuda = driver(), torch.version.cuda
+    if not signs and not version:
+        return
+    try:
+        torch.cuda.init()
+        reason = "it finds none"
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).strip()
+    kind = RankError if cuda else UserError
+    raise kind(
+        f"there is a GPU here ({', '.join(signs) or DRIVER}), but torch cannot use it: {reason}. "
+        f"torch {torch.__version__} is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}, the "
+        f"driver is {version or 'not loaded'}. nvidia-smi shows the newest CUDA that the driver "
+        "supports: install a torch for that one (pip install torch --index-url "
+        "https://download.pytorch.org/whl/cu126, for CUDA 12.6), or a newer driver. In a container "
+        "or a Slurm job, ask for the GPU (--gpus all, --gpus-per-node). To train on the CPU on "
+        f"purpose, set {VISIBLE}= (empty)"
+    )
+
+
 def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
     """Which of the GPUs that this process sees is its own."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = environ.get(VISIBLE, "")
     if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
         # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU
         # alone. (NCCL refuses two ranks on one GPU)

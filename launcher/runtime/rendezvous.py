@@ -17,7 +17,9 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from concurrent import futures
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,17 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
+from clip_train import dist
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import RankEnv, backend, free_port
+from launcher.runtime.environment import SLURM_STEP, RankEnv, backend, free_port
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
 
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
-CAUSE_SECONDS = 20.0  # for the death of a rank to be known, which may be why the group did not form
+LATE_SECONDS = 5.0  # for gloo's own error, which names the address that it could not reach
+CAUSE_SECONDS = 20.0  # until the death of a rank is known, which may be why no group has formed
 JOB = "job"  # key in rank 0's store, by which the other ranks recognize it
 PROBE_SECONDS = 5.0  # for one port to answer
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -45,6 +49,8 @@ IFNAME = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
+# What the ranks sum at the start, by device: enough bytes on GPUs to show a slow network.
+REDUCED_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 
 
 def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
@@ -215,11 +221,23 @@ def joined(env: RankEnv, store: Store) -> str:
     """How many ranks have joined, and which have not."""
     world = range(env.world_size)
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
+    nodes = {node_of(store, rank) for rank in world if rank not in absent}
+    listed = answer("scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", ""))
+    silent = [node for node in listed.split() if env.found == SLURM_STEP and node not in nodes]
     return (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
         f"{env.master_addr}:{env.master_port}; missing: rank{'s' * (len(absent) > 1)} "
-        f"{', '.join(map(str, absent[:20]))}{', ...' * (len(absent) > 20)}"
+        f"{numbers(absent)}{'; no rank has joined from ' * bool(silent)}{', '.join(silent)}"
     )
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:20]))}{', ...' * (len(ranks) > 20)}"
+
+
+def node_of(store: Store, rank: int) -> str:
+    """Of a rank that has joined."""
+    return json.loads(store.get(f"here/{rank}"))["node"]
 
 
 def own_address(host: str) -> str:
@@ -302,10 +320,11 @@ def start(
     *,
     recipe: dict[str, Any] | None = None,
     rendezvous_seconds: float = 600.0,
+    group_seconds: float = 180.0,
     timeout_seconds: float = 1800.0,
 ) -> None:
-    """Meet the other ranks and form the process group, within `rendezvous_seconds` each;
-    RendezvousError. RemoteRankError where one of them fails before.
+    """Meet the other ranks within `rendezvous_seconds`, then form the process group within
+    `group_seconds`; RendezvousError. RemoteRankError where one of them fails before.
 
     recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does.
     timeout_seconds: of every collective.
@@ -316,23 +335,64 @@ def start(
         meet(env, heartbeat, store, rendezvous_seconds, recipe)
         if env.local_world_size < env.world_size:
             choose_interface(env, store)
+    pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
+    forming = pool.submit(form_group, env, device, store, group_seconds)
+    began = time.monotonic()
+    while not forming.done() and time.monotonic() < began + group_seconds + LATE_SECONDS:
+        time.sleep(0.01)
     try:
-        torch_dist.init_process_group(
-            backend(device),
-            store=PrefixStore("group", store),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=datetime.timedelta(seconds=rendezvous_seconds),
-            device_id=device if device.type == "cuda" else None,
-        )
-    except RuntimeError as e:
-        if heartbeat.wait(CAUSE_SECONDS) is not None:
+        speed = forming.result(0)
+    except (RuntimeError, futures.TimeoutError) as e:
+        seconds = time.monotonic() - began
+        if heartbeat.wait(CAUSE_SECONDS - seconds) is not None:
             raise RemoteRankError(str(heartbeat.abort)) from e
         raise RendezvousError(
-            f"the ranks have joined, but their process group did not form: {e}; can their nodes "
-            "reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?"
+            f"the ranks have joined, but their process group did not form in {seconds:.0f} s "
+            f"(launch.group_seconds is {group_seconds:.0f}); {not_formed(env, store)}. Can their "
+            "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? "
+            f"`clip-train doctor --all-nodes` tries pairs of nodes. {e}"
         ) from e
+    pool.shutdown(wait=False)
+    if env.world_size > 1 and env.rank == 0:
+        size = REDUCED_BYTES[device.type] >> 20
+        log(f"the process group has formed; all-reduce of {size} MiB at {speed / 1e9:.2f} GB/s")
     set_timeout(timeout_seconds)
+
+
+def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float) -> float:
+    """Form the process group, and try it; bytes per second of an all-reduce."""
+    torch_dist.init_process_group(
+        backend(device),
+        store=PrefixStore("group", store.clone()),  # a client waits for one key at a time
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=datetime.timedelta(seconds=seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+    store.set(f"formed/{env.rank}", "")
+    return measure_all_reduce(device)
+
+
+def not_formed(env: RankEnv, store: Store) -> str:
+    """Which ranks have not formed the process group, and where they are."""
+    absent = defaultdict(list)
+    for rank in range(env.world_size if env.world_size > 1 else 0):
+        if not store.check([f"formed/{rank}"]):
+            absent[node_of(store, rank)].append(rank)
+    where = [f"rank {numbers(ranks)} on {node}" for node, ranks in absent.items()]
+    return f"missing: {'; '.join(where)}" if where else "its first all-reduce did not end"
+
+
+def measure_all_reduce(device: torch.device) -> float:
+    """Bytes per second of an all-reduce of REDUCED_BYTES, the second of two. Collective."""
+    x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        dist.all_reduce_sum(x)
+        x.sum().item()  # waits for the device
+        seconds = time.perf_counter() - began
+    return REDUCED_BYTES[device.type] / seconds
 
 
 def set_timeout(seconds: float) -> None:

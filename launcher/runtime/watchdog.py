@@ -71,8 +71,10 @@ class LaunchConfig(Settings):
     """The `launch` section: how many seconds things may take before they count as broken."""
 
     rendezvous_seconds: Seconds = 600.0
-    """For all ranks to join and to form the process group, from the moment at which a rank looks
-    for the others; more where imports or the listing of shards take some ranks longer."""
+    """For all ranks to join, from the moment at which a rank looks for the others; more where
+    imports or the listing of shards take some ranks longer."""
+    group_seconds: Seconds = 180.0
+    """For the process group of the ranks that have joined to form, and for its first sum."""
     hang_start_seconds: Seconds = 3600.0
     """A rank that has not finished its first step by then hangs."""
     hang_step_seconds: Seconds | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
 
-from clip_train.errors import UserError
+import pytest
+import torch
+
+from clip_train.errors import RankError, UserError
 from launcher.runtime import environment as env_module
 from launcher.runtime.environment import detect, first_host
 
@@ -205,7 +208,51 @@ def test_variables_of_the_user_stay(name):
         "NCCL_ALGO": "Tree",
         "NCCL_PROTO": "Simple",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_DEBUG": "WARN",
     }
     empty: dict[str, str] = {}
     env_module.prepare(empty)
-    assert empty == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert empty == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_DEBUG": "WARN",
+    }
+    chosen = {"NCCL_DEBUG": "VERSION"}
+    env_module.prepare(chosen)
+    assert chosen["NCCL_DEBUG"] == "VERSION"
+
+
+OPEN_KERNEL = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  525.60.13  Release Build"
+
+
+@pytest.mark.parametrize(
+    "environ, device, said",
+    [
+        (
+            {},
+            True,
+            r"nvidia0\), but torch cannot use it: The NVIDIA driver on your system is too old",
+        ),
+        ({}, True, r"built for CUDA 99\.1, the driver is 525\.60\.13"),
+        ({}, False, r"a GPU here \(.*version\)"),
+        ({"SLURM_JOB_GPUS": "0,1"}, False, r"SLURM_JOB_GPUS=0,1"),
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_JOB_GPUS": "0,1"}, True, None),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, True, None),
+    ],
+)
+def test_a_gpu_that_a_newer_torch_cannot_use(environ, device, said, tmp_path, monkeypatch):
+    """Pretended: the files of a driver of 2022, and what torch says to it."""
+
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12000).")
+
+    (tmp_path / "version").write_text(OPEN_KERNEL + "\nGCC version:  gcc version 12.1.0\n")
+    (tmp_path / "nvidiactl").touch()
+    if device:
+        (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(env_module, "GPU_DEVICES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(env_module, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    with contextlib.nullcontext() if said is None else pytest.raises(RankError, match=said):
+        env_module.require_usable_gpu(environ)

@@ -174,6 +174,22 @@ def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank
     assert "cannot resolve MASTER_ADDR" in reason and nodes == (node_name(),)
 
 
+def test_a_process_group_that_does_not_form_names_ranks_and_nodes(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    status, out = finish(start(recipe, "launch.group_seconds=2", ranks=2, fault="group:1"))
+    assert status == 1 and "(launch.group_seconds is 2); missing: rank 0, 1 on" in out, out
+    assert "lost contact" not in out and "Traceback" not in out, out
+    reason, nodes = blamed(tmp_path)
+    assert f"missing: rank 0, 1 on {node_name()}" in reason and nodes == ()
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(recipe, tmp_path):
+    """Nobody looks for it in a run that says that it trains on the CPU."""
+    status, out = finish(start(recipe, environ={"CUDA_VISIBLE_DEVICES": "7"}))
+    assert status == 2 and "there is a GPU here (CUDA_VISIBLE_DEVICES=7)" in out, out
+    assert "set CUDA_VISIBLE_DEVICES= (empty)" in out and metrics(tmp_path / "run") == []
+
+
 def test_a_port_that_is_taken_is_its_own_cause(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:

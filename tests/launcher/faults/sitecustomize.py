@@ -10,6 +10,7 @@ FAULT=save:1      the same within its first save, and the others outside of thei
 FAULT=slow:1      its saves take 13 s
 FAULT=memory:1    it runs out of memory in the first forward of its sixth step, once
 FAULT=drag:1      its forward passes take 0.2 s longer; ranks are compared every 0.5 s
+FAULT=group:1     it has joined, and never begins to form the process group
 FAULT=hold:0:17   rank 0, also where it is the only one, makes no 18th step; once it is asked to stop it goes on
 
 $FAULT_FILE is made when the rank begins to sleep.
@@ -84,6 +85,13 @@ class FaultySeeds:
 
 
 def plant(trainer):
+    if fault == "group":
+        import torch.distributed
+
+        from launcher.runtime import rendezvous
+
+        rendezvous.CAUSE_SECONDS = 0.0  # nobody has died
+        torch.distributed.init_process_group = lambda *_, **__: sleep()
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
 
     def faulty_next_batch(self, batches):
