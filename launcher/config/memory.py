@@ -140,8 +140,9 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     return replace(own, forward=max(own.forward, _profile(teacher, precision, 0.0, False).forward))
 
 
-def decide(resolved: Resolved, limit: float | None) -> Resolved:
-    """With every `auto` decided: the layout of least work within `limit` bytes a rank.
+def decide(resolved: Resolved, limit: float | None, activations: float = float("inf")) -> Resolved:
+    """With every `auto` decided: the layout of least work within `limit` bytes a rank, of which
+    `activations` may be activations.
 
     The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
     graph is kept where more cannot fit, or where the limit is unknown (None).
@@ -156,9 +157,10 @@ def decide(resolved: Resolved, limit: float | None) -> Resolved:
     wanted = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
     options = (False, True) if wanted == "auto" else (bool(wanted),)
+    fixed = estimate_memory(config, engine, plan, architecture, None).total
     room = Room(
-        limit,
-        estimate_memory(config, engine, plan, architecture, None).total,
+        min(limit, fixed + activations),
+        fixed,
         reduces_often=engine.zero_stage >= 2
         and plan.world_size > 1
         and engine.reduce_gradients == "each_backward",

@@ -17,9 +17,16 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from clip_train.errors import ClipTrainError, RemoteRankError, RendezvousError, UserError, Word
+from clip_train.errors import (
+    ClipTrainError,
+    OutOfMemoryError,
+    RemoteRankError,
+    RendezvousError,
+    UserError,
+    Word,
+)
 from clip_train.storage.redact import redact
 from launcher.runtime.environment import detect
 from launcher.runtime.heartbeat import Heartbeat
@@ -35,6 +42,7 @@ from launcher.runtime.verdict import (
 )
 
 if TYPE_CHECKING:
+    from clip_train.memory.plan import Layout
     from clip_train.trainer import Trainer
     from launcher.runtime.watchdog import Watchdog
 
@@ -59,6 +67,7 @@ class Outcome:
         self.run_dir = Path(os.environ[RUN_DIR]) if RUN_DIR in os.environ else None
         self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
+        self.layout: Layout | None = None  # what `auto` became, if anything is auto
 
     def succeed(self) -> None:
         """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
@@ -149,6 +158,9 @@ class Outcome:
                     f"{self.trainer.committed()}; run the same line to continue"
                 )
             return failure(message, status=130), ""
+        if isinstance(error, OutOfMemoryError):
+            room = self._half_the_room()
+            return failure(message, word="FAILED" if room else "FATAL", room=room), ""
         if isinstance(error, ClipTrainError):
             suspect = error.node_suspect
             return failure(message, error.word, error.exit_status, node_suspect=suspect), ""
@@ -156,7 +168,17 @@ class Outcome:
             what = "lost contact with another rank, which may have its own message"
             return failure(f"{what}: {' '.join(message.split())}", lost=True), ""
         trace = redact("".join(traceback.format_exception(error)))
-        return failure(f"{type(error).__name__}: {message}", node_suspect=True), trace
+        message, hardware = f"{type(error).__name__}: {message}", is_hardware(error)
+        if hardware:
+            message = f"{message} (the GPU's error, not the program's: `dmesg | grep Xid` there)"
+        return failure(message, node_suspect=True, hardware=hardware), trace
+
+    def _half_the_room(self) -> int:
+        """Half the bytes of activations that memory did not hold, by prediction; 0 where the recipe
+        leaves nothing to choose: another attempt would be the same."""
+        if self.trainer is None or self.layout is None:
+            return 0
+        return int(self.layout.profile.bytes_for(self.trainer.plan) / 2)
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print the failure, with its traceback if there is one, and write the verdict unless there
@@ -175,12 +197,19 @@ class Outcome:
             if failure.lost or failure.word == "PREEMPTED":
                 where = ""  # the reason names the rank, or none is to blame
             try:
-                self._write_verdict(failure.word, failure.message, where=where, blamed=blamed)
+                self._write_verdict(
+                    failure.word,
+                    failure.message,
+                    where=where,
+                    blamed=blamed,
+                    hardware=failure.hardware,
+                    room=failure.room,
+                )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
             self._notify(failure.word, failure.message)
 
-    def _write_verdict(self, word: Word, reason: str, **more: str) -> None:
+    def _write_verdict(self, word: Word, reason: str, **more: Any) -> None:
         assert self.run_dir is not None
         step, skipped = 0, []
         if self.trainer is not None:
@@ -216,6 +245,19 @@ OWN = re.compile(
     r"|shared memory segment|No space left",
     re.IGNORECASE,
 )
+# CUDA's words for a broken GPU, link or driver. NCCL's "unhandled system error" and "remote error"
+# are not among them: the rank that has them is rarely the one that is to blame.
+HARDWARE = re.compile(
+    r"uncorrectable|unspecified launch failure|hardware (stack )?error|fallen off the bus"
+    r"|devices? (is|are)( all)? busy or unavailable|system not yet initialized"
+    r"|CUDA error: (unknown error|no CUDA-capable device)",
+    re.IGNORECASE,
+)
+
+
+def is_hardware(error: BaseException) -> bool:
+    """An error that the node's GPU reports: the same program may run on another node."""
+    return isinstance(error, RuntimeError) and HARDWARE.search(str(error)) is not None
 
 
 def is_lost_contact(error: BaseException) -> bool:

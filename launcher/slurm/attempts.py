@@ -35,6 +35,8 @@ class Outcome:
     step: int  # and when it ended
     reason: str
     blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
+    hardware: bool = False  # that node's GPU failed: no second failure is needed to exclude it
+    room: int = 0  # after out of memory: bytes that the next attempt's activations may take
     terminated: bool = False  # TERM reached the batch script: scancel, or Slurm requeues the job
     stop_file: bool = False
 
@@ -87,9 +89,20 @@ class History:
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
 
+    def room(self) -> int:
+        """Bytes that the next attempt's activations may take, since an attempt ran out of memory; 0
+        where none did, or since a user submitted again after a stop."""
+        room = 0
+        for end in self.of("end"):
+            again = end["decision"] in ("requeue", "leave")
+            room = (end.get("room") or room) if again else 0
+        return room
+
     def suspects(self) -> list[str]:
-        """Nodes that were blamed more than once."""
-        blamed = Counter(node for end in self.of("end") for node in end["blamed"])
+        """Nodes that were blamed more than once, or for their hardware."""
+        blamed: Counter[str] = Counter()
+        for end in self.of("end"):
+            blamed.update({node: 2 if end.get("hardware") else 1 for node in end["blamed"]})
         return sorted(node for node, count in blamed.items() if count > 1)
 
 

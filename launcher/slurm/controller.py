@@ -29,6 +29,7 @@ from clip_train.errors import UserError
 from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
     PROGRESS_FILE,
+    ROOM,
     RUN_DIR,
     STOP_FILE,
     VERDICT_FILE,
@@ -183,6 +184,10 @@ class Controller:
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""
         environ = {**os.environ, RUN_DIR: str(self.run_dir.absolute())}
+        room = self.history.room()
+        if room:
+            environ[ROOM] = str(room)
+            say(f"after out of memory: activations may take {room / 2**30:.3g} GiB a rank, half")
         # rank 0 runs on this node; another attempt starts with another port
         environ.setdefault("MASTER_PORT", str(free_port(candidates(f"{self.job}.{number}"))))
         try:
@@ -199,13 +204,25 @@ class Controller:
         return process.returncode
 
     def _outcome(self, status: int, before: int) -> Outcome:
-        word, reason, blamed = explain(read_verdict(self.run_dir), status)
+        verdict = read_verdict(self.run_dir)
+        word, reason, blamed = explain(verdict, status)
+        why = verdict[1] if verdict else {}
         terminated = self.terminated.is_set()
         if terminated:  # a rank that is killed while it saves says nothing about its node
             blamed = ()
         file = self.run_dir / STOP_FILE  # rank 0 may have removed it once it has obeyed
         after, stop_file = committed_step(self.run_dir), file.exists() or f"{file}" in reason
-        return Outcome(word, before, after, reason, blamed, terminated, stop_file)
+        return Outcome(
+            word,
+            before,
+            after,
+            reason,
+            blamed,
+            hardware=why.get("hardware", False),
+            room=why.get("room", 0),
+            terminated=terminated,
+            stop_file=stop_file,
+        )
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
         """The batch job's exit status."""
@@ -233,7 +250,7 @@ class Controller:
             if not failed:
                 say(f"requeued: {decision.why}")
                 suspects = self.history.suspects()
-                names = f"{','.join(suspects)} failed twice or more"
+                names = f"{','.join(suspects)} failed twice or more, or by its hardware"
                 excluded, refused = exclude(self.job, suspects)  # possible while the job is pending
                 if excluded:
                     self.history.append("exclude", nodes=suspects)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from launcher.runtime.verdict import ROOM, read_verdict
 from tests import tolerances
-from tests.launcher.conftest import metrics, run
+from tests.launcher.conftest import finish, metrics, run, start
 
 K = 4  # micro-batches of a global batch of 32
 MICRO = ("batch.micro_size=8",)
@@ -84,3 +85,22 @@ def test_paying_for_the_same_forward_twice_is_told(recipe):
         recipe, "engine.activation_checkpointing=true", "run.steps=1", "schedule.warmup_steps=0"
     )
     assert status == 0 and out.count("pays for the same forward twice") == 1
+
+
+def test_after_out_of_memory_on_ranks_another_attempt_has_half_the_activations(recipe, tmp_path):
+    """One that FSDP cannot recover from. What the recipe fixes stays: then no attempt follows."""
+    fsdp = ("engine.kind=fsdp", "run.steps=7", "schedule.warmup_steps=0")
+    auto = (*fsdp, "batch.micro_size=auto", "batch.memory_limit=400MiB")
+
+    def ended(*overrides, **environ):
+        status, out = finish(start(recipe, *overrides, ranks=2, fault="memory:1", environ=environ))
+        assert status == 1 and "or auto; the run goes on from its last" in out, out
+        word, why = read_verdict(tmp_path / "run")
+        line = metrics(tmp_path / "run")[-1]
+        return word, why.get("room", 0), line["micro_size"] * line["kept_graphs"]
+
+    word, room, samples = ended(*auto)
+    assert word == "FAILED" and room > 0
+    word, half, fewer = ended(*auto, **{ROOM: str(room)})
+    assert word == "FAILED" and half <= room / 2 + 1 and fewer <= samples / 2
+    assert ended(*fsdp, "batch.micro_size=8")[:2] == ("FATAL", 0)

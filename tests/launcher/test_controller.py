@@ -130,6 +130,7 @@ def test_two_jobs_of_one_run_are_refused(recipe, bin, tmp_path):
     assert (tmp_path / "ran").exists() and "LOST: the batch script on n1 was lost" in out, out
 
 
+BAD = "n1 failed twice or more, or by its hardware"
 VERDICT = {"step": 0, "reason": "no GPU", "where": "rank 1 on n1", "blamed": "n1"}
 BAD_NODE = (
     "sh",
@@ -162,7 +163,7 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
     blame(tmp_path / "run", "n1")
     play(bin, scontrol=SCONTROL, sbatch="true")
     status, out = supervise(recipe, bin, *BAD_NODE)
-    assert status == 0 and "n1 failed twice or more: the next attempts exclude it" in out, out
+    assert status == 0 and f"{BAD}: the next attempts exclude it" in out, out
     said = (bin / "said").read_text().splitlines()
     # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
     assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
@@ -176,12 +177,23 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
     assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
 
 
+def test_what_hardware_and_memory_ask_of_the_next_attempt(recipe, bin, tmp_path):
+    """A first failure is enough to exclude a node whose GPU has failed."""
+    play(bin, scontrol=SCONTROL, sbatch="true")
+    said = {**VERDICT, "hardware": True, "room": 3 * 2**29}
+    told = f"echo has $CLIP_TRAIN_ACTIVATION_BYTES; {BAD_NODE[2]}"
+    _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(said))
+    assert f"{BAD}: the next attempts exclude it" in out and "has \n" in out, out
+    _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(VERDICT))
+    assert f"has {3 * 2**29}\n" in out and "may take 1.5 GiB a rank" in out, out
+
+
 def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
     blame(tmp_path / "run", "n1")
     play(bin, scontrol=SCONTROL, sbatch="echo no such nodes >&2; exit 1")
     status, out = supervise(recipe, bin, *BAD_NODE)
     assert status == 0 and requeued(bin), out
-    assert "n1 failed twice or more, but is not excluded" in out and "no such nodes" in out
+    assert f"{BAD}, but is not excluded" in out and "no such nodes" in out
     assert "ExcNodeList" not in (bin / "said").read_text()
 
 

@@ -193,7 +193,7 @@ class FSDPEngine(Engine):
         if dist.world_size() == 1:
             return None
         return (
-            LOSS_REMEDY if phase == "loss" else "Set a smaller batch.micro_size"
+            LOSS_REMEDY if phase == "loss" else "Set a smaller batch.micro_size, or auto"
         )  # collectives in all of them
 
     def discard_gradients(self) -> None:
