@@ -1,17 +1,22 @@
-"""What an hour on a borrowed GPU is to prove and to measure, in the order in which it matters.
+"""What a borrowed machine with GPUs has to prove and to measure, in stages of at most eight minutes.
 
-    python benchmarks/gpu.py [STAGE ...] [--json FILE]     all stages take about 40 minutes on an H200
-    python benchmarks/gpu.py --dry-run                     the same code on a CPU with a tiny model: no figure counts
+    python benchmarks/gpu.py [STAGE ...] [--out FOLDER]     on one GPU, then on all that there are
+    python benchmarks/gpu.py --dry-run                      the same on CPUs over gloo, tiny: no figure counts
 
-Stages: facts exact engines memory save waits speed loss peer profile. Each fits into one command of ten minutes.
-Packages that the machine lacks: scripts/gpu_wheels.sh. A row with `ok` is a check; one without is a measurement.
+Stages in the order in which they matter: facts tests engines curve memory save waits speed_b32 speed_l14 speed_h14
+loader loss peer profile. Each is a process of its own, which is ended after --seconds (480), and writes every row into
+FOLDER/STAGE-RANKS.json once it has it: what a lost machine had measured is there. A row with `ok` is a check; one
+without is a measurement. Engines, loader and command are the product's. Packages that the machine lacks:
+scripts/gpu_wheels.sh.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
+import re
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,40 +28,55 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from common import ROOT, commit, environment, parser, small_clip
-from torch import Tensor
-
-from clip_train.batch import BatchPlan
-from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
-from clip_train.models.clip import CLIP, flops_per_sample
-from clip_train.models.config import Architecture, load_architecture
-from clip_train.models.dropout import random_bits
-from clip_train.models.weights import WholeState
-from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer
-from clip_train.recovery import recovering_step
-from clip_train.step import restore_rng, rng_state, train_step
-from clip_train.task import Batch, Objective, named_features
-
 DRY = "--dry-run" in sys.argv
+os.environ["CLIP_TRAIN_TEST_DEVICE"] = "cpu" if DRY else "cuda"  # of tests.ranks
+if DRY:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from common import ROOT, commit, environment, parser, small_clip  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from clip_train import dist  # noqa: E402
+from clip_train.batch import BatchPlan  # noqa: E402
+from clip_train.contrastive.info_nce import InfoNCE  # noqa: E402
+from clip_train.engine import Engine  # noqa: E402
+from clip_train.models.clip import CLIP, flops_per_sample  # noqa: E402
+from clip_train.models.config import Architecture, load_architecture  # noqa: E402
+from clip_train.models.dropout import random_bits  # noqa: E402
+from clip_train.models.weights import WholeState  # noqa: E402
+from clip_train.optim.config import OptimConfig  # noqa: E402
+from clip_train.optim.optimizer import build_optimizer  # noqa: E402
+from clip_train.recovery import recovering_step  # noqa: E402
+from clip_train.step import train_step  # noqa: E402
+from clip_train.task import Batch, named_features  # noqa: E402
+from launcher.engines import build  # noqa: E402
+from launcher.engines.config import EngineConfig  # noqa: E402
+from launcher.runtime.environment import stack  # noqa: E402
+from launcher.runtime.rendezvous import measure_all_reduce  # noqa: E402
+from tests.ranks import device, run_ranks  # noqa: E402
+from tests.toy import oracle_loss, share  # noqa: E402
+
 DEVICE = torch.device("cpu" if DRY else "cuda")
+STAGE_SECONDS = 480
 GIB = 2**30
 ENGINES = [
     *(("deepspeed", stage, "fp32") for stage in (0, 1, 2, 3)),
     *(("deepspeed", stage, "bf16") for stage in (1, 2, 3)),
     ("deepspeed", 1, "fp16"),
-    *(("fsdp", stage, precision) for stage in (0, 2, 3) for precision in ("fp32", "bf16")),
+    *(("fsdp", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
 ]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}  # of a loss after five steps
-# model: samples of a micro-batch
-SPEED = {"tiny": 8} if DRY else {"ViT-B-32": 2048, "ViT-L-14": 384, "ViT-H-14": 192}
-TARGETS = {"ViT-B-32": 0.40, "ViT-L-14": 0.50, "ViT-H-14": 0.50}  # MFU
+CURVE_TOLERANCE = 1e-4  # of a loss after six steps in fp32
+SPEED = {"b32": ("ViT-B-32", 2048, 0.4), "l14": ("ViT-L-14", 384, 0.5), "h14": ("ViT-H-14", 192, 0.5)}  # fmt: skip
+# what is run in the stage `tests`
+TESTS = ["tests/engine/test_engines.py", "tests/engine/test_norms.py", "tests/engine/test_groups.py"]  # fmt: skip
+DRY_TESTS = ["tests/engine/test_engines.py", "-k", "unsafe and zero and 1-7-2"]
+COMMAND = (
+    "data.kind=synthetic", "checkpoint.resume=never", "log.progress=false", "run.epochs=null", "data.val=null",
+    "schedule.warmup_steps=0", "evaluate.zero_shot_classes=null", "engine.matmul=fp32",
+)  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -86,360 +106,276 @@ def architecture_of(name: str) -> Architecture:
     return small_clip() if DRY else load_architecture(name)
 
 
-def model_of(
-    architecture: Architecture, dtype: torch.dtype, *, dropout: float = 0.0, bias: bool = False,
-    device: torch.device = DEVICE,
-) -> CLIP:  # fmt: skip
-    if bias:
-        architecture = architecture.model_copy(
-            update={"init_logit_bias": -10.0, "init_logit_scale": 2.3026}
-        )
-    torch.manual_seed(0)
-    return CLIP(architecture, dropout=dropout).to(dtype).to(device)
-
-
-def batch_of(architecture: Architecture, n: int, device: torch.device = DEVICE) -> Batch:
-    generator = torch.Generator().manual_seed(1)
+def batch_of(architecture: Architecture, n: int, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
     size, text = architecture.vision_cfg.image_size, architecture.text_cfg
     texts = torch.randint(1, text.vocab_size - 2, (n, text.context_length), generator=generator)
     texts[:, -1] = text.vocab_size - 1
     images = torch.randint(0, 256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)]).to(device)
+    return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)])
 
 
-def gradient(
-    model: CLIP, batch: Batch, objective: Objective, micro: int, kept: int
-) -> tuple[Tensor, float]:
-    """Of one step, from the weights that SGD at a rate of 1 leaves; float64 on the CPU."""
-    model = copy.deepcopy(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    loss = train_step(engine, batch, objective, micro_size=micro, kept_graphs=kept, lr=1.0).loss
-    change = [
-        (x - p).detach().flatten().double().cpu()
-        for x, p in zip(before, model.parameters(), strict=True)
-    ]
-    return torch.cat(change), loss
+def own_batch(architecture: Architecture, n: int, seed: int = 1) -> Batch:
+    """This rank's share of it, on its device."""
+    return share(batch_of(architecture, n, seed), dist.rank(), dist.world_size())
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return build_optimizer(OptimConfig(lr=1e-4), named)
+
+
+def model_of(architecture: Architecture) -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(architecture)
+
+
+def engine_of(
+    kind: str, stage: int, precision: str, architecture: Architecture, micro: int, **more: Any
+) -> Engine:
+    """On a rank."""
+    section = {"kind": kind, "zero_stage": stage, "precision": precision, "compile": False, **more}
+    engine = build(
+        EngineConfig.model_validate(section),
+        partial(CLIP, architecture),
+        optimizer,
+        device=device(),
+        grad_clip_norm=1.0,
+        micro_size=micro,
+    )
+    engine.load_fragments(WholeState(dict(model_of(architecture).named_parameters())), {})
+    return engine
+
+
+def trained(world: int, *overrides: str, recipe: str = "vit_b32", cpu: bool = False) -> list[Row]:
+    """metrics.jsonl of `clip-train train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = [
+            sys.executable, "-m", "launcher", "train", f"recipes/{recipe}.yaml", "--ranks", str(world), *COMMAND,
+            f"run.dir={folder}/run", *overrides,
+        ]  # fmt: skip
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if cpu:
+            environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-900:]}")
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def off(x: Tensor, reference: Tensor) -> float:
     return ((x - reference).norm() / reference.norm()).item()
 
 
-def adamw_engine(model: CLIP) -> PlainEngine:
-    return PlainEngine(model, build_optimizer(OptimConfig(), model.named_parameters()), 1.0)
+# -- stages: each is called with a number of ranks
 
 
-# -- stages
-
-
-def facts() -> Iterator[Row]:
-    yield {
-        "check": "versions",
-        **environment(),
-        "commit": commit(),
-        "cuda": torch.version.cuda,
-        "cpus": os.cpu_count(),
-    }
+def facts(world: int) -> Iterator[Row]:
+    yield {"check": "versions", **environment(), "stack": stack(DEVICE), "cpus": os.cpu_count()}
     n = 256 if DRY else 8192
-    for name, dtype, tf32 in (
-        ("bf16", torch.bfloat16, 0),
-        ("tf32", torch.float32, 1),
-        ("fp32", torch.float32, 0),
-    ):
-        torch.backends.cuda.matmul.allow_tf32 = bool(tf32)
+    kinds = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+    for name, dtype in kinds.items() if world == 1 else ():
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         x, y = (torch.randn(n, n, device=DEVICE, dtype=dtype) for _ in range(2))
-        rate = 2 * n**3 / seconds(lambda x=x, y=y: x @ y, 5)  # type: ignore[misc]
+        rate = 2 * n**3 / seconds(partial(torch.mm, x, y), 5)
         yield {"check": f"product of {n} x {n} in {name}", "TFLOP/s": round(rate / 1e12, 1)}
-    torch.backends.cuda.matmul.allow_tf32 = False
     size = 2**20 if DRY else 2**28
     host = torch.empty(size, dtype=torch.uint8, pin_memory=not DRY)
-    device = torch.empty_like(host, device=DEVICE)
-    rate = size / seconds(lambda: device.copy_(host, non_blocking=True))
+    there = torch.empty_like(host, device=DEVICE)
+    rate = size / seconds(partial(there.copy_, host, non_blocking=True))
     yield {"check": "copy to the device, pinned", "GB/s": round(rate / 1e9, 1)}
+    rates = run_ranks(on_device, world, measure_all_reduce)
+    yield {"check": f"all-reduce over {world} ranks", "GB/s": round(min(rates) / 1e9, 2)}
+    bits = run_ranks(dropout_bits, 1)[0]
+    here = random_bits(torch.arange(64), 7, 1001)
+    yield {"check": "dropout's bits are the CPU's", "ok": torch.equal(bits, here)}
 
 
-def exact() -> Iterator[Row]:
-    def bits(device: torch.device) -> Tensor:
-        return random_bits(torch.arange(64, device=device), 7, 1001).cpu()
-
-    yield {
-        "check": "dropout's bits are the CPU's",
-        "ok": torch.equal(bits(DEVICE), bits(torch.device("cpu"))),
-    }
-    architecture, n = architecture_of("ViT-B-32"), 12 if DRY else 48
-    batch, wide = batch_of(architecture, n), torch.float64
-    full, loss = gradient(model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), n, 1)
-    for micro, kept in ((n // 3, 1), (n // 3, 2), (n // 3 + 1, 1)):
-        cut, other = gradient(
-            model_of(architecture, wide, dropout=0.1), batch, InfoNCE(), micro, kept
-        )
-        good = off(cut, full) < 1e-10 and abs(other - loss) < 1e-10
-        name = f"float64, dropout, micro {micro}, retained {kept}: as uncut"
-        yield {"check": name, "ok": good, "error": off(cut, full)}
-    cpu = torch.device("cpu")
-    there, other = gradient(
-        model_of(architecture, wide, dropout=0.1, device=cpu),
-        batch_of(architecture, n, cpu),
-        InfoNCE(),
-        n,
-        1,
-    )
-    good = off(full, there) < 1e-9 and abs(other - loss) < 1e-9
-    yield {"check": "float64: as on the CPU", "ok": good, "error": off(full, there)}
-    for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 0.2)):
-        low, _ = gradient(model_of(architecture, dtype, dropout=0.1), batch, InfoNCE(), n // 3, 1)
-        yield {
-            "check": f"{dtype} beside float64",
-            "ok": off(low, full) < limit,
-            "error": off(low, full),
-        }
-    for name, make, bias in objectives(architecture):
-        whole, _ = gradient(model_of(architecture, wide, bias=bias), batch, make(), n, 1)
-        cut, _ = gradient(model_of(architecture, wide, bias=bias), batch, make(), n // 3, 1)
-        yield {
-            "check": f"{name}, float64: as uncut",
-            "ok": off(cut, whole) < 1e-10,
-            "error": off(cut, whole),
-        }
-    torch.manual_seed(3)
-    state = rng_state(DEVICE)
-    ones = torch.ones(4096, device=DEVICE)
-    drawn = F.dropout(ones, 0.5)
-    restore_rng(state, DEVICE)
-    yield {
-        "check": "the device's generator is replayed",
-        "ok": torch.equal(drawn, F.dropout(ones, 0.5)),
-    }
+def on_device(function: Callable[[torch.device], Any]) -> Any:
+    return function(device())
 
 
-def objectives(architecture: Architecture) -> list[tuple[str, Callable[[], Objective], bool]]:
-    """Those whose result does not depend on the cut; name, how to make one, whether it needs a bias."""
-    torch.manual_seed(5)
-    teacher = CLIP(architecture).double().to(DEVICE).eval()
-    return [
-        ("sigmoid", SigmoidLoss, True),
-        ("memory bank", lambda: MemoryBank(64, 0), False),
-        ("contaccum", lambda: MemoryBank(64, 0, "contaccum"), False),
-        (
-            "distillation",
-            lambda: Distillation(lambda m: named_features(*teacher(m.images, m.texts))),
-            False,
-        ),
-    ]
+def dropout_bits() -> Tensor:
+    return random_bits(torch.arange(64, device=device()), 7, 1001).cpu()
 
 
-def engines() -> Iterator[Row]:
-    """Each in a process of its own: five steps beside the plain engine in fp32."""
+def tests(world: int) -> Iterator[Row]:
+    """The engines' tests over NCCL. Those that want more ranks than there are GPUs are skipped."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(DRY_TESTS if DRY else TESTS)]  # fmt: skip
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    for failed in re.findall(r"(?m)^FAILED .*", done.stdout):
+        yield {"check": failed[:300], "ok": False}
+    told = re.findall(r"(?m)^=*\s*(\d+ .*(?:passed|failed|skipped).*)$", done.stdout)
+    last = (told or [(done.stdout + done.stderr)[-500:]])[-1]
+    yield {"check": "the engines' tests", "ok": done.returncode == 0, "told": last}
+
+
+def engines(world: int) -> Iterator[Row]:
+    """Five steps beside plain torch, which computes the whole batch at once in fp32."""
     for kind, stage, precision in ENGINES:
-        if DRY and (precision == "fp16" or (kind, stage) not in (("deepspeed", 1), ("fsdp", 3))):
+        if DRY and (kind, stage, precision) not in (("deepspeed", 1, "fp32"), ("fsdp", 3, "fp32")):
             continue
-        name = f"{kind} {stage} {precision}"
-        command = [sys.executable, __file__, *sys.argv[1:], "--engine", kind, str(stage), precision]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        except subprocess.TimeoutExpired:
-            yield {"check": name, "ok": False, "error": "300 s"}
-            continue
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        yield {
-            "check": name,
-            **(json.loads(lines[-1]) if lines else {"ok": False, "error": done.stderr[-800:]}),
-        }
+        seen, expected = run_ranks(five_steps, world, kind, stage, precision)[0]
+        worst = max(abs(a - b) / b for a, b in zip(seen, expected, strict=True))
+        check = {"check": f"{kind} {stage} {precision}", "ok": worst < TOLERANCE[precision]}
+        yield check | {"error": worst, "losses": seen}
 
 
-def one_engine(kind: str, stage: str, precision: str) -> Row:
-    import torch.distributed as torch_dist
-
-    from launcher import engines as packages
-    from launcher.engines.config import EngineConfig
-
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
-    backend = "gloo" if DRY else "cpu:gloo,cuda:nccl"
-    torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
+def five_steps(kind: str, stage: int, precision: str) -> tuple[list[float], list[float]]:
     architecture, n = architecture_of("ViT-B-32"), 32
-    config = EngineConfig.model_validate(
-        {"kind": kind, "zero_stage": int(stage), "precision": precision}
-    )
-    device = DEVICE if DRY else torch.device("cuda", 0)
-
-    def optimizer(named: Any) -> torch.optim.Optimizer:
-        return build_optimizer(OptimConfig(lr=1e-3), named)
-
-    def build() -> CLIP:
-        return CLIP(architecture)
-
-    engine = packages.build(
-        config, build, optimizer, device=device, grad_clip_norm=1.0, micro_size=n // 4
-    )
-    torch.manual_seed(0)
-    reference = CLIP(architecture).to(device)
-    engine.load_fragments(WholeState(dict(reference.named_parameters())), {})
-    plain = PlainEngine(reference, optimizer(reference.named_parameters()), 1.0)
-    batch, worst, seen, expected = batch_of(architecture, n, device), 0.0, [], []
-    for _ in range(5):
-        for each, losses in ((engine, seen), (plain, expected)):
-            losses.append(
-                train_step(each, batch, InfoNCE(), micro_size=n // 4, kept_graphs=2, lr=1e-4).loss
-            )
-        worst = max(worst, abs(seen[-1] - expected[-1]) / expected[-1])
-    return {
-        "ok": worst < TOLERANCE[precision],
-        "error": worst,
-        "losses": [round(x, 5) for x in seen],
-    }
+    engine = engine_of(kind, stage, precision, architecture, n // 4)
+    plain = model_of(architecture).to(device())
+    adamw = optimizer(plain.named_parameters())
+    seen, expected = [], []
+    for number in range(5):
+        own = own_batch(architecture, n, number)
+        options: Row = {"micro_size": n // 4 // dist.world_size(), "kept_graphs": 2, "lr": 1e-4}
+        seen.append(train_step(engine, own, InfoNCE(), **options).loss)
+        batch = batch_of(architecture, n, number).to(device())
+        adamw.zero_grad()
+        loss = oracle_loss(*plain(batch.images, batch.texts)[:3])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adamw.step()
+        expected.append(loss.item())
+    return seen, expected
 
 
-def memory() -> Iterator[Row]:
+def curve(world: int) -> Iterator[Row]:
+    """The command on a CPU, on GPUs, cut otherwise, on another engine: one curve."""
+    same = ("model.name=tiny", "run.steps=6", "engine.precision=fp32", "engine.compile=false")
+    sizes = ("batch.global_size=64", "batch.kept_graphs=1", "optim.lr=1e-3")
+    reference = trained(1, *same, *sizes, "batch.micro_size=64", "engine.kind=fsdp", cpu=True)
+    for kind, micro in (("fsdp", 32), ("deepspeed", 8), ("fsdp", 5)):
+        options = (f"engine.kind={kind}", f"batch.micro_size={micro}")
+        if DRY and micro == 5:
+            continue
+        rows = trained(world, *same, *sizes, *options)
+        pairs = zip(rows, reference, strict=True)
+        worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs)
+        name = f"{kind}, micro-batches of {micro}: the CPU's curve"
+        yield {"check": name, "ok": worst < CURVE_TOLERANCE, "error": worst}
+
+
+def memory(world: int) -> Iterator[Row]:
     """Memory ends for real: the step is made with smaller micro-batches, and its loss is the same."""
-    architecture, n = architecture_of("ViT-B-32"), 64 if DRY else 2048
-    batch, losses = batch_of(architecture, n), []
+    losses = []
     for fraction in (1.0, 0.12):
-        if not DRY:
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(fraction)
-        model = model_of(architecture, torch.bfloat16)
-        engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        messages: list[str] = []
-        result, plan = recovering_step(
-            engine, batch, InfoNCE(), BatchPlan(n, 1, n, 1), lr=0.0, log=messages.append
-        )
-        losses.append(result.loss)
-        yield {
-            "check": f"a step in {fraction:.0%} of the memory",
-            "micro_size": plan.micro_size,
-            "said": messages[-1:],
-        }
-        del model, engine
-    if not DRY:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        loss, micro, said = run_ranks(in_memory, world, fraction)[0]
+        losses.append(loss)
+        name = f"a step in {fraction:.0%} of the memory"
+        yield {"check": name, "micro_size": micro, "said": said}
     same = abs(losses[0] - losses[1]) < 2e-3 * losses[0]
     yield {"check": "the same loss in less memory", "ok": same, "losses": losses}
 
 
-def save() -> Iterator[Row]:
-    """The snapshot of a ViT-L/14 with its moments: seconds that training waits, the first one and later ones."""
-    from clip_train.checkpoint.config import CheckpointConfig
-    from clip_train.checkpoint.manager import CheckpointManager
-
-    architecture = architecture_of("ViT-L-14")
-    model = model_of(architecture, torch.float32)
-    engine = adamw_engine(model)
-    train_step(
-        engine, batch_of(architecture, 8), InfoNCE(), micro_size=8, kept_graphs=1, lr=0.0
-    )  # moments
-    size = sum(4 * 3 * p.numel() for p in model.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        manager = CheckpointManager(CheckpointConfig(every_steps=1, resume="never"), folder)
-        manager.resume()
-        manager.begin()
-        start = time.perf_counter()
-        manager.prepare(engine.state_fragments(), {})
-        yield {
-            "check": "memory for the snapshot, made and pinned",
-            "seconds": round(time.perf_counter() - start, 2),
-        }
-        for number in (1, 2, 3):
-            synchronize()
-            start = time.perf_counter()
-            manager.save(number, engine.state_fragments(), {}, {"step": number})
-            stall = time.perf_counter() - start
-            manager.settle(120.0)
-            figures = {
-                "GB": round(size / 1e9, 2),
-                "stall_seconds": round(stall, 3),
-                "GB/s": round(size / stall / 1e9, 1),
-            }
-            yield {"check": f"save {number}", **figures}
-        manager.close()
+def in_memory(fraction: float) -> tuple[float, int, list[str]]:
+    if not DRY:
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    W, said = dist.world_size(), list[str]()
+    architecture, n = architecture_of("ViT-B-32"), (64 if DRY else 2048) * W
+    engine = engine_of("deepspeed", 1, "fp32" if DRY else "bf16", architecture, n // W)
+    plan = BatchPlan(n, W, n // W, 1)
+    own = own_batch(architecture, n)
+    result, plan = recovering_step(engine, own, InfoNCE(), plan, lr=0.0, log=said.append)
+    return result.loss, plan.micro_size, said[-1:]
 
 
-def two_micro_batches(n: int) -> Callable[[], Any]:
-    """A step of n samples of ViT-B/32 in bf16, one graph retained."""
-    architecture, n = architecture_of("ViT-B-32"), 16 if DRY else n
-    engine, batch = adamw_engine(model_of(architecture, torch.bfloat16)), batch_of(architecture, n)
-    return partial(train_step, engine, batch, InfoNCE(), micro_size=n // 2, kept_graphs=1, lr=1e-4)
+def save(world: int) -> Iterator[Row]:
+    """For how long a save keeps the next step waiting."""
+    sizes = ("model.name=tiny", "batch.micro_size=16") if DRY else ("batch.micro_size=128",)
+    more = ("run.steps=9", "checkpoint.every_steps=4", "batch.kept_graphs=1", "data.workers=2")
+    batch = f"batch.global_size={world * (16 if DRY else 128)}"
+    rows = trained(world, *sizes, *more, batch, recipe="vit_b32" if DRY else "vit_l14")
+    step = statistics.median(row["step_seconds"] for row in rows[1:])
+    written = [row["checkpoint_seconds"] for row in rows if "checkpoint_seconds" in row]
+    stall = [rows[number]["step_seconds"] - step for number in (4, 8)]  # the step after a save
+    yield {"check": "a save", "stall_seconds": stall, "step_seconds": step, "written_in": written}
 
 
-def waits() -> Iterator[Row]:
+def waits(world: int) -> Iterator[Row]:
     """Where the host waits for the device in a step, as CUDA itself reports it."""
-    step = two_micro_batches(512)
+    for kind, stage in (("fsdp", 0), ("fsdp", 2), ("deepspeed", 1)):
+        where = run_ranks(places_of_waits, world, kind, stage)[0]
+        name = f"{kind} {stage}: the host waits at most twice in a step"
+        yield {"check": name, "ok": len(where) <= 2, "count": len(where), "where": where}
+
+
+def places_of_waits(kind: str, stage: int) -> list[str]:
+    step = two_micro_batches(kind, stage, 512)
     step()
     if DRY:
-        return
+        return []
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         step()
-    torch.cuda.set_sync_debug_mode("default")
-    where = [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
-    name = "the host waits at most twice in a step"
-    yield {"check": name, "ok": len(where) <= 2, "count": len(where), "where": where}
+    return [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
 
 
-def speed() -> Iterator[Row]:
-    """bf16, one GPU: eager and compiled, k 1 and 8, one graph retained and all."""
-    for name, micro in SPEED.items():
-        architecture = architecture_of(name)
-        for compiled in (False, True):
-            for k, kept in ((1, 1), (8, 1), (8, 8)):
-                b = micro // (8 if kept == 8 else 1)
-                row: Row = {
-                    "check": f"{name} {'compiled' if compiled else 'eager'}",
-                    "b": b,
-                    "k": k,
-                    "m": kept,
-                }
-                try:
-                    yield row | _speed(
-                        architecture, b, k, kept, compiled, TARGETS.get(name) if k == 1 else None
-                    )
-                except torch.OutOfMemoryError as e:
-                    yield row | {"error": str(e)[:200]}
-                torch.compiler.reset()
+def two_micro_batches(kind: str, stage: int, n: int) -> Callable[[], Any]:
+    """A step of n samples a rank of ViT-B/32 in bf16, one graph retained."""
+    architecture, n = architecture_of("ViT-B-32"), 16 if DRY else n
+    engine = engine_of(kind, stage, "fp32" if DRY else "bf16", architecture, n // 2)
+    own = own_batch(architecture, n * dist.world_size())
+    objective, options = InfoNCE(), {"micro_size": n // 2, "kept_graphs": 1, "lr": 1e-4}
+    return partial(train_step, engine, own, objective, **options)
 
 
-def _speed(
-    architecture: Architecture, micro: int, k: int, kept: int, compiled: bool, target: float | None
-) -> Row:
-    from launcher.engines.compile import compile_units
-
-    if not DRY:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    model = model_of(architecture, torch.bfloat16)
-    if compiled and not DRY:
-        compile_units(model)
-    engine, batch = adamw_engine(model), batch_of(architecture, micro * k)
-    taken = seconds(
-        lambda: train_step(engine, batch, InfoNCE(), micro_size=micro, kept_graphs=kept, lr=1e-4),
-        5,
-        2,
-    )
-    flops = 3 * len(batch) * flops_per_sample(architecture)
-    mfu = flops / taken / peak()
-    row: Row = {
-        "ms": round(1e3 * taken, 1),
-        "samples/s": round(len(batch) / taken),
-        "MFU": round(mfu, 3),
-    }
-    if not DRY:
-        row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-        if compiled and target is not None:
-            row["ok"] = mfu >= target
-    return row
+def speed(name: str, world: int) -> Iterator[Row]:
+    """The command: bf16, compiled and eager, k 1 and 8, one graph retained and all."""
+    preset, micro, target = SPEED[name]
+    preset, micro = ("tiny", 8) if DRY else (preset, micro)
+    flops, peak = 3 * flops_per_sample(load_architecture(preset)), peak_flops()
+    for compiled, k, kept in ((1, 1, 1), (1, 8, 1), (1, 8, 8), (0, 1, 1)):
+        if DRY and (compiled, k) != (0, 1):
+            continue
+        b = micro // (8 if kept == 8 else 1)
+        row: Row = {"check": f"{preset} {'compiled' if compiled else 'eager'}", "b": b, "k": k, "m": kept}  # fmt: skip
+        try:
+            rows = trained(
+                world, f"model.name={preset}", "run.steps=10", f"batch.micro_size={b}", f"batch.kept_graphs={kept}",
+                f"batch.global_size={b * k * world}", f"engine.compile={'true' if compiled else 'false'}",
+                f"engine.precision={'fp32' if DRY else 'bf16'}", "checkpoint.every_steps=1000", "data.workers=8",
+            )[4:]  # fmt: skip
+        except RuntimeError as e:  # the others may fit
+            yield row | {"ok": False, "error": str(e)}
+            continue
+        rate = statistics.median(r["samples_per_second"] for r in rows)
+        mfu = rate * flops / peak / world
+        row |= {"samples/s": round(rate), "MFU": round(mfu, 3)}
+        row["data_wait"] = statistics.median(r["data_wait_seconds"] / r["step_seconds"] for r in rows)  # fmt: skip
+        row["peak_GiB"] = round(rows[-1]["peak_memory_bytes"] / GIB, 2)
+        yield row | ({"ok": mfu >= target} if compiled and k == 1 and not DRY else {})
 
 
-def peak() -> float:
-    from clip_train.metrics.meters import GPUS
+def peak_flops() -> float:
+    from clip_tools.plan import GPUS
 
     name = "" if DRY else torch.cuda.get_device_name()
     return next((gpu.flops for part, gpu in GPUS.items() if part.partition("-")[0] in name), 1e12)
 
 
-def loss() -> Iterator[Row]:
+def loader(world: int) -> Iterator[Row]:
+    """JPEGs from shards beside noise of no file: samples/s of the command, and what it waits for."""
+    from clip_tools.demo import shapes
+
+    with tempfile.TemporaryDirectory() as folder:
+        number, size = (64, 64) if DRY else (8192, 256)
+        data = shapes(f"{folder}/shapes", number, size=size, per_shard=number // 32)
+        sizes = ("model.name=tiny", "batch.global_size=16", "batch.micro_size=8") if DRY else (
+            f"batch.global_size={2048 * world}", "batch.micro_size=2048", "engine.precision=bf16",
+        )  # fmt: skip
+        shards = ("data.kind=shards", f"data.train={data.train}", f"data.num_samples={data.num_train}")  # fmt: skip
+        for name, source in {"JPEG shards": shards, "noise": ()}.items():
+            more = ("run.steps=12", "data.workers=auto", "batch.kept_graphs=1", *source)
+            rows = trained(world, *sizes, *more)[4:]
+            rate = statistics.median(row["samples_per_second"] for row in rows)
+            wait = statistics.median(row["data_wait_seconds"] / row["step_seconds"] for row in rows)
+            yield {"check": name, "samples/s": round(rate), "share of waiting": round(wait, 3)}
+
+
+def loss(world: int) -> Iterator[Row]:
     for N, D in ((256, 32),) if DRY else ((8192, 512), (32768, 512), (32768, 1024)):
         generator = torch.Generator().manual_seed(0)
         image, text = (
@@ -453,12 +389,8 @@ def loss() -> Iterator[Row]:
                 torch.backends.cuda.matmul.allow_tf32 = tf32
                 objective = InfoNCE(tile=side)
                 taken = seconds(partial(objective, features), 3, 1)
-                row: Row = {
-                    "check": f"InfoNCE, N {N}, D {D}, tile {side}",
-                    "tf32": tf32,
-                    "ms": round(1e3 * taken, 2),
-                }
-                row["TFLOP/s"] = round(8 * N * N * D / taken / 1e12, 1)
+                row: Row = {"check": f"InfoNCE, N {N}, D {D}, tile {side}", "tf32": tf32}
+                row |= {"ms": 1e3 * taken, "TFLOP/s": round(8 * N * N * D / taken / 1e12, 1)}
                 if reference is not None:
                     error = off(objective(features).gradients["image"].double(), reference)
                     row |= {"error": error, "ok": error < (2e-3 if tf32 else 1e-5)}
@@ -466,44 +398,51 @@ def loss() -> Iterator[Row]:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def peer() -> Iterator[Row]:
-    """OpenCLIP's own step beside ours, in turn, where it is installed: k = 1, bf16, ViT-B/32."""
+def peer(world: int) -> Iterator[Row]:
+    """OpenCLIP's own step beside ours on FSDP, in turn, where it is installed: k = 1, bf16, eager."""
     try:
-        import open_clip
+        import open_clip  # noqa: F401
     except ImportError as e:
         yield {"check": "OpenCLIP", "skipped": str(e)}
         return
+    for name, rate in run_ranks(beside_openclip, 1)[0]:
+        yield {"check": f"{name}, eager", "samples/s": rate}
+
+
+def beside_openclip() -> list[tuple[str, int]]:
+    import open_clip
+
     architecture, n = load_architecture("ViT-B-32"), 8 if DRY else 2048
-    theirs = open_clip.create_model("ViT-B-32").to(torch.bfloat16).to(DEVICE)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
+    theirs = open_clip.create_model("ViT-B-32").to(torch.bfloat16).to(device())
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
     criterion = open_clip.ClipLoss()
-    ours, batch = adamw_engine(model_of(architecture, torch.bfloat16)), batch_of(architecture, n)
-    images = (batch.images / 255).to(torch.bfloat16)
+    engine, own = engine_of("fsdp", 0, "bf16", architecture, n), own_batch(architecture, n)
+    images = (own.images / 255).to(torch.bfloat16)
 
     def their_step() -> None:
-        optimizer.zero_grad()
-        image, text, scale = theirs(images, batch.texts)[:3]
+        adamw.zero_grad()
+        image, text, scale = theirs(images, own.texts)[:3]
         criterion(image, text, scale).backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        optimizer.step()
+        adamw.step()
 
-    def our_step() -> None:
-        train_step(ours, batch, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
-
-    for name, action in (
-        ("OpenCLIP", their_step),
-        ("ours", our_step),
-        ("OpenCLIP", their_step),
-        ("ours", our_step),
-    ):
-        yield {"check": f"{name}, eager", "samples/s": round(n / seconds(action, 5, 2))}
+    our_step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
+    turns = 2 * [("OpenCLIP", their_step), ("ours", our_step)]
+    return [(name, round(n / seconds(action, 5, 2))) for name, action in turns]
 
 
-def profile() -> Iterator[Row]:
+def profile(world: int) -> Iterator[Row]:
+    share, top = run_ranks(profiled, world)[0]
+    yield {"check": "the GPU is busy", **({} if DRY else {"ok": share > 0.9}), "share": share}
+    for name, ms in top if not DRY else ():
+        yield {"check": name, "ms": ms}
+
+
+def profiled() -> tuple[float, list[tuple[str, float]]]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    step = two_micro_batches(2048)
+    step = two_micro_batches("fsdp", 2, 2048)
     seconds(step, 1, 2)
     activities = [ProfilerActivity.CPU] if DRY else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with record(activities=activities) as recorded:
@@ -512,61 +451,90 @@ def profile() -> Iterator[Row]:
         synchronize()
         wall = time.perf_counter() - start
     events = recorded.key_averages()
-    busy = sum(e.self_device_time_total for e in events) / 1e6
-    top = sorted(events, key=lambda e: -e.self_device_time_total)[:12]
-    yield {
-        "check": "the GPU is busy",
-        **({} if DRY else {"ok": busy / wall > 0.9}),
-        "share": round(busy / wall, 3),
-    }
-    for event in top if not DRY else ():
-        yield {"check": event.key[:70], "ms": round(event.self_device_time_total / 1e3, 2)}
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    top = sorted(events, key=lambda event: -event.self_device_time_total)[:12]
+    rows = [(event.key[:70], round(event.self_device_time_total / 1e3, 2)) for event in top]
+    return round(busy / wall, 3), rows
 
 
-STAGES: dict[str, Callable[[], Iterator[Row]]] = {
-    stage.__name__: stage
-    for stage in (facts, exact, engines, memory, save, waits, speed, loss, peer, profile)
+STAGES: dict[str, Callable[[int], Iterator[Row]]] = {
+    **{stage.__name__: stage for stage in (facts, tests, engines, curve, memory, save, waits)},
+    **{f"speed_{name}": partial(speed, name) for name in SPEED},
+    **{stage.__name__: stage for stage in (loader, loss, peer, profile)},
 }
+ONE_RANK = ("loss", "peer")
+
+
+def run_stage(name: str, world: int, file: Path) -> None:
+    """In a process of its own. Every row is in `file` once it is there."""
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append({"stage": name, "ranks": world, **row})
+        print(json.dumps(rows[-1]), flush=True)
+        content = {"environment": environment(), "commit": commit(), "rows": rows}
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1))
+        part.rename(file)
+
+    try:
+        for row in STAGES[name](world):
+            keep(row)
+    except Exception as e:  # the other stages may still be worth the hour
+        traceback.print_exc()
+        keep({"check": name, "ok": False, "error": f"{type(e).__name__}: {e}"[:900]})
+
+
+def run_stage_apart(name: str, world: int, file: Path, limit: float) -> list[Row]:
+    line = [sys.executable, __file__, name, "--child", "--ranks", str(world), "--out", str(file.parent)]  # fmt: skip
+    start = time.perf_counter()
+    process = subprocess.Popen([*line, *(["--dry-run"] if DRY else [])], start_new_session=True)
+    ended = ""
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        ended = f"ended after {limit:.0f} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode and not ended:
+        ended = f"status {process.returncode}"
+    print(f"-- {name}, {world} ranks: {time.perf_counter() - start:.0f} s {ended}", flush=True)
+    rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
+    cut = {"stage": name, "ranks": world, "check": name, "ok": False, "error": ended}
+    return [*rows, cut] if ended else rows
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument(
-        "stages", nargs="*", metavar="STAGE", help=f"of {' '.join(STAGES)}; default: all"
-    )
+    names = " ".join(STAGES)
+    arguments.add_argument("stages", nargs="*", metavar="STAGE", help=f"{names}; default: all")
     arguments.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
-    arguments.add_argument("--engine", nargs=3, help="used by itself")
+    arguments.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the results")
+    arguments.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of one stage")
+    arguments.add_argument("--ranks", type=int, help="only with so many; default: 1, then all")
+    arguments.add_argument("--child", action="store_true", help="used by itself")
     args = arguments.parse_args()
     unknown = [stage for stage in args.stages if stage not in STAGES]
     if unknown:
-        arguments.error(f"no stage {unknown[0]}: choose of {' '.join(STAGES)}")
+        arguments.error(f"no stage {unknown[0]}: choose of {names}")
     if not DRY and not torch.cuda.is_available():
         arguments.error("no GPU is visible here: --dry-run tries the script on the CPU")
-    if args.engine:
-        print(json.dumps(one_engine(*args.engine)))
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        name = args.stages[0]
+        run_stage(name, args.ranks, args.out / f"{name}-{args.ranks}.json")
         return 0
+    count = 2 if DRY else torch.cuda.device_count()
+    worlds = [args.ranks] if args.ranks else sorted({1, count})
     rows: list[Row] = []
-    for name in args.stages or STAGES:
-        start = time.perf_counter()
-        try:
-            for row in STAGES[name]():
-                rows.append({"stage": name, **row})
-                print(json.dumps(rows[-1]), flush=True)
-        except Exception as e:  # the other stages may still be worth the hour
-            traceback.print_exc()
-            rows.append(
-                {
-                    "stage": name,
-                    "check": name,
-                    "ok": False,
-                    "error": f"{type(e).__name__}: {e}"[:500],
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-        print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
-    if args.json:
-        content = {"environment": environment(), "commit": commit(), "rows": rows}
-        Path(args.json).write_text(json.dumps(content, indent=1))
+    for world in worlds:
+        for name in args.stages or STAGES:
+            file = args.out / f"{name}-{world}.json"
+            if world == 1 or name not in ONE_RANK:
+                file.unlink(missing_ok=True)
+                rows += run_stage_apart(name, world, file, args.seconds)
     failed = [f"{row['stage']}: {row['check']}" for row in rows if row.get("ok") is False]
     for line in failed:
         print(f"FAILED: {line}")

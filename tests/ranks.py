@@ -1,4 +1,8 @@
-"""Run a function on several real ranks over gloo: a warm process each, a FileStore, no fixed ports."""
+"""Run a function on several real ranks over gloo: a warm process each, a FileStore, no fixed ports.
+
+With CLIP_TRAIN_TEST_DEVICE=cuda each rank has a GPU, and its tensors travel by NCCL. Tests that take their device from
+`device()` then run there: those of tests/engine that build by `engine_at`. The others stay on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,42 @@ import torch.distributed as torch_dist
 
 from tests import processor, warm
 
+SWITCH = "CLIP_TRAIN_TEST_DEVICE"
+
+
+def device() -> torch.device:
+    """Of this rank; the CPU in a process that is none."""
+    if on_gpus() and torch_dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def on_gpus() -> bool:
+    chosen = os.environ.get(SWITCH, "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise ValueError(f"{SWITCH} ({chosen}) must be cpu or cuda")
+    return chosen == "cuda"
+
 
 def _rank_main(
     rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
 ) -> None:
     torch.set_num_threads(processor.THREADS)
+    if on_gpus():
+        torch.cuda.set_device(rank)
     # DeepSpeed insists on these even where the group exists already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR="cpu")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR=os.environ.get(SWITCH, "cpu")
+    )
     store = torch_dist.FileStore(f"{folder}/store", world_size)
     torch_dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpus() else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=600),
+        device_id=torch.device("cuda", rank) if on_gpus() else None,
     )
     store.set(f"rank {rank} has joined", "")
     try:
@@ -55,7 +80,13 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order."""
+    """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order.
+
+    Skips the test where each rank is to have a GPU and there are fewer."""
+    if on_gpus() and torch.cuda.device_count() < world_size:
+        import pytest
+
+        pytest.skip(f"{world_size} ranks need as many GPUs")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             warm.process(_rank_main, rank, world_size, folder, fn, args)

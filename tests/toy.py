@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.task import Batch
+from tests.ranks import device
 
 WIDTH, FEATURES = 24, 16
 
@@ -61,9 +62,10 @@ def share(batch: Batch, rank: int, world_size: int) -> Batch:
     n, more = divmod(len(batch), world_size)
     own = slice(rank * n + min(rank, more), (rank + 1) * n + min(rank + 1, more))
     counts = (n + 1,) * more + (n,) * (world_size - more) if more else ()
-    return Batch(
+    part = Batch(
         batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own], shares=counts
     )
+    return part.to(device())
 
 
 def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ PRELOAD = [
 # The number of OpenMP threads is fixed when torch is imported. DeepSpeed asks for its accelerator then.
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": str(processor.THREADS),
-    "DS_ACCELERATOR": "cpu",
+    "DS_ACCELERATOR": os.environ.get("CLIP_TRAIN_TEST_DEVICE", "cpu"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # without CUDA itself, which does not survive a fork
     "PYTHONWARNINGS": "ignore",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from clip_train.models.weights import WholeState
@@ -14,6 +13,7 @@ from clip_train.optim.optimizer import build_optimizer, moving_average
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests.processor import answer
+from tests.ranks import device
 
 ZERO = ["zero 0", "zero 1", "zero 2", "zero 3"]
 FSDP = ["fsdp 0", "fsdp 2", "fsdp 3"]  # 1 is 2 with the reduction once
@@ -42,7 +42,7 @@ def engine_at(
         config,
         make_model,
         lambda named: build_optimizer(optim, named),
-        device=torch.device("cpu"),
+        device=device(),
         grad_clip_norm=clip,
         micro_size=8,
     )
