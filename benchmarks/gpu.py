@@ -171,7 +171,7 @@ def off(x: Tensor, reference: Tensor) -> float:
 
 
 def facts(world: int) -> Iterator[Row]:
-    yield {"check": "versions", **environment(), "stack": stack(DEVICE), "cpus": os.cpu_count()}
+    yield {"check": "versions", **environment(), **stack(DEVICE), "cpus": os.cpu_count()}
     n = 256 if DRY else 8192
     kinds = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
     for name, dtype in kinds.items() if world == 1 else ():

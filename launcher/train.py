@@ -96,7 +96,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
             f"{env.describe()}; {device}, {ranks.backend(device)}{through}, "
-            f"{torch.get_num_threads()} threads; {ranks.stack(device)}"
+            f"{torch.get_num_threads()} threads; torch {torch.__version__}"
+            f"{''.join(f', {name} {found}' for name, found in ranks.stack(device).items())}"
         )
     rendezvous.start(
         env,
@@ -165,11 +166,10 @@ def refuse_unshared(token: Path, seconds: float) -> None:
 def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
     """What an attempt runs with, for its line in attempts.jsonl. config: as the user gave it."""
     if device.type == "cuda":
-        version, what = torch.version.cuda, torch.cuda.get_device_name(device)
+        what = torch.cuda.get_device_name(device)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         what = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
-        version = None
     W = env.world_size
     size = f"{W} rank{'s' * (W > 1)} on {device.type}, {env.local_world_size} on each host"
     differing = redact(config.model_dump(mode="json", exclude_defaults=True)).items()
@@ -178,7 +178,7 @@ def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[s
         "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),
         "commit": rendezvous.commit(),
         "hardware": f"{size}; {node_name()}: {what}",
-        "versions": rendezvous.versions() | ({"CUDA": version} if version else {}),
+        "versions": rendezvous.versions() | ranks.stack(device),
         "changed": {
             f"{section}.{key}": value for section, keys in differing for key, value in keys.items()
         },

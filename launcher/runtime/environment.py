@@ -257,20 +257,18 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
 
 def driver() -> str:
     """The version of NVIDIA's driver; empty if the kernel has none."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text())
-        return found[1] if found else ""
-    return ""
+    text = DRIVER.read_text() if DRIVER.exists() else ""
+    return next(iter(re.findall(r"\s(\d+\.[\d.]+)\s", text)), "")
 
 
-def stack(device: torch.device) -> str:
-    """The versions of what computes on `device` and communicates."""
+def stack(device: torch.device) -> dict[str, str]:
+    """Versions of what is below the Python packages on a GPU."""
     import torch
 
     if device.type != "cuda":
-        return f"torch {torch.__version__}"
+        return {}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, driver {driver()}"
+    return {"CUDA": str(torch.version.cuda), "NCCL": nccl, "driver": driver()}
 
 
 def require_usable_gpu(environ: Mapping[str, str]) -> None:

@@ -159,7 +159,9 @@ class Outcome:
                 )
             return failure(message, status=130), ""
         if isinstance(error, OutOfMemoryError):
-            room = self._half_the_room()
+            room = 0  # the recipe leaves nothing to choose: another attempt would be the same
+            if self.trainer is not None and self.layout is not None:
+                room = int(self.layout.profile.bytes_for(self.trainer.plan) / 2)
             return failure(message, word="FAILED" if room else "FATAL", room=room), ""
         if isinstance(error, ClipTrainError):
             suspect = error.node_suspect
@@ -168,17 +170,10 @@ class Outcome:
             what = "lost contact with another rank, which may have its own message"
             return failure(f"{what}: {' '.join(message.split())}", lost=True), ""
         trace = redact("".join(traceback.format_exception(error)))
-        message, hardware = f"{type(error).__name__}: {message}", is_hardware(error)
+        message, hardware = f"{type(error).__name__}: {message}", bool(HARDWARE.search(message))
         if hardware:
             message = f"{message} (the GPU's error, not the program's: `dmesg | grep Xid` there)"
         return failure(message, node_suspect=True, hardware=hardware), trace
-
-    def _half_the_room(self) -> int:
-        """Half the bytes of activations that memory did not hold, by prediction; 0 where the recipe
-        leaves nothing to choose: another attempt would be the same."""
-        if self.trainer is None or self.layout is None:
-            return 0
-        return int(self.layout.profile.bytes_for(self.trainer.plan) / 2)
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print the failure, with its traceback if there is one, and write the verdict unless there
@@ -253,11 +248,6 @@ HARDWARE = re.compile(
     r"|CUDA error: (unknown error|no CUDA-capable device)",
     re.IGNORECASE,
 )
-
-
-def is_hardware(error: BaseException) -> bool:
-    """An error that the node's GPU reports: the same program may run on another node."""
-    return isinstance(error, RuntimeError) and HARDWARE.search(str(error)) is not None
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -17,7 +17,6 @@ import socket
 import struct
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent import futures
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -227,11 +226,11 @@ def joined(env: RankEnv, store: Store) -> str:
     return (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
         f"{env.master_addr}:{env.master_port}; missing: rank{'s' * (len(absent) > 1)} "
-        f"{numbers(absent)}{'; no rank has joined from ' * bool(silent)}{', '.join(silent)}"
+        f"{some(absent)}{'; no rank has joined from ' * bool(silent)}{', '.join(silent)}"
     )
 
 
-def numbers(ranks: Sequence[int]) -> str:
+def some(ranks: Sequence[object]) -> str:
     return f"{', '.join(map(str, ranks[:20]))}{', ...' * (len(ranks) > 20)}"
 
 
@@ -352,10 +351,11 @@ def start(
             "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? "
             f"`clip-train doctor --all-nodes` tries pairs of nodes. {e}"
         ) from e
-    pool.shutdown(wait=False)
     if env.world_size > 1 and env.rank == 0:
-        size = REDUCED_BYTES[device.type] >> 20
-        log(f"the process group has formed; all-reduce of {size} MiB at {speed / 1e9:.2f} GB/s")
+        log(
+            f"the process group has formed; all-reduce of {REDUCED_BYTES[device.type] >> 20} MiB at "
+            f"{speed / 1e9:.2f} GB/s"
+        )
     set_timeout(timeout_seconds)
 
 
@@ -376,12 +376,12 @@ def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float)
 
 def not_formed(env: RankEnv, store: Store) -> str:
     """Which ranks have not formed the process group, and where they are."""
-    absent = defaultdict(list)
-    for rank in range(env.world_size if env.world_size > 1 else 0):
-        if not store.check([f"formed/{rank}"]):
-            absent[node_of(store, rank)].append(rank)
-    where = [f"rank {numbers(ranks)} on {node}" for node, ranks in absent.items()]
-    return f"missing: {'; '.join(where)}" if where else "its first all-reduce did not end"
+    absent = [
+        f"{rank} on {node_of(store, rank)}"
+        for rank in range(env.world_size)
+        if env.world_size > 1 and not store.check([f"formed/{rank}"])
+    ]
+    return f"missing: rank {some(absent)}" if absent else "its first all-reduce did not end"
 
 
 def measure_all_reduce(device: torch.device) -> float:
