@@ -12,6 +12,7 @@ scripts/gpu_wheels.sh.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -35,7 +36,7 @@ if DRY:
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from common import ROOT, commit, environment, parser, small_clip  # noqa: E402
+from common import ROOT, commit, environment, small_clip  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from clip_train import dist  # noqa: E402
@@ -507,11 +508,15 @@ def run_stage_apart(name: str, world: int, file: Path, limit: float) -> list[Row
 
 
 def main() -> int:
-    arguments = parser(__doc__ or "")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = " ".join(STAGES)
     arguments.add_argument("stages", nargs="*", metavar="STAGE", help=f"{names}; default: all")
     arguments.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
-    arguments.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the results")
+    arguments.add_argument(
+        "--out", type=Path, default=Path("gpu_results"), help="folder for the results"
+    )
     arguments.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of one stage")
     arguments.add_argument("--ranks", type=int, help="only with so many; default: 1, then all")
     arguments.add_argument("--child", action="store_true", help="used by itself")

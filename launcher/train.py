@@ -116,8 +116,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         token.unlink(missing_ok=True)
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    activations = float(os.environ.get(ROOM, "inf"))
-    resolved = decide(resolved, memory_limit(resolved, device), activations)
+    room = os.environ.get(ROOM, "inf")
+    resolved = decide(resolved, memory_limit(resolved, device), float(room))
     outcome.layout = resolved.layout
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too

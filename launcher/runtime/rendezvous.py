@@ -361,10 +361,9 @@ def start(
 
 def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float) -> float:
     """Form the process group, and try it; bytes per second of an all-reduce."""
-    own = store.clone()  # type: ignore[attr-defined]  # a client waits for one key at a time
     torch_dist.init_process_group(
         backend(device),
-        store=PrefixStore("group", own),
+        store=PrefixStore("group", store.clone()),  # type: ignore[attr-defined]
         rank=env.rank,
         world_size=env.world_size,
         timeout=datetime.timedelta(seconds=seconds),

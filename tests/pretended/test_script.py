@@ -12,37 +12,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900.0  # seconds
+STAGES = {"facts", "tests", "engines", "curve", "memory", "save", "waits", "loader", "profile"}
+STAGES |= {"speed_b32", "speed_l14", "speed_h14"}
 
 
-@pytest.mark.full
-def test_every_stage_runs_and_every_check_passes(tmp_path):
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--json", str(out)]
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+def dry_run(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
+    """What it prints, and the rows of all files that it has written."""
+    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(folder), *arguments]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environ,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = json.loads(out.read_text())["rows"]
-    stages = list(dict.fromkeys(row["stage"] for row in rows))
-    assert stages == [
-        "facts",
-        "exact",
-        "engines",
-        "memory",
-        "save",
-        "speed",
-        "loss",
-        "peer",
-        "profile",
-    ]
+    files = sorted(folder.glob("*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    return done.stdout + done.stderr, rows
+
+
+@pytest.mark.full
+def test_every_stage_runs_and_every_check_passes(tmp_path):
+    out, rows = dry_run(tmp_path)
+    assert "all checks passed" in out, out[-6000:]
+    assert {row["stage"] for row in rows if row["ranks"] == 1} == STAGES | {"loss", "peer"}
+    assert {row["stage"] for row in rows if row["ranks"] == 2} == STAGES
     assert sum("ok" in row for row in rows) >= 15 and all(row.get("ok", True) for row in rows)
+
+
+def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path):
+    """The first one's limit is over before it has a row."""
+    out, rows = dry_run(tmp_path, "loss", "--ranks", "1")
+    assert "all checks passed" in out, out
+    assert [row["stage"] for row in rows] == ["loss", "loss"] and rows[0]["ok"]
+    out, rows = dry_run(tmp_path, "curve", "loss", "--ranks", "1", "--seconds", "0.2")
+    assert rows == [] and out.count("ended after 0 s") == 2, out
+    assert "FAILED: curve: curve" in out and "2 checks failed" in out
 
 
 def test_what_a_borrowed_machine_lacks_is_named():
