@@ -76,7 +76,7 @@ TESTS = ["tests/engine/test_engines.py", "tests/engine/test_norms.py", "tests/en
 DRY_TESTS = ["tests/engine/test_engines.py", "-k", "unsafe and zero and 1-7-2"]
 COMMAND = (
     "data.kind=synthetic", "checkpoint.resume=never", "log.progress=false", "run.epochs=null", "data.val=null",
-    "schedule.warmup_steps=0", "evaluate.zero_shot_classes=null", "engine.matmul=fp32",
+    "schedule.warmup_steps=0", "evaluate.zero_shot_classes=null", "engine.matmul=highest",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -202,11 +202,11 @@ def dropout_bits() -> Tensor:
 
 def tests(world: int) -> Iterator[Row]:
     """The engines' tests over NCCL. Those that want more ranks than there are GPUs are skipped."""
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(DRY_TESTS if DRY else TESTS)]  # fmt: skip
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(DRY_TESTS if DRY else TESTS)]  # fmt: skip
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     for failed in re.findall(r"(?m)^FAILED .*", done.stdout):
         yield {"check": failed[:300], "ok": False}
-    told = re.findall(r"(?m)^=*\s*(\d+ .*(?:passed|failed|skipped).*)$", done.stdout)
+    told = re.findall(r"(?m)^[ =]*(\d+ (?:passed|failed|skipped).*?)[ =]*$", done.stdout)
     last = (told or [(done.stdout + done.stderr)[-500:]])[-1]
     yield {"check": "the engines' tests", "ok": done.returncode == 0, "told": last}
 
