@@ -95,6 +95,7 @@ EXTRAS = {
     "s3fs": "pip install 'clip-train[bench]'",
     "sklearn": "pip install 'clip-train[demo]'",
     "torchao": "pip install 'clip-train[torchao]'",
+    "triton": "pip install triton==3.7.*, for torch 2.13",
     "open_clip": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
     "open_clip_train": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
 }  # fmt: skip
