@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900.0  # seconds
 STAGES = {"facts", "tests", "engines", "curve", "memory", "save", "waits", "loader", "profile"}
-STAGES |= {"speed_b32", "speed_l14", "speed_h14"}
+STAGES |= {"speed_b32", "speed_l14", "speed_h14", "loss", "peer"}
 
 
 def dry_run(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
@@ -35,11 +35,13 @@ def dry_run(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
 
 @pytest.mark.full
 def test_every_stage_runs_and_every_check_passes(tmp_path):
-    out, rows = dry_run(tmp_path)
+    out, rows = dry_run(tmp_path, "--ranks", "1")
     assert "all checks passed" in out, out[-6000:]
-    assert {row["stage"] for row in rows if row["ranks"] == 1} == STAGES | {"loss", "peer"}
-    assert {row["stage"] for row in rows if row["ranks"] == 2} == STAGES
-    assert sum("ok" in row for row in rows) >= 15 and all(row.get("ok", True) for row in rows)
+    assert {row["stage"] for row in rows} == STAGES
+    assert sum("ok" in row for row in rows) >= 12 and all(row.get("ok", True) for row in rows)
+    out, rows = dry_run(tmp_path, "facts", "engines", "memory", "--ranks", "2")
+    assert "all checks passed" in out, out[-6000:]
+    assert sum(row["ranks"] == 2 for row in rows) >= 8
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path):
