@@ -21,6 +21,8 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def pytest_configure() -> None:
+    if os.environ.get("CLIP_TRAIN_TEST_DEVICE", "cpu") == "cpu":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # on purpose: see `require_usable_gpu`
     torch.set_num_threads(
         processor.THREADS
     )  # the cores belong to several processes, and OpenMP's threads spin
