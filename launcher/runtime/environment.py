@@ -39,8 +39,8 @@ DETERMINISTIC = {
 }
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
-# of Slurm: the job or the step was allotted GPUs
-ALLOTTED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+# set: somebody means this process to have GPUs; the last three are Slurm's
+MEANT = (VISIBLE, "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 GPU_DEVICES = "/dev/nvidia[0-9]*"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -279,7 +279,7 @@ def require_usable_gpu(environ: Mapping[str, str]) -> None:
     if torch.cuda.is_available() or environ.get(VISIBLE) in NO_DEVICES:
         return
     signs = sorted(glob.glob(GPU_DEVICES))
-    signs += [f"{name}={environ[name]}" for name in (VISIBLE, *ALLOTTED) if environ.get(name)]
+    signs += [f"{name}={environ[name]}" for name in MEANT if environ.get(name)]
     version, cuda = driver(), torch.version.cuda
     if not signs and not version:
         return

@@ -34,8 +34,8 @@ class Outcome:
     before: int  # the newest committed step when it began
     step: int  # and when it ended
     reason: str
-    blamed: tuple[str, ...] = ()  # the node of the rank that failed, if it may be the node's fault
-    hardware: bool = False  # that node's GPU failed: no second failure is needed to exclude it
+    # the node of the rank that failed, if it may be the node's fault; twice if its GPU said so
+    blamed: tuple[str, ...] = ()
     room: int = 0  # after out of memory: bytes that the next attempt's activations may take
     terminated: bool = False  # TERM reached the batch script: scancel, or Slurm requeues the job
     stop_file: bool = False
@@ -89,20 +89,18 @@ class History:
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
 
-    def room(self) -> int:
-        """Bytes that the next attempt's activations may take, since an attempt ran out of memory; 0
-        where none did, or since a user submitted again after a stop."""
-        room = 0
+    def room(self) -> float:
+        """Bytes that the next attempt's activations may take, since an attempt ran out of memory;
+        any number if none did since a user submitted again after a stop."""
+        room = float("inf")
         for end in self.of("end"):
             again = end["decision"] in ("requeue", "leave")
-            room = (end.get("room") or room) if again else 0
+            room = (end.get("room") or room) if again else float("inf")
         return room
 
     def suspects(self) -> list[str]:
-        """Nodes that were blamed more than once, or for their hardware."""
-        blamed: Counter[str] = Counter()
-        for end in self.of("end"):
-            blamed.update({node: 2 if end.get("hardware") else 1 for node in end["blamed"]})
+        """Nodes that were blamed more than once."""
+        blamed = Counter(node for end in self.of("end") for node in end["blamed"])
         return sorted(node for node, count in blamed.items() if count > 1)
 
 
@@ -134,7 +132,7 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
 
 
 def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
-    """An attempt's verdict, its reason and the node to blame.
+    """An attempt's verdict, its reason and the node to blame, twice for its hardware.
 
     verdict: what VERDICT has, if it was written. status: of the command that ran the ranks.
     """
@@ -145,4 +143,5 @@ def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, 
         # srun sends TERM to the other ranks, and ends with the status of the one that was killed
         return "CRASHED", f"a rank was killed before the first step (status {status})", ()
     reason = f"{why['where']}: {why['reason']}" if "where" in why else why["reason"]
-    return word, reason, (why["blamed"],) if "blamed" in why else ()
+    blamed = (why["blamed"],) if "blamed" in why else ()
+    return word, reason, blamed * (2 if why.get("hardware") else 1)

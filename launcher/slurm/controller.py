@@ -184,10 +184,7 @@ class Controller:
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""
         environ = {**os.environ, RUN_DIR: str(self.run_dir.absolute())}
-        room = self.history.room()
-        if room:
-            environ[ROOM] = str(room)
-            say(f"after out of memory: activations may take {room / 2**30:.3g} GiB a rank, half")
+        environ[ROOM] = str(self.history.room())
         # rank 0 runs on this node; another attempt starts with another port
         environ.setdefault("MASTER_PORT", str(free_port(candidates(f"{self.job}.{number}"))))
         try:
@@ -206,7 +203,6 @@ class Controller:
     def _outcome(self, status: int, before: int) -> Outcome:
         verdict = read_verdict(self.run_dir)
         word, reason, blamed = explain(verdict, status)
-        why = verdict[1] if verdict else {}
         terminated = self.terminated.is_set()
         if terminated:  # a rank that is killed while it saves says nothing about its node
             blamed = ()
@@ -218,8 +214,7 @@ class Controller:
             after,
             reason,
             blamed,
-            hardware=why.get("hardware", False),
-            room=why.get("room", 0),
+            room=verdict[1].get("room", 0) if verdict else 0,
             terminated=terminated,
             stop_file=stop_file,
         )

@@ -183,9 +183,9 @@ def test_what_hardware_and_memory_ask_of_the_next_attempt(recipe, bin, tmp_path)
     said = {**VERDICT, "hardware": True, "room": 3 * 2**29}
     told = f"echo has $CLIP_TRAIN_ACTIVATION_BYTES; {BAD_NODE[2]}"
     _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(said))
-    assert f"{BAD}: the next attempts exclude it" in out and "has\n" in out, out
+    assert f"{BAD}: the next attempts exclude it" in out and "has inf\n" in out, out
     _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(VERDICT))
-    assert f"has {3 * 2**29}\n" in out and "may take 1.5 GiB a rank" in out, out
+    assert f"has {3 * 2**29}\n" in out, out
 
 
 def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
