@@ -171,10 +171,9 @@ VERBS = {
     removed.""",
         """\
     clip-train doctor                                       this machine and its cluster
-    clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
-    salloc --nodes 4 clip-train doctor --all-nodes          the links between nodes, one by one""",
+    clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too""",
         positions=("recipe?", "overrides"),
-        options=(("all-nodes", None, "measure the links between the nodes of this job"), JSON),
+        options=(JSON,),
     ),
     "evaluate": Verb(
         "clip_tools.inspect:evaluate_run",
