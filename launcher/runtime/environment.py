@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import socket
@@ -41,8 +40,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
 # set: somebody means this process to have GPUs; the last three are Slurm's
 MEANT = (VISIBLE, "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
-GPU_DEVICES = "/dev/nvidia[0-9]*"
-DRIVER = Path("/proc/driver/nvidia/version")
+ROOT = Path("/")
+DRIVER = "proc/driver/nvidia/version"
 
 
 @dataclass(frozen=True)
@@ -255,9 +254,9 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
     return device, number
 
 
-def driver() -> str:
+def driver(root: Path = ROOT) -> str:
     """The version of NVIDIA's driver; empty if the kernel has none."""
-    text = DRIVER.read_text() if DRIVER.exists() else ""
+    text = (root / DRIVER).read_text() if (root / DRIVER).exists() else ""
     return next(iter(re.findall(r"\s(\d+\.[\d.]+)\s", text)), "")
 
 
@@ -271,16 +270,16 @@ def stack(device: torch.device) -> dict[str, str]:
     return {"CUDA": str(torch.version.cuda), "NCCL": nccl, "driver": driver()}
 
 
-def require_usable_gpu(environ: Mapping[str, str]) -> None:
+def require_usable_gpu(environ: Mapping[str, str], root: Path = ROOT) -> None:
     """RankError if this node has a GPU that torch cannot use: the run would train on the CPU.
-    UserError if this torch is built without CUDA."""
+    UserError if this torch is built without CUDA. root: where /dev and /proc are."""
     import torch
 
     if torch.cuda.is_available() or environ.get(VISIBLE) in NO_DEVICES:
         return
-    signs = sorted(glob.glob(GPU_DEVICES))
+    signs = sorted(map(str, root.glob("dev/nvidia[0-9]*")))
     signs += [f"{name}={environ[name]}" for name in MEANT if environ.get(name)]
-    version, cuda = driver(), torch.version.cuda
+    version, cuda = driver(root), torch.version.cuda
     if not signs and not version:
         return
     try:
@@ -290,7 +289,7 @@ def require_usable_gpu(environ: Mapping[str, str]) -> None:
         reason = str(e).strip()
     kind = RankError if cuda else UserError
     raise kind(
-        f"there is a GPU here ({', '.join(signs) or DRIVER}), but torch cannot use it: {reason}. "
+        f"there is a GPU here ({', '.join(signs) or root / DRIVER}), but torch cannot use it: {reason}. "
         f"torch {torch.__version__} is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}, the "
         f"driver is {version or 'not loaded'}. nvidia-smi shows the newest CUDA that the driver "
         "supports: install a torch for that one (pip install torch --index-url "

@@ -245,14 +245,15 @@ def test_a_gpu_that_a_newer_torch_cannot_use(environ, device, said, tmp_path, mo
     def too_old():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12000).")
 
-    (tmp_path / "version").write_text(OPEN_KERNEL + "\nGCC version:  gcc version 12.1.0\n")
-    (tmp_path / "nvidiactl").touch()
+    version = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    version.parent.mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    version.write_text(OPEN_KERNEL + "\nGCC version:  gcc version 12.1.0\n")
+    (tmp_path / "dev" / "nvidiactl").touch()
     if device:
-        (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(env_module, "GPU_DEVICES", f"{tmp_path}/nvidia[0-9]*")
-    monkeypatch.setattr(env_module, "DRIVER", tmp_path / "version")
+        (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     with contextlib.nullcontext() if said is None else pytest.raises(RankError, match=said):
-        env_module.require_usable_gpu(environ)
+        env_module.require_usable_gpu(environ, tmp_path)
