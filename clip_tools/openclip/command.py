@@ -144,24 +144,18 @@ def literal(text: str) -> Any:
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
     notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
-    for flag, value in flags.items():
-        variable = VARIABLE.search(str(value))
-        if variable:
-            unset = f"{CHECK}{variable[0]} is a variable of a script: put its value in"
-            notes.append((f"--{flag}", unset))
+    variables = {flag: VARIABLE.findall(str(value)) for flag, value in flags.items()}
+    notes += [
+        (f"--{flag}", f"{CHECK}{names[0]} is a variable of a script: put its value in")
+        for flag, names in variables.items()
+        if names
+    ]
     given = {**DEFAULTS, **flags}
     per_rank, cut = (
         whole("--batch-size", given["batch-size"]),
         whole("--accum-freq", given["accum-freq"]),
     )
     keys: Keys = {"batch.global_size": per_rank * cut * world_size, "batch.micro_size": per_rank}
-    if cut > 1:
-        notes.append(
-            (
-                "--accum-freq",
-                f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
-            )
-        )
     for flag, key in SAME.items():
         if flag in given:
             value = given[flag]
@@ -178,15 +172,26 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     precision = str(given["precision"])
     ours = PRECISIONS.get(precision, "bf16")
     keys["engine.precision"] = ours
-    if "precision" in flags and ours not in precision:
-        notes.append(
-            (f"--precision {precision}", f"{ours} here, with fp32 master weights and loss")
-        )
-    if "siglip" not in flags and "loss-dist-impl" in flags:
-        notes.append(("--loss-dist-impl", "for --siglip only"))
-    elif flags.get("loss-dist-impl") == "gather":
+    if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
         keys["loss.exchange"] = "gather"
-    return keys, notes
+    remarks = [
+        (
+            cut > 1,
+            "--accum-freq",
+            f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
+        ),
+        (
+            "precision" in flags and ours not in precision,
+            f"--precision {precision}",
+            f"{ours} here, with fp32 master weights and loss",
+        ),
+        (
+            "siglip" not in flags and "loss-dist-impl" in flags,
+            "--loss-dist-impl",
+            "for --siglip only",
+        ),
+    ]
+    return keys, notes + [(flag, text) for holds, flag, text in remarks if holds]
 
 
 def as_value(given: Any) -> Any:
@@ -218,34 +223,39 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
-    if "pretrained" in given:
+    has_weights, from_hub = "pretrained" in given, HF_TOWER.fullmatch(known) is not None
+    start = f"{known}-start.pt"
+    if has_weights:
         keys["model.init_from"] = weights_of(name, str(given["pretrained"]))
-        if "train-data" not in given:
-            evaluate = f"clip-train evaluate THIS.yaml --weights {keys['model.init_from']}"
-            alone = "without --train-data OpenCLIP evaluates these weights alone; so does"
-            notes.append(("--pretrained", f"{alone}: {evaluate}"))
-    elif HF_TOWER.fullmatch(known):
-        start = f"{known}-start.pt"
+    elif from_hub:
         keys["model.init_from"] = start
-        made = f"open_clip.create_model('{known}').state_dict(), '{start}'"
-        notes.append(
-            (
-                "--model",
-                f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make "
-                "the file that model.init_from names, once, with the options of your command: "
-                f'python -c "import open_clip, torch; torch.save({made})"',
-            )
-        )
-    if HF_TOWER.fullmatch(known) and keys.pop("model.lock_text", False):
+    locked = from_hub and keys.pop("model.lock_text", False)
+    if locked:
         keys.pop("model.lock_text_unlocked_layers", None)
-        notes.append(
-            (
-                "--lock-text",
-                f"{CHECK}OpenCLIP leaves the projection of {known} trainable, and its LayerNorms "
-                "unless --lock-text-freeze-layer-norm is given. Name what is frozen in "
-                "model.freeze, such as text.transformer.*",
-            )
-        )
+    remarks = [
+        (
+            has_weights and "train-data" not in given,
+            "--pretrained",
+            "without --train-data OpenCLIP evaluates these weights alone; so does: clip-train "
+            f"evaluate THIS.yaml --weights {keys.get('model.init_from')}",
+        ),
+        (
+            from_hub and not has_weights,
+            "--model",
+            f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make the "
+            "file that model.init_from names, once, with the options of your command: "
+            f'python -c "import open_clip, torch; '
+            f"torch.save(open_clip.create_model('{known}').state_dict(), '{start}')\"",
+        ),
+        (
+            locked,
+            "--lock-text",
+            f"{CHECK}OpenCLIP leaves the projection of {known} trainable, and its LayerNorms "
+            "unless --lock-text-freeze-layer-norm is given. Name what is frozen in "
+            "model.freeze, such as text.transformer.*",
+        ),
+    ]
+    notes += [(flag, text) for holds, flag, text in remarks if holds]
     if "lock-image" not in given:  # without it OpenCLIP ignores this one
         keys.pop("model.lock_image_freeze_bn_stats", None)
     if "force-image-size" in given:

@@ -25,7 +25,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from clip_train.callbacks import Callback
-from clip_train.errors import ClipTrainError
 from clip_train.settings import Seconds, Settings
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
@@ -117,8 +116,6 @@ class Watchdog(Callback):
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
-        self._folder: int | None = None  # the run directory's inode, kept by its open files
-        self.lost: ClipTrainError | None = None  # the run directory was removed, moved or replaced
         self._asked: float | None = None  # when a stop was asked for during the start
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
@@ -165,9 +162,6 @@ class Watchdog(Callback):
             if self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
                 self.stop.file = self.run_dir / STOP_FILE
                 self.stop.ask(f"the file {self.stop.file}")
-        with contextlib.suppress(OSError):
-            if self.run_dir is not None and self.lost is None:
-                self._look_at_folder(self.run_dir)
         if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
         if self._phase is Phase.START and not self._begun and self.stop.look():
@@ -191,18 +185,6 @@ class Watchdog(Callback):
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
             self._fire(now - self._since)
-
-    def _look_at_folder(self, run_dir: Path) -> None:
-        """Open files follow a folder that is moved, so that nobody finds the later records."""
-        inode = run_dir.stat().st_ino if run_dir.exists() else None
-        self._folder = self._folder or inode
-        if inode != self._folder:
-            self.lost = ClipTrainError(
-                f"run.dir ({run_dir}) was removed, moved or replaced while the run wrote to "
-                "it: the records of metrics.jsonl, eval.jsonl and attempts.jsonl are in the old "
-                "folder, if anywhere; put it back before the next run"
-            )
-            warn(f"{self.lost}. The run continues and will end with an error")
 
     def _exit(self, abort: Failure) -> None:
         """End the process at once, also if the main thread or the store hangs."""

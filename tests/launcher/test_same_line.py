@@ -3,8 +3,6 @@ moved."""
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from launcher.runtime.verdict import read_verdict
@@ -46,21 +44,3 @@ def test_a_dry_run_compares_the_recipe_with_the_checkpoint(recipe, tmp_path, mod
     fresh = "checkpoint.resume=never"
     status, out = run(recipe, *line, f"model.name={other}", fresh, "--dry-run")
     assert status == 0 and "resuming" not in out, out
-
-
-@pytest.mark.parametrize("how", ["moved", "replaced"])
-def test_a_run_directory_that_vanishes_is_told(recipe, tmp_path, how):
-    folder = tmp_path / "run"
-    process = start(recipe, "run.steps=60", "log.progress=false", ranks=2 if how == "moved" else 1)
-    wait_for_step(folder, 17, process)
-    folder.rename(tmp_path / "elsewhere")  # the run continues to write into it
-    if how == "replaced":
-        # the run makes folders there again meanwhile, and removes files of a save
-        unstable = shutil.ignore_patterns("tmp")
-        shutil.copytree(tmp_path / "elsewhere", folder, ignore=unstable, dirs_exist_ok=True)
-    status, out = finish(process)
-    assert status == 1 and "done. Run directory" not in out, out
-    # at once and at the end
-    assert out.count("was removed, moved or replaced while the run wrote to it") == 2, out
-    word, why = read_verdict(folder)
-    assert word == "FAILED" and "was removed, moved or replaced" in why["reason"]
