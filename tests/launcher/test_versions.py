@@ -71,3 +71,11 @@ def test_pages_name_the_ranges():
     for page in ("README.md", "docs/first_run.md", "docs/versions.md"):
         assert said in (ROOT / page).read_text(), page
     assert f"Python {python} is needed" in (ROOT / "Makefile").read_text()
+
+
+def test_an_installation_asks_for_the_oldest_versions():
+    project = (ROOT / "pyproject.toml").read_text()
+    oldest = versions.OLDEST
+    assert f'requires-python = ">={oldest["Python"]}"' in project
+    for name in oldest.keys() - {"Python"}:
+        assert f'    "{name}>={oldest[name]}",\n' in project, name
