@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -45,8 +44,6 @@ from launcher.runtime.log import log
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
-BLOCK_KERNELS = 15  # of a transformer block's forward; its backward launches twice as many
-LAUNCH_SECONDS = 5e-6  # of the host, for one kernel
 LARGEST_TABLE = 16  # rows
 
 
@@ -131,17 +128,11 @@ def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
     plan, architecture, config = resolved.plan, resolved.architecture, resolved.config
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
     useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
-    # a small model's step takes at least as long as the host needs to launch its kernels
-    towers = (architecture.vision_cfg, architecture.text_cfg)
-    blocks = np.hstack([getattr(tower, "layers", 12) for tower in towers])  # a ResNet has a list
-    launches = BLOCK_KERNELS * int(blocks.sum()) * (1 + BACKWARD) * plan.accum_steps
-    most = plan.global_size / (launches * LAUNCH_SECONDS)  # samples/s
-    rates = {f"{mfu:.0%}": min(most, plan.world_size * gpu.flops * mfu / useful) for mfu in MFUS}
+    rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
     samples = config.batch.sizes.before(config.steps)
     return {
         "usable_bytes": limit,
         "samples_per_second": rates,
-        "launch_bound": [mfu for mfu, rate in rates.items() if rate == most],
         "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
         "layouts": layouts(resolved, limit, gpu.flops * MFUS[1] / forward),
     }
@@ -261,9 +252,8 @@ def show(plan: dict[str, Any]) -> None:
         )
     console.print(table)
     for mfu, rate in gpu["samples_per_second"].items():
-        bound = " (limited by kernel launches)" if mfu in gpu["launch_bound"] else ""
-        days = f"{gpu['days'][mfu]:.2f} days"
-        console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s{bound}, {days}")
+        days = gpu["days"][mfu]
+        console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {days:.2f} days")
 
 
 def show_communication(console: Console, found: dict[str, Any], world_size: int) -> None:
