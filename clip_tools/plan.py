@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 from dataclasses import asdict, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
-from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED, candidates
+from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED
 from clip_train.metrics.meters import GPU, GPUS
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
@@ -44,7 +43,6 @@ from launcher.runtime.log import log
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
-LARGEST_TABLE = 16  # rows
 
 
 def find_gpu(name: str) -> GPU:
@@ -120,8 +118,7 @@ def make_plan(
 
 
 def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
-    """What `--gpu` adds to a plan: rates, days, and the ways to cut the batch on the recipe's
-    engine.
+    """What `--gpu` adds to a plan: rates, days, and how `auto` would cut the batch.
 
     limit: bytes of a rank. Speed is that of bf16, whatever the recipe says.
     """
@@ -134,42 +131,33 @@ def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
         "usable_bytes": limit,
         "samples_per_second": rates,
         "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
-        "layouts": layouts(resolved, limit, gpu.flops * MFUS[1] / forward),
+        "auto": auto_layout(resolved, limit, gpu.flops * MFUS[1] / forward),
     }
 
 
-def layouts(resolved: Resolved, limit: float, forwards_per_second: float) -> list[dict[str, Any]]:
-    """Those that fit first, the fastest first; `auto`: what it would choose. None if nothing
-    fits."""
+def auto_layout(
+    resolved: Resolved, limit: float, forwards_per_second: float
+) -> dict[str, Any] | None:
+    """What `auto` would choose on the recipe's engine, in numbers and in words; None: nothing fits."""
     free = replace(
         resolved,
         given=resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"}),
         config=resolved.config.updated(engine={"activation_checkpointing": "auto"}),
     )
     try:
-        chosen = decide(free, limit).layout
+        layout = decide(free, limit).layout
     except UserError:
-        return []
-    assert chosen is not None
-    plan, profiles = resolved.plan, {on: predicted_profile(resolved, on) for on in (False, True)}
-    rows = []
-    for layout in candidates(plan.global_size, plan.world_size, chosen.room, profiles):
-        k = layout.plan.accum_steps
-        if k & (k - 1) == 0 or layout == chosen:  # a power of 2
-            rows.append({
-                "micro_size": layout.plan.micro_size,
-                "accum_steps": k,
-                "kept_graphs": layout.plan.kept_graphs,
-                "activation_checkpointing": layout.activation_checkpointing,
-                "bytes": layout.bytes,
-                "fits": layout.bytes <= limit,
-                "seconds": layout.cost / forwards_per_second,
-                "auto": layout == chosen,
-            })  # fmt: skip
-
-    fitting = sorted((row for row in rows if row["fits"]), key=itemgetter("seconds"))
-    others = sorted((row for row in rows if not row["fits"]), key=itemgetter("bytes"))
-    return [*fitting, *others][:LARGEST_TABLE]
+        return None
+    assert layout is not None
+    return {
+        "micro_size": layout.plan.micro_size,
+        "accum_steps": layout.plan.accum_steps,
+        "kept_graphs": layout.plan.kept_graphs,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "bytes": layout.bytes,
+        "seconds": layout.cost / forwards_per_second,
+        "reason": layout.describe(),
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -234,23 +222,11 @@ def show(plan: dict[str, Any]) -> None:
     gpu = plan["gpu"]
     if gpu is None:
         return
-    table = Table(
-        title=f"layouts on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable", box=None
-    )
-    for head in ("b", "k", "m", "checkpointing", "GiB", "fits", "s/step at 40%", ""):
-        table.add_column(head, justify="right")
-    for row in gpu["layouts"]:
-        table.add_row(
-            f"{row['micro_size']:,}",
-            str(row["accum_steps"]),
-            str(row["kept_graphs"]),
-            "yes" if row["activation_checkpointing"] else "no",
-            f"{row['bytes'] / GIB:.1f}",
-            "yes" if row["fits"] else "no",
-            f"{row['seconds']:.3g}",
-            "<- auto" if row["auto"] else "",
-        )
-    console.print(table)
+    auto = gpu["auto"]
+    chosen = "nothing fits"
+    if auto is not None:
+        chosen = f"{auto['reason']}; {auto['seconds']:.3g} s a step at 40% MFU"
+    console.print(f"auto on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable: {chosen}")
     for mfu, rate in gpu["samples_per_second"].items():
         days = gpu["days"][mfu]
         console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {days:.2f} days")

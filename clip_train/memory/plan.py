@@ -123,7 +123,7 @@ class Layout:
         )
 
 
-def candidates(
+def choose(
     global_size: int,
     world_size: int,
     room: Room,
@@ -131,11 +131,11 @@ def candidates(
     *,
     micro_size: int | None = None,
     kept_graphs: int | None = None,
-) -> list[Layout]:
-    """Every layout worth a look, whether it fits or not. None for a number means: any.
+) -> Layout:
+    """The cheapest layout that fits, or the smallest of equally cheap ones. UserError: none fits.
 
-    `profiles`: activation checkpointing -> Profile. Micro-batches of equal size only (up to one
-    sample), unless a size is given.
+    `profiles`: activation checkpointing -> Profile. None for a number means: any. Micro-batches of
+    equal size only (up to one sample), unless a size is given.
     """
     n = -(-global_size // world_size)
     layouts = []
@@ -156,21 +156,6 @@ def candidates(
             beside = (room.limit - one.bytes) // (b * max(profile.graph, 1.0))
             counts = {1, max(1, min(k, 1 + int(beside)))}
         layouts += [replace(one, plan=replace(one.plan, kept_graphs=m)) for m in counts]
-    return layouts
-
-
-def choose(
-    global_size: int,
-    world_size: int,
-    room: Room,
-    profiles: dict[bool, Profile],
-    **given: int | None,
-) -> Layout:
-    """The cheapest of `candidates` that fits, or the smallest of equally cheap ones.
-
-    UserError if none fits.
-    """
-    layouts = candidates(global_size, world_size, room, profiles, **given)
     fitting = [layout for layout in layouts if layout.bytes <= room.limit]
     if not fitting:
         least = min((layout.bytes for layout in layouts), default=room.fixed)

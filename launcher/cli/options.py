@@ -106,7 +106,7 @@ VERBS = {
         """\
     clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
     clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
-    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     layouts, speed
+    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     what fits, speed
     clip-train plan recipes/vit_bigg14.yaml --world-size 128 --gpu H100 --network 8x400Gb""",
         options=(
             ("world-size", "N", "ranks (default: 1)"),
@@ -118,7 +118,7 @@ VERBS = {
             (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory is the limit; layouts and speed on it",
+                "H200, H100, A100-80, ...: its memory is the limit; what auto would choose, and speed",
             ),
             (
                 "network",
