@@ -122,7 +122,6 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
 
 def test_planted_faults_are_each_named(recipe, tmp_path):
     """Faults that do not hide each other, in one go."""
-    (tmp_path / "hostfile").write_text("a slots=8\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
     slurm = fake_slurm(tmp_path / "slurm")
@@ -143,8 +142,6 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("ranks", "error", "MASTER_ADDR"),
         ("process group", "error", "GLOO_SOCKET_IFNAME"),
         ("limits", "warning", "ulimit -n 65536"),
-        ("hosts", "warning", "ServerAliveInterval"),
-        ("hosts", "warning", ".deepspeed_env"),
         ("slurm", "warning", "JobRequeue=0"),
         ("slurm", "warning", "KillWait=5"),
         ("slurm", "warning", "proctrack/cgroup"),

@@ -3,16 +3,14 @@
 `config` makes its JSON, `engine` has the engine itself.
 """
 
-import os
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
 from clip_train.settings import broken
-from launcher.checks import Finding, check_range, error, warning, warning_if
+from launcher.checks import Finding, check_range, error
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import (
@@ -36,34 +34,10 @@ def check_version() -> Iterator[Finding]:
         yield from check_range("engine", "deepspeed")
 
 
-def check_hosts() -> Iterator[Finding]:
-    """The deepspeed launcher over ssh."""
-    hostfile = next(filter(os.path.exists, ("hostfile", "/job/hostfile")), None)
-    if hostfile is None:
-        return
-    yield warning_if(
-        "ServerAliveInterval" not in os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
-        "hosts",
-        f"{hostfile} and ssh keep-alives: without these the deepspeed launcher waits for ever on "
-        "a dead connection",
-        "export PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=6'",
-    )
-    if not any(Path(folder, ".deepspeed_env").expanduser().exists() for folder in (".", "~")):
-        yield warning(
-            "hosts",
-            "no .deepspeed_env: of your environment only NCCL*, PYTHON*, MV2* and UCX* reach the "
-            "other hosts",
-            "write NAME=value lines (HF_HOME, AWS_PROFILE, ...) to ./.deepspeed_env",
-        )
-
-
 class DeepSpeedKind(EngineKind):
     name = "ZeRO"
     module = "launcher.engines.deepspeed.engine"
-    checks = (
-        ("engine", check_version),
-        ("hosts", check_hosts),
-    )
+    checks = (("engine", check_version),)
 
     def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:
         stage = config.zero_stage
