@@ -14,6 +14,7 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import surrogate
 from clip_train.models.blocks import at_least_float32
+from clip_train.settings import broken
 from clip_train.step import two_pass
 from clip_train.task import Context, Features, MicroBatch, named_features
 
@@ -64,19 +65,22 @@ def contrastive_step(
             f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need the "
             "trainer"
         )
-    if micro_size < 1:
-        raise ValueError(f"micro_size ({micro_size}) must be at least 1")
     n, num_texts = num_samples("images", images), num_samples("texts", texts)
-    if n != num_texts or n == 0:
-        raise ValueError(
-            f"images are {n} samples and texts {num_texts}: give equally many, at least one"
-        )
-    if dist.world_size() > 1 and not isinstance(model, nn.Module):
-        raise ValueError(
+    rules = [
+        (micro_size < 1, f"micro_size ({micro_size}) must be at least 1"),
+        (
+            n != num_texts or n == 0,
+            f"images are {n} samples and texts {num_texts}: give equally many, at least one",
+        ),
+        (
+            dist.world_size() > 1 and not isinstance(model, nn.Module),
             "model is a function, and there are several ranks: give an nn.Module that holds it as "
             "a submodule, and whose forward does what the function does, so that its gradients are "
-            "summed over ranks"
-        )
+            "summed over ranks",
+        ),
+    ]
+    for message in broken(rules):
+        raise ValueError(message)
     starts = range(0, n, micro_size)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
     micro_batches = [

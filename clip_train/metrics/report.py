@@ -185,30 +185,41 @@ class Run:
 
     def notes(self) -> list[tuple[Level, str]]:
         """Is it healthy? What speaks against it, each with what to look at."""
-        found: list[tuple[Level, str]] = []
-        if self.verdict is not None and self.verdict[0] in ("FAILED", "FATAL"):
-            found.append(("error", f"{self.verdict[0]}: {self.verdict[1]}"))
-        elif self.state == "silent":
-            ago = format_seconds(self.silent_seconds)
-            found.append(("error", f"no step for {ago}: is it still running?"))
-        if self.last and self.last.get("loss") is None:
-            found.append(("error", "the last loss is not a number"))
-        if self.failed_saves:
-            failed = f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints"
-            found.append(("warning", failed))
-        wait = self.curves.get(DATA_WAIT)
-        if wait is not None and wait.recent > 10:
-            waits = f"{wait.recent:.0f}% of a step waits for data: data.workers, or a faster disk"
-            found.append(("warning", waits))
-        if "slow_rank" in self.last:
-            found.append(("warning", self.last["slow_rank"]))
+        word, reason = self.verdict or ("", "")
+        wait = self.curves[DATA_WAIT].recent if DATA_WAIT in self.curves else 0.0
         count = sum(self.invalid.get("bad_samples", {}).values())
-        if count:
-            share = count / max(self.last.get("samples", 0), count)
-            said = f"{count:,} invalid samples, {share:.2%} of all seen"
-            found.append(("warning" if share > 0.01 else "ok", said))
-        fine = "nothing to remark: no failed save, data in time"
-        return found or [("ok", fine)]
+        share = count / max(self.last.get("samples", 0), count, 1)
+        rules: list[tuple[bool, Level, str]] = [
+            (word in ("FAILED", "FATAL"), "error", f"{word}: {reason}"),
+            (
+                self.state == "silent",
+                "error",
+                f"no step for {format_seconds(self.silent_seconds)}: is it still running?",
+            ),
+            (
+                bool(self.last) and self.last.get("loss") is None,
+                "error",
+                "the last loss is not a number",
+            ),
+            (
+                self.failed_saves > 0,
+                "warning",
+                f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints",
+            ),
+            (
+                wait > 10,
+                "warning",
+                f"{wait:.0f}% of a step waits for data: data.workers, or a faster disk",
+            ),
+            ("slow_rank" in self.last, "warning", self.last.get("slow_rank", "")),
+            (
+                count > 0,
+                "warning" if share > 0.01 else "ok",
+                f"{count:,} invalid samples, {share:.2%} of all seen",
+            ),
+        ]
+        found = [(level, text) for holds, level, text in rules if holds]
+        return found or [("ok", "nothing to remark: no failed save, data in time")]
 
 
 def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
+from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config, with_samples
@@ -41,22 +42,26 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
 
     offline: without a look at shards and at checkpoint.remote.
     """
-    if not job.tasks:
-        raise UserError(
-            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node"
-        )
-    if job.gpus_per_node and job.tasks != job.gpus_per_node:
-        raise UserError(
+    rules = [
+        (
+            not job.tasks,
+            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node",
+        ),
+        (
+            job.gpus_per_node > 0 and job.tasks != job.gpus_per_node,
             f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
-            "rank for each GPU; leave it out"
-        )
-    resolve(config, job.nodes * job.tasks, read_data=not offline)
-    if config.checkpoint.resume == "never":
-        raise UserError(
+            "rank for each GPU; leave it out",
+        ),
+        (
+            config.checkpoint.resume == "never",
             "checkpoint.resume (never): each time that the job is requeued it would begin anew; "
             "set checkpoint.resume=auto, and choose a new run.name where the old run must not be "
-            "gone on with"
-        )
+            "gone on with",
+        ),
+    ]
+    for message in broken(rules):
+        raise UserError(message)
+    resolve(config, job.nodes * job.tasks, read_data=not offline)
     for finding in check_places(config, job):
         raise UserError(f"{finding.message}: {finding.remedy}")
     require_places(config, store=not offline)

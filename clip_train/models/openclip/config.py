@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from clip_train.errors import UserError
-from clip_train.settings import clipped
+from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
 RESIZED = ("bicubic", "shortest")  # how every image is resized here: interpolation, resize mode
@@ -163,25 +163,26 @@ class OpenCLIPArchitecture(Described):
     @property
     def notes(self) -> list[str]:
         """Differences from OpenCLIP, for the log."""
-        theirs, text = (self.interpolation, self.resize_mode), self.text_cfg.model_dump()
-        found = []
-        if theirs != RESIZED:
-            found.append(
+        theirs = (self.interpolation, self.resize_mode)
+        hf_name = self.text_cfg.model_dump().get("hf_model_name")
+        rules = [
+            (
+                theirs != RESIZED,
                 f"the images of {self.open_clip}'s pretrained weights were resized by "
                 f"{' and '.join(theirs)}, here by {' and '.join(RESIZED)}: zero-shot scores may "
-                "differ a little from OpenCLIP's"
-            )
-        if text.get("hf_model_name"):
-            found.append(
-                f"without model.init_from the text tower {text['hf_model_name']} starts from "
-                "random weights"
-            )
-        if self.multimodal_cfg is not None:
-            found.append(
+                "differ a little from OpenCLIP's",
+            ),
+            (
+                bool(hf_name),
+                f"without model.init_from the text tower {hf_name} starts from random weights",
+            ),
+            (
+                self.multimodal_cfg is not None,
                 f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is "
-                "trained"
-            )
-        return found
+                "trained",
+            ),
+        ]
+        return broken(rules)
 
     @property
     def layered(self) -> bool:
@@ -195,23 +196,28 @@ class OpenCLIPArchitecture(Described):
         self, config: Any, scalars: dict[str, float], vision: dict[str, Any]
     ) -> OpenCLIPArchitecture:
         """With the overrides of the recipe's `model` section. UserError."""
-        if config.dropout:
-            raise UserError(
+        rules = [
+            (
+                config.dropout > 0,
                 f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts "
-                "of their own (timm_drop, timm_drop_path); set model.dropout=0"
-            )
-        if self.vision_cfg.is_resnet and config.patch_dropout:
-            raise UserError(
+                "of their own (timm_drop, timm_drop_path); set model.dropout=0",
+            ),
+            (
+                self.vision_cfg.is_resnet and bool(config.patch_dropout),
                 f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and "
-                "has no patches; set model.patch_dropout=null"
-            )
+                "has no patches; set model.patch_dropout=null",
+            ),
+        ]
         for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
-            if getattr(config, key) and not self.layered:
-                raise UserError(
-                    f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not "
-                    "numbered as OpenCLIP's own; lock the tower as a whole, or name what is frozen "
-                    "in model.freeze"
-                )
+            numbered = (
+                bool(getattr(config, key)) and not self.layered,
+                f"model.{key} ({getattr(config, key)}): the layers of {self.open_clip} are not "
+                "numbered as OpenCLIP's own; lock the tower as a whole, or name what is frozen "
+                "in model.freeze",
+            )
+            rules.append(numbered)
+        for message in broken(rules):
+            raise UserError(message)
         vision_cfg = self.vision_cfg.model_copy(update=vision)
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
 
