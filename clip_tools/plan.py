@@ -23,6 +23,7 @@ from clip_train.metrics.meters import GPU, GPUS
 from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
+from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import require_places
@@ -163,13 +164,17 @@ def auto_layout(
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
     world_size = 1 if args.world_size is None else args.world_size
-    if world_size < 1:
-        raise UserError(f"--world-size ({world_size}) must be at least 1")
     per_node = 8 if args.gpus_per_node is None else args.gpus_per_node
-    if per_node < 1:
-        raise UserError(f"--gpus-per-node ({per_node}) must be at least 1")
-    if args.network is not None and args.gpu is None:
-        raise UserError(f"--network ({args.network}) needs --gpu, whose links and speed count too")
+    rules = [
+        (world_size < 1, f"--world-size ({world_size}) must be at least 1"),
+        (per_node < 1, f"--gpus-per-node ({per_node}) must be at least 1"),
+        (
+            args.network is not None and args.gpu is None,
+            f"--network ({args.network}) needs --gpu, whose links and speed count too",
+        ),
+    ]
+    for message in broken(rules):
+        raise UserError(message)
     if args.gpu is not None:
         engine = config.engine.on(find_gpu(args.gpu).bf16, world_size, per_node)
         config = config.model_copy(update={"engine": engine})

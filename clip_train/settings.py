@@ -92,15 +92,21 @@ class Settings(BaseModel):
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         if value is False and any("off" in get_args(kind) for kind in kinds):
             return "off"  # which YAML reads as false
-        if isinstance(value, bool) and bool not in kinds:
-            raise PydanticCustomError("slip", "Input should be a number or text, not true or false")
-        numeric = isinstance(value, (int, float)) and kinds & {int, float}
-        if numeric and LARGEST < abs(value) < math.inf:
-            raise PydanticCustomError("slip", "Input should be at most 10^18")
-        if isinstance(value, str) and str in kinds and (not value.strip() or "\0" in value):
-            raise PydanticCustomError(
-                "slip", "Input should be text, not empty and without null bytes"
-            )
+        is_number = isinstance(value, (int, float)) and bool(kinds & {int, float})
+        is_text = isinstance(value, str) and str in kinds
+        rules = [
+            (
+                isinstance(value, bool) and bool not in kinds,
+                "Input should be a number or text, not true or false",
+            ),
+            (is_number and LARGEST < abs(value) < math.inf, "Input should be at most 10^18"),
+            (
+                is_text and (not value.strip() or "\0" in value),
+                "Input should be text, not empty and without null bytes",
+            ),
+        ]
+        for message in broken(rules):
+            raise PydanticCustomError("slip", message)
         return value
 
     def rules(self) -> Rules:
