@@ -45,6 +45,22 @@ COLORS = {
     "white": (245, 245, 245),
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+# Corners of those that are polygons, about the middle, in radii.
+OUTLINES = {
+    "square": (
+        (0.883883, 0.883883), (-0.883883, 0.883883), (-0.883883, -0.883883), (0.883883, -0.883883),
+    ),
+    "triangle": ((0, -1.3), (1.12583, 0.65), (-1.12583, 0.65)),
+    "star": (
+        (0, -1.35), (0.323282, -0.444959), (1.28393, -0.417173), (0.523081, 0.169959),
+        (0.79351, 1.09217), (0, 0.55), (-0.79351, 1.09217), (-0.523081, 0.169959),
+        (-1.28393, -0.417173), (-0.323282, -0.444959),
+    ),
+    "cross": (
+        (-0.38, -1.2), (0.38, -1.2), (0.38, -0.38), (1.2, -0.38), (1.2, 0.38), (0.38, 0.38),
+        (0.38, 1.2), (-0.38, 1.2), (-0.38, 0.38), (-1.2, 0.38), (-1.2, -0.38), (-0.38, -0.38),
+    ),
+}  # fmt: skip
 BACKGROUNDS = {
     "gray": (128, 128, 128),
     "pink": (250, 170, 190),
@@ -104,7 +120,6 @@ class SyntheticData:
     train: str  # for `data.train`
     val: str  # for `data.val`
     classes: str  # {"classnames": [...], "templates": ["a photo of a {}", ...]}, for zero-shot
-    num_train: int
     num_val: int
 
 
@@ -167,7 +182,6 @@ def shapes(
         train=str(folder / "train/*.tar"),
         val=str(folder / "val/*.tar"),
         classes=str(folder / "classes.json"),
-        num_train=num_train,
         num_val=len(val),
     )
 
@@ -211,32 +225,13 @@ def draw_shape(combination: Combination, size: int, rng: random.Random) -> Image
     elif shape == "ring":
         draw.ellipse(box, outline=color, width=max(2, int(r * 0.38)))
     else:
-        draw.polygon(_outline(shape, x, y, r, rng.uniform(-0.25, 0.25)), fill=color)
-    return image.resize((size, size), Image.Resampling.BILINEAR)
-
-
-def _outline(shape: str, x: float, y: float, r: float, angle: float) -> list[tuple[float, float]]:
-    """Corners of a polygon about (x, y), turned by `angle` radians."""
-    if shape == "cross":
-        w, length = r * 0.38, r * 1.2
-        arm = [(-w, -length), (w, -length), (w, -w)]
-        corners = []
-        for _ in range(4):  # the same three corners, turned by a quarter each time
-            corners += arm
-            arm = [(-b, a) for a, b in arm]
-    else:
-        corner_count, radii, first = {
-            "square": (4, (1.25,), math.pi / 4),
-            "triangle": (3, (1.3,), -math.pi / 2),
-            "star": (10, (1.35, 0.55), -math.pi / 2),
-        }[shape]
-        turns = [
-            (first + 2 * math.pi * i / corner_count, radii[i % len(radii)] * r)
-            for i in range(corner_count)
+        angle = rng.uniform(-0.25, 0.25)  # radians
+        cos, sin = math.cos(angle), math.sin(angle)
+        corners = [
+            (x + r * (a * cos - b * sin), y + r * (a * sin + b * cos)) for a, b in OUTLINES[shape]
         ]
-        corners = [(radius * math.cos(t), radius * math.sin(t)) for t, radius in turns]
-    cos, sin = math.cos(angle), math.sin(angle)
-    return [(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in corners]
+        draw.polygon(corners, fill=color)
+    return image.resize((size, size), Image.Resampling.BILINEAR)
 
 
 def _vary(color: tuple[int, int, int], by: int, rng: random.Random) -> tuple[int, int, int]:
