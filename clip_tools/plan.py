@@ -139,7 +139,7 @@ def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
 def auto_layout(
     resolved: Resolved, limit: float, forwards_per_second: float
 ) -> dict[str, Any] | None:
-    """What `auto` would choose on the recipe's engine, in numbers and in words; None: nothing fits."""
+    """What `auto` would choose on the recipe's engine; None if nothing fits."""
     free = replace(
         resolved,
         given=resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"}),

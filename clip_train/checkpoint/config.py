@@ -135,8 +135,8 @@ _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETO
 
 _IGNORES_CONDITIONS = (
     "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
-    "both take it for theirs. What still holds: a checkpoint is whole or is not one, and a run that "
-    "was started earlier stops at its next save; make sure that no two jobs use this "
+    "both take it for theirs. What still holds: a checkpoint is whole or is not one, and a run "
+    "that was started earlier stops at its next save; make sure that no two jobs use this "
     "checkpoint.remote at once"
 )
 
