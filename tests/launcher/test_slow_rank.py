@@ -85,3 +85,12 @@ def test_the_command_names_the_rank_that_encodes_slowly(recipe):
     assert said.startswith("rank 1 on ") and " computes " in said
     _, out = finish(process)
     assert out.count(said) == 1
+
+
+def test_a_rank_tells_each_window_alone():
+    board = Heartbeat(RankEnv(1, 2, 1, 2, "127.0.0.1", 0, "this test"))
+    callback = SlowRank(board)
+    for wait in (1.0, 2.0):
+        seconds = {"step_seconds": STEP, "data_wait_seconds": wait, "compute_seconds": 3.0}
+        callback.after_step({"step": 1, "loss": 5.0, **seconds}, [], {})
+        assert json.loads(board.line) == seconds
