@@ -54,6 +54,7 @@ class Batch:
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
     # n, see `text_lengths`; None: micro-batches hold texts as they are
     text_lengths: list[int] | None = None
+    pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
 
     def __len__(self) -> int:
         return len(self.images)
@@ -71,12 +72,15 @@ class Batch:
         if n == len(self):
             return replace(self, shares=shares)
         rows = torch.arange(n, device=self.images.device) % len(self)
+        lengths = self.text_lengths and [self.text_lengths[row % len(self)] for row in range(n)]
         return Batch(
             self.images[rows],
             self.texts[rows],
             self.sample_seeds[rows],
             [self.keys[row % len(self)] for row in range(n)],
             shares=shares,
+            text_lengths=lengths,
+            pack_texts=self.pack_texts,
         )
 
     def micro_batches(self, micro_size: int) -> MicroBatches:
@@ -89,19 +93,17 @@ class Batch:
         n, context = self.texts.shape
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        cuts = [context] * n
+        lengths = self.text_lengths or [context] * n
         order = None
-        if self.text_lengths is not None:
-            cuts = [min(-(-x // TEXT_STEP) * TEXT_STEP, context) for x in self.text_lengths]
-            if len(sizes) > 1 and min(cuts) < max(cuts):
-                on_host = torch.tensor(cuts).argsort(stable=True)
-                cuts.sort()
-                if self.texts.is_cuda:
-                    on_host = on_host.pin_memory()
-                order = on_host.to(self.texts.device, non_blocking=True)
+        if len(sizes) > 1 and min(lengths) < max(lengths):
+            on_host = torch.tensor(lengths).argsort(stable=True)
+            lengths = sorted(lengths)
+            if self.texts.is_cuda:
+                on_host = on_host.pin_memory()
+            order = on_host.to(self.texts.device, non_blocking=True)
         ends = list(itertools.accumulate(sizes))
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return MicroBatches(self, parts, [max(cuts[part]) for part in parts], order)
+        return MicroBatches(self, parts, lengths, order)
 
 
 @dataclass
@@ -110,18 +112,23 @@ class MicroBatches(Sequence["MicroBatch"]):
 
     batch: Batch
     parts: list[slice]  # k
-    lengths: list[int]  # k, of the texts
+    lengths: list[int]  # n, of the texts, in the order of the parts
     order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        rows = self.parts[index] if self.order is None else self.order[self.parts[index]]
-        batch, length = self.batch, self.lengths[index]
-        texts = batch.texts[rows, :length]
-        places = None if self.order is None else rows
-        return MicroBatch(batch.images[rows], texts, batch.sample_seeds[rows], places)
+        part, batch = self.parts[index], self.batch
+        rows = part if self.order is None else self.order[part]
+        lengths = self.lengths[part]
+        return MicroBatch(
+            batch.images[rows],
+            batch.texts[rows, : -(-max(lengths) // TEXT_STEP) * TEXT_STEP],
+            batch.sample_seeds[rows],
+            None if self.order is None else rows,
+            sum(lengths) if batch.pack_texts else None,
+        )
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
@@ -143,6 +150,7 @@ class MicroBatch:
     sample_seeds: Tensor  # int64 [b]
     # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
     places: Tensor | None = None
+    num_tokens: int | None = None  # of the texts up to their ends, for a model that packs them
 
 
 FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53
@@ -277,7 +285,8 @@ class Task:
         """
         images = micro_batch.images if only is None or "image" in only else None
         texts = micro_batch.texts if only is None or "text" in only else None
-        return named_features(*model(images, texts, micro_batch.sample_seeds))
+        packed = () if micro_batch.num_tokens is None else (micro_batch.num_tokens,)
+        return named_features(*model(images, texts, micro_batch.sample_seeds, *packed))
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
         """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs.

@@ -14,8 +14,10 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
-from clip_train.step import two_pass
+from clip_train.optim.config import OptimConfig
+from clip_train.step import train_step, two_pass
 from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths
+from tests.engine.layouts import engine_at
 from tests.models.small import inputs, small_architecture, small_model
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss, share
@@ -88,10 +90,11 @@ def objective(kind: str) -> Objective:
     return {"info_nce": InfoNCE, "sigmoid": SigmoidLoss, "by key": ByKey}[kind]()
 
 
-def on_ranks(kind: str, dtype: torch.dtype, micro_size: int):
+def on_ranks(kind: str, dtype: torch.dtype, micro_size: int, pack: bool):
     """Loss and gradient, summed over the ranks."""
     own = share(whole_batch(), dist.rank(), dist.world_size())
-    own.text_lengths = text_lengths(own.texts)
+    own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+    assert pack == any(m.num_tokens is not None for m in own.micro_batches(micro_size))
     engine = PlainEngine(model(kind, dtype))
     output = two_pass(
         engine, own.micro_batches(micro_size), objective(kind), Context(N, own.keys), kept_graphs=2
@@ -103,7 +106,8 @@ def on_ranks(kind: str, dtype: torch.dtype, micro_size: int):
 
 
 def cases():
-    return [(kind, dtype, b) for kind in KINDS for dtype in TOLERANCE for b in (2, 3)]
+    sizes = [(2, False), (3, False), (3, True), (N, True)]
+    return [(kind, dtype, *size) for kind in KINDS for dtype in TOLERANCE for size in sizes]
 
 
 def all_cases():
@@ -119,7 +123,7 @@ def test_the_gradient_is_that_of_whole_texts_in_their_order(world_size):
     told = [all_cases()] if world_size == 1 else run_ranks(all_cases, world_size)
     expected = {(kind, dtype): oracle(kind, dtype) for kind in KINDS for dtype in TOLERANCE}
     for of_rank in told:
-        for (kind, dtype, _), (loss, gradient) in zip(cases(), of_rank, strict=True):
+        for (kind, dtype, *_), (loss, gradient) in zip(cases(), of_rank, strict=True):
             its_loss, its_gradient = expected[kind, dtype]
             assert loss == pytest.approx(its_loss, rel=TOLERANCE[dtype])
             error = (gradient - its_gradient).norm() / its_gradient.norm()
@@ -140,18 +144,52 @@ def test_sorted_texts_take_fewer_operations():
     """Text tower alone, its cost in tokens: the linear layers of one block over all of them."""
     batch = captions(256)
     assert sum(batch.text_lengths) == pytest.approx(24 * 256, rel=0.03)
-    architecture = small_architecture(text_cfg=TEXT | {"context_length": 77})
+    architecture = small_architecture(
+        text_cfg=TEXT | {"context_length": 77, "width": 512, "heads": 8}
+    )
     clip = small_model(architecture=architecture).to("meta")
 
-    def flops(texts) -> int:
+    def flops(texts, tokens=None) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for each in texts:
-                clip(None, each.to("meta"))
+                clip(None, each.to("meta"), num_tokens=tokens)
         return counter.get_total_flops()
 
     ordered = flops(m.texts for m in batch.micro_batches(32))
+    batch.pack_texts = True
+    (whole,) = batch.micro_batches(256)
+    packed = flops([whole.texts], whole.num_tokens)
     parts = [(batch.texts[i : i + 32], batch.text_lengths[i : i + 32]) for i in range(0, 256, 32)]
     unsorted = flops(texts[:, : min(77, -(-max(n) // 8) * 8)] for texts, n in parts)
     padded = flops([batch.texts])
-    print(f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}")
+    print(
+        f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}, "
+        f"packed {packed / padded:.3f}"
+    )
+    assert packed < 0.5 * padded
     assert ordered < 0.65 * unsorted < 0.65 * padded
+
+
+def on_engine(layout: str, pack: bool):
+    """Losses and norms of three steps."""
+    architecture = small_architecture(text_cfg=TEXT)
+
+    def clip():
+        return small_model(architecture=architecture, dropout=0.3, activation_checkpointing=True)
+
+    engine = engine_at(layout, clip, OptimConfig(name="sgd", lr=0.1, weight_decay=0.0))
+    own = share(whole_batch(), dist.rank(), dist.world_size())
+    own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+    results = [
+        train_step(engine, own, InfoNCE(), micro_size=4, kept_graphs=1, lr=0.1) for _ in range(3)
+    ]
+    engine.close()
+    return [value for each in results for value in (each.loss, each.grad_norm)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["zero 3", "fsdp 3"])
+def test_packed_texts_on_an_engine(layout):
+    packed, padded = (run_ranks(on_engine, 2, layout, pack) for pack in (True, False))
+    for ours, expected in zip(packed, padded, strict=True):
+        assert ours == pytest.approx(expected, rel=2e-6)

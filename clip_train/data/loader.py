@@ -64,6 +64,7 @@ class TrainLoader(Iterator[Batch]):
         tokenizer: picklable; None: CLIP's own.
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
             nothing behind it.
+        pack_texts: the model computes texts without their padding.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -89,6 +90,7 @@ class TrainLoader(Iterator[Batch]):
         storage: StorageConfig | None = None,
         tokenizer: Tokenize | None = None,
         lengths: Callable[[Tensor], list[int]] | None = text_lengths,
+        pack_texts: bool = False,
     ) -> None:
         storage = storage or StorageConfig()
         sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
@@ -112,7 +114,7 @@ class TrainLoader(Iterator[Batch]):
             self.order, files, parts, step, transform,
             tokenizer or Tokenizer(context_length), config.caption_key, tuple(stages),
         )  # fmt: skip
-        self._lengths = lengths
+        self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
         self._prefetch = -(-config.prefetch // self._turns)
         self._pin_memory = pin_memory and torch.cuda.is_available()
@@ -173,6 +175,7 @@ class TrainLoader(Iterator[Batch]):
             bad_samples=dict(Counter(sample.place for sample in invalid)),
             shares=tuple(of_ranks),
             text_lengths=lengths,
+            pack_texts=self._pack_texts,
         )
 
     def stop(self) -> None:

@@ -6,12 +6,13 @@ Parameters have OpenCLIP's names. `b` samples, `L` tokens, `T` patches, `D` feat
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from clip_train.models.config import Architecture, TextConfig, TowerConfig
@@ -56,8 +57,48 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-def at(x: Tensor, token: Tensor) -> Tensor:
-    """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample."""
+class Packing(NamedTuple):
+    """Where the tokens of b causal texts are if they follow one another: [T, 1, width].
+
+    Linear layers and norms see no padding then. Attention sees none either if it has `starts`.
+    """
+
+    rows: Tensor  # int64 [T]: each token's place in [b * L]
+    places: Tensor  # int64 [T]: its place in its text
+    seeds: Tensor | None  # int64 [T]: its sample's
+    last: Tensor  # int64 [b]: the last token of each text, a place in [T]
+    length: int  # L
+    starts: Tensor | None  # int32 [b + 1]: of each text in [T], and T; for flash attention
+
+    @classmethod
+    def of(
+        cls, token: Tensor, length: int, num_tokens: int, seeds: Tensor | None, flash: bool
+    ) -> "Packing":
+        """token: int64 [b], where each text ends. The host does not wait for the device."""
+        seen = torch.arange(length, device=token.device) <= token[:, None]  # [b, L]
+        rows = seen.flatten().nonzero_static(size=num_tokens).squeeze(1)
+        ends = (token + 1).cumsum(0)
+        starts = F.pad(ends, (1, 0)).int() if flash else None
+        seeds = None if seeds is None else seeds[rows // length]
+        return cls(rows, rows % length, seeds, ends - 1, length, starts)
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """[T, 1, width] -> [b, L, width], zeros behind each text."""
+        zeros = x.new_zeros(len(self.last) * self.length, x.shape[-1])
+        return zeros.index_copy_(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[b, L, width] -> [T, 1, width]"""
+        return x.flatten(0, 1).index_select(0, self.rows).unsqueeze(1)
+
+
+def at(x: Tensor, token: Tensor, packing: Packing | None) -> Tensor:
+    """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample.
+
+    packing: that of x, [T, 1, width], whose texts end with their tokens.
+    """
+    if packing is not None:
+        return x.index_select(0, packing.last)
     return x[torch.arange(len(x), device=x.device), token].unsqueeze(1)
 
 
@@ -142,31 +183,42 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = Linear(width, width, projection_std, zero_bias=True)
 
-    def forward(self, x: Tensor, causal: bool, token: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
-        width].
+        width]. With `packing`, [T, 1, width] takes the place of [b, L, width].
         """
         seen = None
         if token is None:
-            q, k, v = self._heads(linear(x, self.in_proj_weight, self.in_proj_bias), 3)
+            joined = linear(x, self.in_proj_weight, self.in_proj_bias)
+            if packing is not None and packing.starts is not None:
+                q, k, v = joined.view(len(x), 3, self.heads, -1).unbind(1)  # [T, heads, width]
+                starts, length = packing.starts, packing.length
+                window = (-1, 0)  # causal
+                out = varlen_attn(q, k, v, starts, starts, length, length, window_size=window)
+                return self.out_proj(out.view_as(x))
+            q, k, v = self._heads(joined, 3, packing)
         else:
             # All tokens are keys and values. The backward of a split writes the gradient once.
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(linear(at(x, token), query, query_bias), 1)
-            k, v = self._heads(linear(x, key_value, key_value_bias), 2)
+            (q,) = self._heads(linear(at(x, token, packing), query, query_bias), 1)
+            k, v = self._heads(linear(x, key_value, key_value_bias), 2, packing)
             if causal:
-                seen = (torch.arange(x.shape[1], device=x.device) <= token[:, None])[
+                seen = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
                 ]  # [b, 1, 1, L]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=causal and token is None
         )
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2).flatten(2)
+        return self.out_proj(out if packing is None or token is not None else packing.packed(out))
 
-    def _heads(self, packed: Tensor, parts: int) -> Tensor:
-        """[b, L, parts * width] -> [parts, b, heads, L, width / heads]"""
-        return packed.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
+    def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> Tensor:
+        """[b, L, parts * width], or [T, 1, parts * width] -> [parts, b, heads, L, width / heads]"""
+        joined = joined if packing is None else packing.unpacked(joined)
+        return joined.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
             2, 0, 3, 1, 4
         )
 
@@ -215,12 +267,21 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, sample_seeds: Tensor | None, token: Tensor | None = None
+        self,
+        x: Tensor,
+        sample_seeds: Tensor | None,
+        token: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
-        [b, 1, width], for which the others are needed only as keys and values."""
-        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token))
-        x = (x if token is None else at(x, token)) + self.drop_1(attended, sample_seeds, token)
+        [b, 1, width], for which the others are needed only as keys and values. With `packing`,
+        [T, 1, width] takes the place of [b, L, width]."""
+        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token, packing))
+        if token is not None:
+            x = at(x, token, packing)
+        elif packing is not None:  # each token gets the mask that it has in its sample
+            sample_seeds, token = packing.seeds, packing.places
+        x = x + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
 
 
@@ -235,20 +296,32 @@ class Transformer(nn.Module):
         self.resblocks = nn.ModuleList(blocks)
         self.activation_checkpointing, self.one_token = activation_checkpointing, one_token
 
-    def forward(self, x: Tensor, sample_seeds: Tensor | None, token: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        sample_seeds: Tensor | None,
+        token: Tensor,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read.
 
-        Without `one_token` all tokens: [b, L, width].
+        Without `one_token` all tokens: [b, L, width]. With `packing`, x is [T, 1, width].
         """
         for i, block in enumerate(self.resblocks):
             asked = token if self.one_token and i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
                 x = checkpoint(
-                    block, x, sample_seeds, asked, use_reentrant=False, preserve_rng_state=False
+                    block,
+                    x,
+                    sample_seeds,
+                    asked,
+                    packing,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
-                x = block(x, sample_seeds, asked)
+                x = block(x, sample_seeds, asked, packing)
         return x
 
 

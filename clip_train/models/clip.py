@@ -8,8 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +19,7 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.blocks import (
     Block,
     Outputs,
+    Packing,
     Transformer,
     VisionTower,
     normal_parameter,
@@ -78,6 +81,7 @@ class CLIP(nn.Module):
         images: Tensor | None = None,
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> Outputs:
         """Encode what is given. Call the model itself: ZeRO-3 gathers parameters in no other way.
 
@@ -85,6 +89,7 @@ class CLIP(nn.Module):
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
             texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
+            num_tokens: T, of the texts up to their ends. Given, no padding is computed.
 
         Returns:
             image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)
@@ -96,10 +101,13 @@ class CLIP(nn.Module):
                 or texts.
         """
         image = None if images is None else self.visual(images, sample_seeds)
-        text = None if texts is None else self._text_features(texts, sample_seeds)
+        more = () if num_tokens is None else (num_tokens,)  # a subclass may not know it
+        text = None if texts is None else self._text_features(texts, sample_seeds, *more)
         return outputs(self, image, text)
 
-    def _text_features(self, texts: Tensor, sample_seeds: Tensor | None) -> Tensor:
+    def _text_features(
+        self, texts: Tensor, sample_seeds: Tensor | None, num_tokens: int | None = None
+    ) -> Tensor:
         """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off."""
         cfg = self.architecture.text_cfg
         if (
@@ -110,14 +118,25 @@ class CLIP(nn.Module):
             raise ValueError(
                 f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}"
             )
-        # [b, L, width]
-        x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         if cfg.pool_type in ("argmax", "eos"):
             token = text_ends(texts, cfg.end_id)
         else:
             place = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
             token = torch.full((len(texts),), place, dtype=torch.int64, device=texts.device)
-        return self.ln_final(self.transformer(x, sample_seeds, token)[:, 0]) @ self.text_projection
+        packing = None
+        if num_tokens is None or not cfg.ends:
+            # [b, L, width]
+            x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
+        else:  # whatever the lengths are: ZeRO 2 needs the same graph on all ranks
+            q = self.positional_embedding.new_empty(1, cfg.heads, 1, cfg.width // cfg.heads)
+            flash = q.is_cuda and can_use_flash_attention(
+                SDPAParams(q, q, q, None, 0.0, True, False)
+            )
+            packing = Packing.of(token, texts.shape[1], num_tokens, sample_seeds, flash)
+            positions = F.embedding(packing.places, self.positional_embedding)
+            x = (self.token_embedding(texts.flatten()[packing.rows]) + positions).unsqueeze(1)
+        x = self.transformer(x, sample_seeds, token, packing)[:, 0]
+        return self.ln_final(x) @ self.text_projection
 
 
 def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitecture:
