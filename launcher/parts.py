@@ -105,9 +105,6 @@ def build_loader(
             warn(f"the data begins anew at step {began}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, log=log)
     text = resolved.architecture.text_cfg
-    teacher = config.model.teacher_architecture()
-    readers = [text] if teacher is None else [text, teacher.text_cfg]
-    cut = all(each.ends and each.end_id == text.end_id for each in readers)
     return dist.agreed(
         TrainLoader,
         config.data,
@@ -123,7 +120,8 @@ def build_loader(
         pin_memory=device.type == "cuda",
         storage=config.storage,
         tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
-        lengths=partial(text_lengths, end_id=text.end_id) if cut else None,
+        lengths=partial(text_lengths, end_id=text.end_id) if resolved.texts_end else None,
+        pack_texts=resolved.padded_because is None,
     )
 
 

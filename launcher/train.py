@@ -333,6 +333,8 @@ def describe_start(
         log(f"data.train: {resolved.source.index.describe()}")
     for note in (*resolved.architecture.notes, *engine.notes):
         log(f"note: {note}")
+    if config.engine.pack_texts and resolved.padded_because is not None:
+        log(f"note: texts are computed with their padding: {resolved.padded_because}")
     hint = advice(resolved)
     if hint is not None:
         (warn if config.engine.activation_checkpointing else log)(hint)

@@ -197,7 +197,7 @@ class Attention(nn.Module):
                 starts, length = packing.starts, packing.length
                 window = (-1, 0)  # causal
                 out = varlen_attn(q, k, v, starts, starts, length, length, window_size=window)
-                return self.out_proj(out.view_as(x))
+                return self.out_proj(out.view_as(x))  # type: ignore[union-attr]  # no second result
             q, k, v = self._heads(joined, 3, packing)
         else:
             # All tokens are keys and values. The backward of a split writes the gradient once.

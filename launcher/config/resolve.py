@@ -27,7 +27,7 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import RECOMPUTED, Layout
 from clip_train.models import hub
 from clip_train.models.clip import parameter_sizes
-from clip_train.models.config import AnyArchitecture
+from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
@@ -60,6 +60,27 @@ class Resolved:
             data={"workers": self.config.data.workers},
             batch={} if self.layout else {"kept_graphs": self.config.batch.kept_graphs},
         )
+
+    @property
+    def texts_end(self) -> bool:
+        """No tower reads behind a text's end, and a teacher finds it at the same token."""
+        text, teacher = self.architecture.text_cfg, self.config.model.teacher_architecture()
+        readers = [text] if teacher is None else [text, teacher.text_cfg]
+        return all(each.ends and each.end_id == text.end_id for each in readers)
+
+    @property
+    def padded_because(self) -> str | None:
+        """Why texts are computed with their padding; None: they are not. It holds for all ranks and
+        steps: ZeRO 2 sums gradients in the order of the graph."""
+        engine, model = self.config.engine, self.config.model
+        reasons = {
+            "engine.pack_texts is false": not engine.pack_texts,
+            f"engine.linear is {engine.linear}": engine.linear is not None,
+            f"{model.name} is not one of clip-train's own": type(self.architecture)
+            is not Architecture,
+            "a text tower reads more than each text up to its end": not self.texts_end,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def resolve(

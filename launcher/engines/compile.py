@@ -102,7 +102,7 @@ def _compiled(
 ) -> Any:
     """A single sample, such as a last micro-batch, and views of other tensors would need graphs of
     their own."""
-    if len(x) == 1:
+    if any(isinstance(each, torch.Tensor) and each.shape[:1] == (1,) for each in (x, *more)):
         return eager(x, *more, **named)
     return compiled(
         *map(_owned, (x, *more)), **{name: _owned(value) for name, value in named.items()}

@@ -56,6 +56,10 @@ class EngineConfig(Settings):
     compile: Annotated[bool | Literal["auto"], Rounding] = "auto"
     """torch.compile each block of both towers (inductor), on either engine. auto: on GPUs, where
     Triton and a C compiler are installed."""
+    pack_texts: Annotated[bool, Rounding] = True
+    """Compute texts without their padding. Texts stay padded with engine.linear, for models that
+    are not clip-train's own, and where the text tower (or a teacher's) reads more than a text up to
+    its end. The log then says why."""
     deterministic: Annotated[bool, Rounding] = False
     """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
     takes algorithms without atomics, in attention too, and refuses an operator that has none; NCCL

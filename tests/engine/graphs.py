@@ -51,7 +51,7 @@ def openclip(name: str, folder: Path) -> AnyArchitecture:
     return load_architecture(f"open_clip:{folder}/model.json")
 
 
-def batch_for(architecture: AnyArchitecture, n: int, longest: int) -> Batch:
+def batch_for(architecture: AnyArchitecture, n: int, longest: int, pack: bool = False) -> Batch:
     """Texts of at most `longest` tokens, which micro-batches cut if the tower allows it."""
     g, text = torch.Generator().manual_seed(n), architecture.text_cfg
     side = architecture.vision_cfg.image_size

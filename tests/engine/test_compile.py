@@ -34,6 +34,7 @@ ARCHITECTURE = Architecture.model_validate(
     }
 )
 N, LR = 18, 0.1
+PACK = True
 
 
 def make_model(checkpointing: bool) -> CLIP:
@@ -55,7 +56,7 @@ def batch(step: int) -> Batch:
         images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)]
     )
     own = share(whole, dist.rank(), dist.world_size())
-    own.text_lengths = text_lengths(own.texts)
+    own.text_lengths, own.pack_texts = text_lengths(own.texts), PACK
     return own
 
 
