@@ -60,10 +60,11 @@ def batch_for(architecture: AnyArchitecture, n: int, longest: int, pack: bool = 
     texts = torch.randint(5, 99, (n, last), generator=g)
     texts[:, longest - 1], texts[:, longest:] = 99, 0
     lengths = text_lengths(texts) if text.ends else None
-    return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)], text_lengths=lengths)
+    keys = [str(i) for i in range(n)]
+    return Batch(images, texts, torch.arange(n), keys, text_lengths=lengths, pack_texts=pack)
 
 
-def count(model: Any, backend: str = "eager") -> dict[str, int]:
+def count(model: Any, backend: str = "eager", pack: bool = False) -> dict[str, int]:
     """Graphs after each variation, all of them so far; frames that were given up; graph breaks."""
     architecture = model.architecture
     torch.compiler.reset()
@@ -75,7 +76,7 @@ def count(model: Any, backend: str = "eager") -> dict[str, int]:
     graphs: dict[str, int] = {}
 
     def step(n: int, kept: int = 1, longest: int = 8) -> None:
-        batch = batch_for(architecture, n, longest)
+        batch = batch_for(architecture, n, longest, pack)
         train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=kept, lr=1e-3)
 
     def note(variation: str) -> None:
