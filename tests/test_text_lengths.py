@@ -1,10 +1,11 @@
-"""Samples in the order of their texts' lengths: nobody sees it but the one who counts FLOPs.
+"""Samples in the order of their texts' lengths, and without their padding: nobody sees it but the one who counts FLOPs.
 
 The oracle is one graph over whole contexts in the canonical order, and textbook losses.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
+from clip_train.models import blocks
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step, two_pass
 from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths
@@ -143,7 +145,7 @@ def captions(n: int) -> Batch:
     return Batch(images, texts, torch.arange(n), text_lengths=text_lengths(texts))
 
 
-def test_sorted_texts_take_fewer_operations():
+def test_sorted_and_packed_texts_take_fewer_operations():
     """Text tower alone, its cost in tokens: the linear layers of one block over all of them."""
     batch = captions(256)
     assert sum(batch.text_lengths) == pytest.approx(24 * 256, rel=0.03)
@@ -152,25 +154,47 @@ def test_sorted_texts_take_fewer_operations():
     )
     clip = small_model(architecture=architecture).to("meta")
 
-    def flops(texts, tokens=None) -> int:
+    def flops(micro_batches) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            for each in texts:
-                clip(None, each.to("meta"), num_tokens=tokens)
+            for texts, tokens in micro_batches:
+                clip(None, texts.to("meta"), num_tokens=tokens)
         return counter.get_total_flops()
 
-    ordered = flops(m.texts for m in batch.micro_batches(32))
-    batch.pack_texts = True
-    (whole,) = batch.micro_batches(256)
-    packed = flops([whole.texts], whole.num_tokens)
+    def of_micro_batches(size: int) -> int:
+        return flops((m.texts, m.num_tokens) for m in batch.micro_batches(size))
+
+    padded = flops([(batch.texts, None)])
     parts = [(batch.texts[i : i + 32], batch.text_lengths[i : i + 32]) for i in range(0, 256, 32)]
-    unsorted = flops(texts[:, : min(77, -(-max(n) // 8) * 8)] for texts, n in parts)
-    padded = flops([batch.texts])
-    print(
-        f"\nof whole contexts: cut {unsorted / padded:.3f}, sorted {ordered / padded:.3f}, "
-        f"packed {packed / padded:.3f}"
-    )
-    assert packed < 0.5 * padded
-    assert ordered < 0.65 * unsorted < 0.65 * padded
+    cut = flops((texts[:, : min(77, -(-max(n) // 8) * 8)], None) for texts, n in parts)
+    ordered = of_micro_batches(32)
+    batch.pack_texts = True
+    packed, whole = of_micro_batches(32), of_micro_batches(256)
+    share = {"cut": cut, "sorted": ordered, "packed": packed, "packed at once": whole}
+    print({name: round(value / padded, 3) for name, value in share.items()})
+    assert packed < 0.85 * ordered < 0.85 * 0.65 * cut and whole < 0.4 * padded
+
+
+def text_by_text(q, k, v, starts, starts_again, longest, longest_again, *, window_size):
+    """Attention of each text alone, every score written out: [T, heads, width of a head]."""
+    assert window_size == (-1, 0) and longest == longest_again and starts.dtype == torch.int32
+    assert starts is starts_again and int(starts.diff().max()) <= longest
+    out = []
+    for begin, end in itertools.pairwise(starts.tolist()):
+        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[begin:end]) / q.shape[2] ** 0.5
+        weight = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weight, v[begin:end]))
+    return torch.cat(out)
+
+
+def test_packed_texts_go_to_flash_attention_one_by_one(monkeypatch):
+    of = blocks.Packing.of
+    monkeypatch.setattr(blocks.Packing, "of", lambda *its: of(*its[:-1], True))
+    monkeypatch.setattr(blocks, "varlen_attn", text_by_text)
+    loss, gradient = on_ranks("info_nce", torch.float64, 3, True)
+    expected_loss, expected = oracle("info_nce", torch.float64)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert (gradient - expected).norm() < 1e-12 * expected.norm()
 
 
 def unlike() -> Batch:

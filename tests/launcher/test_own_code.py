@@ -90,6 +90,7 @@ def test_a_model_trains_resumes_and_is_evaluated_by_its_recipe(recipe, tmp_path,
     for steps in (3, 4):
         status, out = run(recipe, *common, f"run.steps={steps}", ranks=steps - 2)
         assert status == 0, out
+    assert "texts are computed with their padding: tests.launcher.test_own_code.Bag is not" in out
     assert "resuming from step 3" in out and len(metrics(tmp_path / "run")) == 4
     status, out = run(recipe, *common[1:], "run.steps=5")
     assert status == 2 and f"is a class ({__name__}.Bag), which" in out, out
