@@ -1,6 +1,7 @@
 """The pre-norm transformer of both towers, and the vision tower: a ViT with a class token.
 
-Parameters have OpenCLIP's names. `b` samples, `L` tokens, `T` patches, `D` features.
+Parameters have OpenCLIP's names. `b` samples, `L` tokens, `P` packed tokens, `T` patches, `D`
+features.
 """
 
 import math
@@ -58,17 +59,17 @@ class QuickGELU(nn.Module):
 
 
 class Packing(NamedTuple):
-    """Where the tokens of b causal texts are if they follow one another: [T, 1, width].
+    """Where the tokens of b causal texts are if they follow one another: [P, 1, width].
 
     Linear layers and norms see no padding then. Attention sees none either if it has `starts`.
     """
 
-    rows: Tensor  # int64 [T]: each token's place in [b * L]
-    places: Tensor  # int64 [T]: its place in its text
-    seeds: Tensor | None  # int64 [T]: its sample's
-    last: Tensor  # int64 [b]: the last token of each text, a place in [T]
+    rows: Tensor  # int64 [P]: each token's place in [b * L]
+    places: Tensor  # int64 [P]: its place in its text
+    seeds: Tensor | None  # int64 [P]: its sample's
+    last: Tensor  # int64 [b]: the last token of each text, a place in [P]
     length: int  # L
-    starts: Tensor | None  # int32 [b + 1]: of each text in [T], and T; for flash attention
+    starts: Tensor | None  # int32 [b + 1]: of each text in [P], and P; for flash attention
 
     @classmethod
     def of(
@@ -83,19 +84,19 @@ class Packing(NamedTuple):
         return cls(rows, rows % length, seeds, ends - 1, length, starts)
 
     def unpacked(self, x: Tensor) -> Tensor:
-        """[T, 1, width] -> [b, L, width], zeros behind each text."""
+        """[P, 1, width] -> [b, L, width], zeros behind each text."""
         zeros = x.new_zeros(len(self.last) * self.length, x.shape[-1])
         return zeros.index_copy_(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
 
     def packed(self, x: Tensor) -> Tensor:
-        """[b, L, width] -> [T, 1, width]"""
+        """[b, L, width] -> [P, 1, width]"""
         return x.flatten(0, 1).index_select(0, self.rows).unsqueeze(1)
 
 
 def at(x: Tensor, token: Tensor, packing: Packing | None) -> Tensor:
     """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample.
 
-    packing: that of x, [T, 1, width], whose texts end with their tokens.
+    packing: that of x, [P, 1, width], whose texts end with their tokens.
     """
     if packing is not None:
         return x.index_select(0, packing.last)
@@ -187,13 +188,13 @@ class Attention(nn.Module):
         self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
-        width]. With `packing`, [T, 1, width] takes the place of [b, L, width].
+        width]. With `packing`, [P, 1, width] takes the place of [b, L, width].
         """
         seen = None
         if token is None:
             joined = linear(x, self.in_proj_weight, self.in_proj_bias)
             if packing is not None and packing.starts is not None:
-                q, k, v = joined.view(len(x), 3, self.heads, -1).unbind(1)  # [T, heads, width]
+                q, k, v = joined.view(len(x), 3, self.heads, -1).unbind(1)  # [P, heads, width]
                 starts, length = packing.starts, packing.length
                 window = (-1, 0)  # causal
                 out = varlen_attn(q, k, v, starts, starts, length, length, window_size=window)
@@ -216,7 +217,7 @@ class Attention(nn.Module):
         return self.out_proj(out if packing is None or token is not None else packing.packed(out))
 
     def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> Tensor:
-        """[b, L, parts * width], or [T, 1, parts * width] -> [parts, b, heads, L, width / heads]"""
+        """[b, L, parts * width], or [P, 1, parts * width] -> [parts, b, heads, L, width / heads]"""
         joined = joined if packing is None else packing.unpacked(joined)
         return joined.unflatten(2, (parts, self.heads, self.width // self.heads)).permute(
             2, 0, 3, 1, 4
@@ -275,7 +276,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
-        [T, 1, width] takes the place of [b, L, width]."""
+        [P, 1, width] takes the place of [b, L, width]."""
         attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token, packing))
         if token is not None:
             x = at(x, token, packing)
@@ -305,7 +306,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read.
 
-        Without `one_token` all tokens: [b, L, width]. With `packing`, x is [T, 1, width].
+        Without `one_token` all tokens: [b, L, width]. With `packing`, x is [P, 1, width].
         """
         for i, block in enumerate(self.resblocks):
             asked = token if self.one_token and i == len(self.resblocks) - 1 else None

@@ -89,7 +89,7 @@ class CLIP(nn.Module):
             images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
             texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
-            num_tokens: T, of the texts up to their ends. Given, no padding is computed.
+            num_tokens: of the texts up to their ends. Given, texts are computed without padding.
 
         Returns:
             image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)
@@ -129,9 +129,8 @@ class CLIP(nn.Module):
             x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         else:  # whatever the lengths are: ZeRO 2 needs the same graph on all ranks
             q = self.positional_embedding.new_empty(1, cfg.heads, 1, cfg.width // cfg.heads)
-            flash = q.is_cuda and can_use_flash_attention(
-                SDPAParams(q, q, q, None, 0.0, True, False)
-            )
+            params = SDPAParams(q, q, q, None, 0.0, True, False)
+            flash = q.is_cuda and q.shape[3] % 8 == 0 and can_use_flash_attention(params)
             packing = Packing.of(token, texts.shape[1], num_tokens, sample_seeds, flash)
             positions = F.embedding(packing.places, self.positional_embedding)
             x = (self.token_embedding(texts.flatten()[packing.rows]) + positions).unsqueeze(1)
