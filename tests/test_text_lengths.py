@@ -5,7 +5,6 @@ The oracle is one graph over whole contexts in the canonical order, and textbook
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -17,7 +16,6 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
-from clip_train.models import blocks
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step, two_pass
 from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths
@@ -172,29 +170,6 @@ def test_sorted_and_packed_texts_take_fewer_operations():
     share = {"cut": cut, "sorted": ordered, "packed": packed, "packed at once": whole}
     print({name: round(value / padded, 3) for name, value in share.items()})
     assert packed < 0.85 * ordered < 0.85 * 0.65 * cut and whole < 0.4 * padded
-
-
-def text_by_text(q, k, v, starts, starts_again, longest, longest_again, *, window_size):
-    """Attention of each text alone, every score written out: [T, heads, width of a head]."""
-    assert window_size == (-1, 0) and longest == longest_again and starts.dtype == torch.int32
-    assert starts is starts_again and int(starts.diff().max()) <= longest
-    out = []
-    for begin, end in itertools.pairwise(starts.tolist()):
-        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[begin:end]) / q.shape[2] ** 0.5
-        weight = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weight, v[begin:end]))
-    return torch.cat(out)
-
-
-def test_packed_texts_go_to_flash_attention_one_by_one(monkeypatch):
-    of = blocks.Packing.of
-    monkeypatch.setattr(blocks.Packing, "of", lambda *its: of(*its[:-1], True))
-    monkeypatch.setattr(blocks, "varlen_attn", text_by_text)
-    loss, gradient = on_ranks("info_nce", torch.float64, 3, True)
-    expected_loss, expected = oracle("info_nce", torch.float64)
-    assert loss == pytest.approx(expected_loss, rel=1e-12)
-    assert (gradient - expected).norm() < 1e-12 * expected.norm()
 
 
 def unlike() -> Batch:
