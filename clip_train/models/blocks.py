@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from clip_train.models.config import Architecture, TextConfig, TowerConfig
@@ -194,6 +193,8 @@ class Attention(nn.Module):
         if token is None:
             joined = linear(x, self.in_proj_weight, self.in_proj_bias)
             if packing is not None and packing.starts is not None:
+                from torch.nn.attention.varlen import varlen_attn  # it imports much
+
                 q, k, v = joined.view(len(x), 3, self.heads, -1).unbind(1)  # [P, heads, width]
                 starts, length = packing.starts, packing.length
                 window = (-1, 0)  # causal
