@@ -145,20 +145,32 @@ def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
     return None
 
 
-def decode_image(data: bytes) -> Tensor:
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a JPEG; None for anything else, or if its header is damaged."""
+    try:
+        return simplejpeg.decode_jpeg_header(data)[:2] if data[:2] == b"\xff\xd8" else None
+    except ValueError:
+        return None
+
+
+def decode_image(data: bytes, divisor: int = 1) -> Tensor:
     """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
+
+    Args:
+        divisor: 1, 2, 4 or 8. JPEGs that simplejpeg decodes are decoded at this fraction of their
+            sides, rounded up: most of the inverse DCT is left out.
 
     Raises:
         InvalidSample: damaged, cut off, of an unknown kind, or with more than MAX_PIXELS.
     """
-    pixels = _decode_jpeg(data) if data[:2] == b"\xff\xd8" else None
+    pixels = _decode_jpeg(data, divisor) if data[:2] == b"\xff\xd8" else None
     if pixels is None:
         pixels = _decode_other(data)
     # memory stays [H, W, 3]: interpolate is fastest on that
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def _decode_jpeg(data: bytes) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, divisor: int) -> np.ndarray | None:
     """uint8 [H, W, 3]; None for the color spaces that simplejpeg leaves to Pillow."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
@@ -167,7 +179,8 @@ def _decode_jpeg(data: bytes) -> np.ndarray | None:
             raise InvalidSample("image has too many scans")
         if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
             return None
-        return simplejpeg.decode_jpeg(data)
+        least = {"min_height": -(-height // divisor), "min_width": -(-width // divisor)}
+        return simplejpeg.decode_jpeg(data, **least)
     except ValueError as e:
         raise InvalidSample("image does not decode") from e
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CROP_TRIES = 10
+DIVISORS = (1, 2, 4, 8)  # by which JPEG decoders shrink an image at little cost
 MAX_STRETCH = 32  # evaluation keeps the middle of images that are more than this times as long
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 HUE = len(ENHANCERS)  # the fourth operation of ColorJitter
@@ -43,11 +44,27 @@ class TrainTransform:
     color_jitter: tuple[float, float, float, float] | None = None
     color_jitter_prob: float = 1.0
     gray_scale_prob: float = 0.0
+    scaled_decode: bool = False  # decode JPEGs smaller where the crop allows it
 
-    def __call__(self, image: Tensor, sample_seed: int) -> Tensor:
-        """uint8 [3, H, W] -> uint8 [3, S, S], a function of the image and the seed alone."""
+    def divisor(self, height: int, width: int, sample_seed: int) -> int:
+        """The largest of 1, 2, 4, 8 by which the sides of an image can be divided before it is
+        cropped, and its crop is not enlarged."""
+        *_, h, w = self.crop(height, width, random.Random(sample_seed))
+        return max((d for d in DIVISORS if min(h, w) >= d * self.image_size), default=1)
+
+    def __call__(
+        self, image: Tensor, sample_seed: int, size: tuple[int, int] | None = None
+    ) -> Tensor:
+        """uint8 [3, H, W] -> uint8 [3, S, S], a function of the image and the seed alone.
+
+        size: (height, width) that the image had before its sides were divided. The crop is drawn
+            for it; its place and its sides are rounded to pixels of the smaller image.
+        """
         rng = random.Random(sample_seed)
-        top, left, height, width = self.crop(image.shape[1], image.shape[2], rng)
+        drawn_for = size or (image.shape[1], image.shape[2])
+        divisor = round(drawn_for[0] / image.shape[1])
+        box = self.crop(*drawn_for, rng)
+        top, left, height, width = (round(edge / divisor) for edge in box)
         region = image[:, top : top + height, left : left + width]
         out = _resize(region, self.image_size, self.image_size).contiguous()
         jittered = rng.random() < self.color_jitter_prob and self.color_jitter is not None

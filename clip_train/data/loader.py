@@ -109,7 +109,9 @@ class TrainLoader(Iterator[Batch]):
         self._workers = workers  # 0: the pieces are made in this process
         parts = Partition(sizes, self.streams, rank, world_size, began).workers(workers)
         self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
-        transform = TrainTransform(image_size, **config.augmentation)
+        transform = TrainTransform(
+            image_size, scaled_decode=config.scaled_decode, **config.augmentation
+        )
         self._stream = PieceStream(
             self.order, files, parts, step, transform,
             tokenizer or Tokenizer(context_length), config.caption_key, tuple(stages),

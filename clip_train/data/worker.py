@@ -163,7 +163,9 @@ class PieceStream(IterableDataset):
                 fields = self._staged(item) if self.stages else item
                 data = decode.image_bytes(fields)
                 caption = decode.caption(fields, self.caption_key, draw=seed)
-                image = self.transform(decode.decode_image(data), seed)
+                size = decode.jpeg_size(data) if self.transform.scaled_decode else None
+                divisor = self.transform.divisor(*size, seed) if size else 1
+                image = self.transform(decode.decode_image(data, divisor), seed, size)
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue

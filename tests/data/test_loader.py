@@ -16,6 +16,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import webdataset
@@ -99,6 +100,22 @@ def reference(folder):
 def test_global_batches_are_the_same(folder, reference, world_size, workers, prefetch):
     config = config_of(folder, workers=workers, prefetch=prefetch)
     assert global_batches(config, 12, world_size) == reference
+
+
+def test_scaled_decoding_changes_pixels_alone(folder):
+    """JPEGs of 24 px for a model of 8 px: most are decoded at half their sides."""
+    settings = {"aug_scale": (0.9, 1.0), "aug_color_jitter": None, "aug_gray_scale_prob": 0.0}
+    full, small = (
+        global_batches(config_of(folder, scaled_decode=scaled, **settings), 2, image_size=8)[0]
+        for scaled in (False, True)
+    )
+    alone = config_of(folder, scaled_decode=True, **settings)
+    assert global_batches(alone, 2, 2, image_size=8)[0] == small
+    for ours, reference in zip(small, full, strict=True):
+        pixels = [np.frombuffer(batch.pop("images"), np.uint8) for batch in (ours, reference)]
+        assert ours == reference
+        error = np.abs(pixels[0].astype(float) - pixels[1]).mean()
+        assert 0 < error < 25
 
 
 @pytest.mark.parametrize("world_size,lanes", [(2, 3), (8, 6), (24, 1), (3, 8), (4, 24)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data.decode import decode_image
+from clip_train.data.decode import decode_image, jpeg_size
 from clip_train.data.images import TrainTransform, crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
 
@@ -117,6 +117,52 @@ def test_jpeg_decodes_as_pillow_does():
                 )
                 > 50
             )
+
+
+@pytest.mark.parametrize(
+    "width,height,scale,divisors",
+    [
+        (512, 512, (0.9, 1.0), {4}),
+        (241, 407, (0.3, 1.0), {1, 2}),
+        (790, 900, (0.9, 1.0), {4, 8}),
+        (90, 120, (0.9, 1.0), {1}),
+    ],
+)
+def test_a_scaled_decode_is_near_the_full_one(width, height, scale, divisors):
+    """Against Pillow's full decode of the same box, to a pixel of the smaller image."""
+    transform, seen = TrainTransform(96, scale, scaled_decode=True), set()
+    for seed in range(6):
+        data = encoded(photograph(width, height, seed), quality=90)
+        size = jpeg_size(data)
+        assert size == (height, width)
+        divisor = transform.divisor(*size, seed)
+        small = decode_image(data, divisor)
+        assert small.shape[1:] == (-(-height // divisor), -(-width // divisor))
+        top, left, h, w = transform.crop(height, width, random.Random(seed))
+        assert divisor == 1 or min(h, w) >= 96 * divisor
+        assert divisor == 8 or min(h, w) < 96 * 2 * divisor
+        left, top, w, h = (divisor * round(edge / divisor) for edge in (left, top, w, h))
+        box = (left, top, left + w, top + h)
+        pillow = Image.open(io.BytesIO(data)).crop(box).resize((96, 96), Image.BICUBIC)
+        ours = transform(small, seed, size)
+        assert ours.shape == (3, 96, 96)
+        assert psnr(array(ours), np.asarray(pillow)) > 30
+        if divisor == 1:
+            assert torch.equal(ours, transform(decode_image(data), seed))
+        seen.add(divisor)
+    assert seen == divisors
+
+
+def test_what_is_not_decoded_smaller_is_cropped_alike():
+    for data in (
+        encoded(photograph(600, 500).convert("CMYK"), quality=95),
+        encoded(photograph(600, 500), "PNG"),
+    ):
+        image = decode_image(data, 4)
+        assert torch.equal(
+            TrainTransform(96)(image, 3, jpeg_size(data)), TrainTransform(96)(decode_image(data), 3)
+        )
+    assert jpeg_size(b"\xff\xd8 no header") is None
 
 
 def test_cmyk_jpeg_goes_through_pillow():
