@@ -7,8 +7,9 @@ idle (its queues full) to idle, so prefetching is counted where it belongs. Wher
 normalisation is the device's work: the ratio leaves it out, and a second one has it in.
 
 Also: the same with `data.scaled_decode`, with its PSNR against decoding in full (of the crop that is drawn, and of the
-box that its edges are rounded to); how far our crops are from Pillow's (PSNR of the same box); and with `--memory` a worker's resident memory over
-50,000 samples. OpenCLIP runs in the environment of `scripts/setup_peers.sh`: `--peer-python .venv-peers/bin/python`.
+box that its edges are rounded to); how far our crops are from Pillow's (PSNR of the same box); and with `--memory` a
+worker's resident memory over 50,000 samples. OpenCLIP runs in the environment of `scripts/setup_peers.sh`:
+`--peer-python .venv-peers/bin/python`.
 """
 
 from __future__ import annotations
