@@ -246,7 +246,7 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
         if url in indexed:
             entries[name] = indexed[url].entry
     for folder, entries in folders.items():
-        known = index.load(folder, StorageConfig())
+        known = index.load(folder, StorageConfig(), index.parse)
         try:
             content = index.to_bytes(known | entries)
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)

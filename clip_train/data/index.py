@@ -13,14 +13,15 @@ import json
 import mmap
 import os
 import pickle
+import re
 import secrets
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from clip_train.data.shards import Row, changes, expand, split_name, synthetic_size, unpack_rows
 from clip_train.errors import UserError, unreadable
@@ -36,6 +37,15 @@ FORMAT = "clip-train index 2"
 OFFSET_EVERY = 64  # samples
 THREADS = 16  # for many small files
 READS = 3  # of an index that seems damaged
+DIGITS = 16  # of a shard's sha256, by which lists of shards are compared
+# a shard's line of an index, as `to_bytes` writes it
+_LINE = re.compile(
+    rb' ("(?:[^"\\]|\\.)*"): \{("samples": (\d+)), ("bytes": \d+), ("sha256": "(\w+)"), '
+    rb'("block_bytes": \d+), ("blocks": "\w*"), ("damage": (?:(null)|"(?:[^"\\]|\\.)*")), '
+    rb'("offsets": \[[\d, ]*\])\},?\n'
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,24 @@ class ShardEntry:
     def count(self) -> int:
         """Places in an epoch: damage has a place of its own, so that it is met and counted."""
         return self.samples + (self.damage is not None)
+
+
+class IndexLine:
+    """A shard's line of an index. It unpickles as its entry, of which a process needs few."""
+
+    def __init__(self, match: re.Match[bytes]) -> None:
+        self.line = match[0]
+        self.count = int(match[3]) + (match[10] is None)  # as `ShardEntry.count`
+        self.sha256 = match[6].decode()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return entry_of, (self.line,)
+
+
+def entry_of(line: bytes) -> ShardEntry:
+    """Of one line of an index."""
+    (row,) = json.loads(b"{%b}" % line.rstrip(b",\n")).values()
+    return _from_json(row)
 
 
 class SharedList:
@@ -108,10 +136,19 @@ class SharedEntries(Mapping[str, ShardEntry]):
 
     rows: of each shard, (path or URL, its entry or None).
     numbers: of the shards that have an entry.
+    counts, digits: of all shards, `ShardIndex.brief`: no entry is unpickled for them.
     """
 
-    def __init__(self, rows: SharedList, numbers: Mapping[str, int]) -> None:
-        self.rows, self._numbers = rows, numbers
+    def __init__(
+        self, rows: SharedList, numbers: Mapping[str, int], counts: array[int], digits: str
+    ) -> None:
+        self.rows, self._numbers, self._counts, self._digits = rows, numbers, counts, digits
+
+    def brief(self, shard: str) -> tuple[int | None, str]:
+        number = self._numbers.get(shard)
+        if number is None:
+            return None, ""
+        return self._counts[number], self._digits[DIGITS * number : DIGITS * (number + 1)]
 
     def __getitem__(self, shard: str) -> ShardEntry:
         return self.rows[self._numbers[shard]][1]
@@ -141,9 +178,12 @@ class ShardIndex:
         if isinstance(self.entries, SharedEntries):
             return self.entries
         numbers = {shard: n for n, shard in enumerate(self.shards) if shard in self.entries}
+        briefs = [self.brief(shard) for shard in self.shards]
+        counts = array("Q", [count or 0 for count, _ in briefs])
+        columns = (numbers, counts, "".join(digits.ljust(DIGITS) for _, digits in briefs))
         rows = ((shard, self.entries.get(shard)) for shard in self.shards)
-        rest = (self.shards, numbers, self.sizes, self.sources)
-        return SharedEntries(SharedList.of(itertools.chain(rows, [rest])), numbers)
+        rest = (self.shards, columns, self.sizes, self.sources)
+        return SharedEntries(SharedList.of(itertools.chain(rows, [rest])), *columns)
 
     @classmethod
     def opened(cls, path: str, name: str) -> ShardIndex:
@@ -152,8 +192,8 @@ class ShardIndex:
         rows = SharedList(path)
         if rows.name != name:
             raise OSError(f"{path} is {rows.name}, not {name}")
-        shards, numbers, sizes, sources = rows[len(rows) - 1]
-        return cls(shards, SharedEntries(rows, numbers), sizes, sources)
+        shards, columns, sizes, sources = rows[len(rows) - 1]
+        return cls(shards, SharedEntries(rows, *columns), sizes, sources)
 
     @property
     def without(self) -> list[str]:
@@ -166,10 +206,17 @@ class ShardIndex:
         """The shards whose number of samples is not known, once each."""
         return [shard for shard in dict.fromkeys(self.shards) if self.count(shard) is None]
 
+    def brief(self, shard: str) -> tuple[int | None, str]:
+        """A shard's count and the first DIGITS of its sha256 in the index; (None, "") without."""
+        if isinstance(self.entries, SharedEntries):
+            return self.entries.brief(shard)
+        entry = self.entries.get(shard)
+        return (entry.count, entry.sha256[:DIGITS]) if entry else (None, "")
+
     def count(self, shard: str) -> int | None:
         """Samples in a shard; None if it is not known."""
-        entry = self.entries.get(shard)
-        return self.sizes.get(shard, entry.count if entry else synthetic_size(shard))
+        count = self.sizes.get(shard, self.brief(shard)[0])
+        return synthetic_size(shard) if count is None else count
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
         return replace(self, sizes={**self.sizes, **sizes})
@@ -182,9 +229,8 @@ class ShardIndex:
 
     def rows(self) -> list[Row]:
         """What a checkpoint keeps of each shard, once all are counted."""
-        digits = {shard: entry.sha256[:16] for shard, entry in self.entries.items()}
         return [
-            (redact(split_name(shard)[1]), digits.get(shard, ""), self.count(shard) or 0)
+            (redact(split_name(shard)[1]), self.brief(shard)[1], self.count(shard) or 0)
             for shard in self.shards
         ]
 
@@ -229,10 +275,10 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
         UserError: an index is damaged, or cannot be read.
     """
     shards = [shard for source in sources for shard in source]
-    entries: dict[str, ShardEntry] = {}
+    entries: dict[str, Any] = {}  # read lines
     folders = by_folder(shards) if verify == "auto" else {}
     for folder, names in folders.items():
-        known = load(folder, storage)
+        known = load(folder, storage, parse_lines)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
     index = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
     index = index.with_sizes(find_sizes(index.uncounted, storage))
@@ -336,7 +382,9 @@ def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
     return folders
 
 
-def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
+def load(
+    folder: str, storage: StorageConfig, parse: Callable[[bytes], dict[str, T]]
+) -> dict[str, T]:
     """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
     url = folder + INDEX_NAME
     damage: Exception | None = None
@@ -359,16 +407,41 @@ def load(folder: str, storage: StorageConfig) -> dict[str, ShardEntry]:
 def parse(data: bytes) -> dict[str, ShardEntry]:
     """ValueError, LookupError, TypeError or OverflowError for anything but a whole index."""
     content = json.loads(data)
+    _check(content, _sha256(content["shards"]))
+    return {name: _from_json(row) for name, row in content["shards"].items()}
+
+
+def parse_lines(data: bytes) -> dict[str, Any]:
+    """As `parse`, without the time to make JSON of an index that `to_bytes` wrote: `IndexLine`s."""
+    lines = data.splitlines(keepends=True)
+    known: dict[str, Any] = {}
+    digest = hashlib.sha256(b"{")  # of the JSON with sorted keys
+    for line in lines[1:-1]:
+        found = _LINE.fullmatch(line)
+        if found is None:
+            return parse(data)
+        name, *pairs = found.group(1, 7, 8, 4, 9, 11, 2, 5)
+        digest.update(b"%b%b: {%b}" % (b", " if known else b"", name, b", ".join(pairs)))
+        known[json.loads(name)] = IndexLine(found)
+    if not known:
+        return parse(data)
+    digest.update(b"}")
+    _check(json.loads(lines[0] + lines[-1]), digest.hexdigest())
+    return known
+
+
+def _check(content: Mapping[str, Any], sha256: str) -> None:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']}, not {FORMAT}")
-    if content["sha256"] != _sha256(content["shards"]):
+    if content["sha256"] != sha256:
         raise ValueError("it does not fit its own sha256")
-    entries = {}
-    for name, row in content["shards"].items():
-        sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
-        offsets = array("Q", row["offsets"])
-        entries[name] = ShardEntry(row["samples"], row["sha256"], sums, row["damage"], offsets)
-    return entries
+
+
+def _from_json(row: Mapping[str, Any]) -> ShardEntry:
+    sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
+    return ShardEntry(
+        row["samples"], row["sha256"], sums, row["damage"], array("Q", row["offsets"])
+    )
 
 
 def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
