@@ -92,14 +92,11 @@ def jpegs(size: int, count: int) -> Iterator[bytes]:
 
 def captions(count: int) -> Iterator[str]:
     """Of 5 to 20 words, the frequent ones often."""
-    from clip_train.data.tokenizer import Tokenizer
+    from clip_train.data.tokenizer import vocabulary
 
-    rng, tokenizer = random.Random(0), Tokenizer()
-    words = [
-        w
-        for i in range(320, 12_000)
-        if (w := tokenizer.decode([i]).strip()).isalpha() and w.isascii()
-    ]
+    rng = random.Random(0)
+    tokens = [token.removesuffix("</w>") for token in vocabulary().tokens[320:12_000]]
+    words = [token for token in tokens if token.isalpha() and token.isascii()]
     weights = [1 / (i + 10) for i in range(len(words))]
     for i in range(count):
         yield f"{' '.join(rng.choices(words, weights, k=rng.randint(5, 20))).capitalize()} no{i}."

@@ -198,6 +198,28 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
     assert len(summary.index.shards) == 3
 
 
+def test_lines_of_an_index_and_other_json_say_the_same(folder: Path) -> None:
+    (folder / "cut.tar").write_bytes((folder / "000.tar").read_bytes()[:9000])
+    urls = [str(path) for path in sorted(folder.iterdir())]
+    entries = {url: each.entry for url, each in index_shards(urls, workers=1).items()}
+    assert entries[str(folder / "cut.tar")].damage is not None
+    text = to_bytes({Path(url).name: entry for url, entry in entries.items()})
+    lines = text.splitlines(keepends=True)
+    for whole in (text, json.dumps(json.loads(text), indent=1).encode()):
+        (folder / INDEX_NAME).write_bytes(whole)
+        found = known(*urls, str(folder / "new.tar"))
+        assert [found.count(url) for url in urls] == [entry.count for entry in entries.values()]
+        assert [row[1] for row in found.rows()] == [
+            *(entry.sha256[:16] for entry in entries.values()),
+            "",
+        ]
+        assert found.entries == entries and found.count(str(folder / "new.tar")) is None
+    for damaged in (lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-1], [text.upper()]):
+        (folder / INDEX_NAME).write_bytes(b"".join(damaged))
+        with pytest.raises(UserError, match="is damaged"):
+            known(*urls)
+
+
 def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
     (folder / INDEX_NAME).mkdir()
     with pytest.raises(
