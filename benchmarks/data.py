@@ -163,11 +163,17 @@ def openclip_batches(folder: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def model_input() -> Callable[[torch.Tensor], torch.Tensor]:
     """What our model does first on the device: uint8 -> normalised floats."""
-    from clip_train.models.clip import CLIP
+    from clip_train.models.blocks import normalised
     from clip_train.models.config import Architecture
 
-    pixels = CLIP(Architecture.model_validate(TINY)).visual.conv1.patches
-    return torch.no_grad()(pixels)
+    model = Architecture.model_validate(TINY)
+    numbers = list(zip(model.image_mean, model.image_std, strict=True))
+
+    def pixels(images: torch.Tensor) -> torch.Tensor:
+        channels = [normalised(images[:, c], *numbers[c], torch.float32) for c in range(3)]
+        return torch.stack(channels, 1)
+
+    return pixels
 
 
 def the_device() -> torch.device:
@@ -183,7 +189,7 @@ def serve(kind: str, folder: str) -> int:
         openclip_batches(folder) if kind == "openclip" else our_batches(folder, kind == "scaled")
     )
     normalise = model_input() if kind != "openclip" else None
-    floats = BATCH * 3 * S * S  # normalised pixels, of ours cut into patches
+    floats = BATCH * 3 * S * S  # normalised pixels
     for line in sys.stdin:
         taken, device_seconds = 0, 0.0
         while taken < int(line):

@@ -297,7 +297,7 @@ def build_trainer(
             # for an export without the recipe's files
             "architecture": resolved.architecture.model_dump(mode="json"),
             "teacher": teacher,
-            **loader.state(),
+            **(loader.state() if dist.is_main() else {}),  # only rank 0 writes it
         },
         skipped=skipped,
     )
