@@ -32,11 +32,15 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
 from clip_train.errors import DataError
 from clip_train.stop import SIGNALS
+from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
 from clip_train.task import Batch, text_lengths
 
 WAIT_SECONDS = 2.0  # between looks whether the loader was closed, while it waits for a worker
 CLOSE_SECONDS = 10.0  # for the prefetching thread to end
+# of remote shards, which workers that share streams keep in memory
+SAMPLE_BYTES = 1 << 16  # of most; larger ones are perhaps fetched twice
+SPARE_BLOCKS, MOST_BLOCKS = 8, 256  # of a stream; of a rank, each with an open file
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
@@ -92,7 +96,7 @@ class TrainLoader(Iterator[Batch]):
         lengths: Callable[[Tensor], list[int]] | None = text_lengths,
         pack_texts: bool = False,
     ) -> None:
-        storage = storage or StorageConfig()
+        self._storage = storage = storage or StorageConfig()
         sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
         sizes.check_ranks(world_size)
         if index is None:
@@ -207,6 +211,15 @@ class TrainLoader(Iterator[Batch]):
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
         S = self._stream.transform.image_size
+        if self._turns > 1:  # else no two workers read the same bytes
+            streams = -(-self.streams // self._world_size) + 1  # of a rank, at most
+            lanes = streams * len(self._stream.files)
+            block = self._storage.range_bytes
+            # what workers may be apart: each makes a piece and keeps one ready, at least
+            window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
+            budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
+            slots = max(SPARE_BLOCKS, min(window, budget // lanes))
+            self._stream.caches = [BlockCache(slots) for _ in range(lanes)]
         self._stream.memory = shared_images(len(workers), self._prefetch, largest, S)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

@@ -24,6 +24,7 @@ from clip_train.data.order import Order, Segment, Source, hash64
 from clip_train.data.shards import BUFFER_BYTES, PLAIN, SYNTHETIC, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
+from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import StorageError
 from clip_train.storage.redact import redact
@@ -124,10 +125,11 @@ class SegmentReader:
     opens its shard.
 
     keep_open: the file stays open in between.
+    cache: with the other workers that read its stream.
     """
 
-    def __init__(self, files: Files, *, keep_open: bool) -> None:
-        self.files, self.keep_open = files, keep_open
+    def __init__(self, files: Files, *, keep_open: bool, cache: BlockCache | None = None) -> None:
+        self.files, self.keep_open, self._cache = files, keep_open, cache
         self._shard = -1
         self._number = self._offset = 0  # of the next sample, in its shard
         self._samples: Generator[TarSample | Invalid] | None = None
@@ -177,7 +179,7 @@ class SegmentReader:
             self._shard, self._number = shard, mark * OFFSET_EVERY
             self._offset = places[mark - 1] if mark else 0
         unread = number - self._number
-        reading = Reading(self.files.storage, entry.checksums if entry else None)
+        reading = Reading(self.files.storage, entry.checksums if entry else None, self._cache)
         self._samples = read_shard(url, reading, self._offset, unread)
 
 
@@ -185,16 +187,30 @@ class StreamReader:
     """One stream of all sources, in which `at` moves forward.
 
     keep_open: its shards stay open from block to block.
+    caches: of the rank's streams, each one's sources in turn; []: no other worker reads this one.
     """
 
     def __init__(
-        self, order: Order, files: Sequence[Files], stream: int, *, keep_open: bool
+        self,
+        order: Order,
+        files: Sequence[Files],
+        stream: int,
+        *,
+        keep_open: bool,
+        caches: Sequence[BlockCache] = (),
     ) -> None:
         self.order, self.files, self.stream = order, files, stream
         self._next = -1
         self._taken: list[int] = []  # samples of each source before number `_next`
         # of each source: its reader; its block, as (number of the first sample, items)
-        self._segments = [SegmentReader(each, keep_open=keep_open) for each in files]
+        self._segments = [
+            SegmentReader(
+                each,
+                keep_open=keep_open,
+                cache=caches[(stream * len(files) + number) % len(caches)] if caches else None,
+            )
+            for number, each in enumerate(files)
+        ]
         self._blocks: list[tuple[int, list[Item]]] = [(0, [])] * len(files)
         # of each source: a number, and the block behind it that is tried next: all in between were
         # tried in vain

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from braceexpand import braceexpand
 
 from clip_train.errors import UserError, missing, unreadable
-from clip_train.storage.blocks import Checksums
+from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
@@ -110,10 +110,12 @@ def split_name(shard: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a remote shard is read: how patiently, and its checksums if it is indexed."""
+    """How a remote shard is read: how patiently, its checksums if it is indexed, and the cache that
+    it shares with other workers."""
 
     storage: StorageConfig = field(default_factory=StorageConfig)
     checksums: Checksums | None = None
+    cache: BlockCache | None = None
 
 
 PLAIN = Reading()
@@ -126,7 +128,7 @@ def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BY
     protocol.
     """
     if is_remote(url):
-        return open_read(url, reading.storage, reading.checksums)
+        return open_read(url, reading.storage, reading.checksums, reading.cache)
     return local_path(url).open("rb", buffer_bytes)
 
 

@@ -30,6 +30,7 @@ from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, UserError
 from clip_train.stop import SIGNALS
+from clip_train.storage.blocks import BlockCache
 
 Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
@@ -79,6 +80,7 @@ class PieceStream(IterableDataset):
     caption_key: CaptionKey
     stages: Sequence[Stage]  # each maps one sample to one
     memory: Tensor | None = None  # `shared_images`, for workers
+    caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
     closing: Any = None
 
@@ -123,7 +125,7 @@ class PieceStream(IterableDataset):
                 if stream not in readers:
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[stream] = StreamReader(
-                        self.order, self.files, stream, keep_open=keep_open
+                        self.order, self.files, stream, keep_open=keep_open, caches=self.caches
                     )
                 for number in numbers:
                     if self.closing.value:

@@ -1,10 +1,17 @@
-"""A file read in numbered blocks, and the checksums that an index keeps of them."""
+"""A file read in numbered blocks, the checksums that an index keeps of them, and blocks that
+processes share."""
 
 import abc
+import fcntl
 import hashlib
 import io
 import os
+import weakref
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents, not forgers
@@ -28,6 +35,65 @@ class Checksums:
 
 def block_sum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:SUM_DIGITS]
+
+
+class BlockCache:
+    """The latest blocks of a file that processes of a node read together: each is fetched once.
+
+    A slot is a file in memory with one block and the digest of what it is, and is locked while it
+    is filled. Locks end with their process, and the memory with the process that made it, which
+    must live while others read: pickled are the slots' paths under /proc.
+    """
+
+    def __init__(self, slots: int) -> None:
+        numbers = [os.memfd_create("clip-train-blocks") for _ in range(slots)]
+        for number in numbers:
+            weakref.finalize(self, os.close, number)
+        self._slots = [f"/proc/{os.getpid()}/fd/{number}" for number in numbers]
+
+    def load(self, name: str, block: int, end: int, start: Callable[[int], Future[bytes]]) -> bytes:
+        """One block; those behind it, up to `end`, are fetched meanwhile if nobody does yet.
+
+        Args:
+            name: of the file and of its content.
+            start: begins to fetch a block. OSError from its result.
+        """
+        for number in range(block + 1, min(end, block + 1 + len(self._slots) // 4)):
+            slot, tag = self._slot(name, number)
+            try:
+                fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                known = os.pread(slot.fileno(), len(tag), max(0, slot.seek(0, 2) - len(tag)))
+            except BlockingIOError:
+                known = tag  # soon
+            if known == tag:
+                slot.close()
+            else:
+                start(number).add_done_callback(partial(_keep, slot, tag))
+        slot, tag = self._slot(name, block)
+        with slot:
+            fcntl.flock(slot, fcntl.LOCK_EX)
+            kept = slot.read()
+            if kept.endswith(tag):
+                return kept[: -len(tag)]
+            fetched = start(block)
+            data = fetched.result()
+            _keep(slot, tag, fetched)
+            return data
+
+    def _slot(self, name: str, block: int) -> tuple[io.FileIO, bytes]:
+        """Where this block may be, and what it ends with if it is there."""
+        # neighbors have places of their own, mostly also where one file follows another
+        path = self._slots[(zlib.crc32(name.encode()) + block) % len(self._slots)]
+        return io.FileIO(path, "r+"), hashlib.sha256(f"{name} {block}".encode()).digest()
+
+
+def _keep(slot: io.FileIO, tag: bytes, fetched: Future[bytes]) -> None:
+    """Fills a slot that is locked, and frees it."""
+    with slot:
+        if not fetched.cancelled() and fetched.exception() is None:
+            slot.truncate(0)
+            slot.seek(0)
+            slot.write(fetched.result() + tag)
 
 
 class BlockFile(io.RawIOBase):

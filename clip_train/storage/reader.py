@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from functools import partial
 
-from clip_train.storage.blocks import BlockFile, Checksums, block_sum
+from clip_train.storage.blocks import BlockCache, BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import StorageError, TransferError
 from clip_train.storage.remote import Pace, RemoteStorage
@@ -22,7 +22,8 @@ class RangedFile(BlockFile):
 
     Blocks are fetched as needed. Once the reader moves from one block to the next, up to
     `config.read_ahead` more are fetched ahead, as far as the process's budget allows. With
-    checksums, a block is verified before any of its bytes is returned.
+    checksums, a block is verified before any of its bytes is returned. With a cache, blocks come
+    from there, and go there.
 
     Raises (all of them `StorageError`, final, with the file, the bytes and the attempt):
         MissingError: there is no such object.
@@ -31,9 +32,14 @@ class RangedFile(BlockFile):
     """
 
     def __init__(
-        self, remote: RemoteStorage, config: StorageConfig, checksums: Checksums | None
+        self,
+        remote: RemoteStorage,
+        config: StorageConfig,
+        checksums: Checksums | None,
+        cache: BlockCache | None = None,
     ) -> None:
         self._remote, self._config, self._checksums = remote, config, checksums
+        self._cache = cache
         self._ahead: dict[int, Future[bytes]] = {}
         self._depth = 0
         self._previous = -2
@@ -56,6 +62,10 @@ class RangedFile(BlockFile):
         super().__init__(remote.url, head.size, block_bytes)
 
     def _load(self, block: int) -> bytes:
+        if self._cache is not None:
+            end = min(block + 1 + self._config.read_ahead, -(-self.size // self.block_bytes))
+            name = f"{self.url} {self._tag} {self.size} {self.block_bytes}"
+            return self._cache.load(name, block, end, self._start)
         in_order, self._previous = block == self._previous + 1, block
         self._depth = min(max(2, 2 * self._depth), self._config.read_ahead) if in_order else 0
         others = sum(held for file, held in list(_ahead_bytes.items()) if file != id(self))

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from clip_train.errors import UserError
 from clip_train.settings import import_path
 from clip_train.storage.base import Storage
-from clip_train.storage.blocks import Checksums
+from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 
@@ -63,10 +63,12 @@ def open_read(
     url: str | os.PathLike[str],
     config: StorageConfig | None = None,
     checksums: Checksums | None = None,
+    cache: BlockCache | None = None,
 ) -> BinaryIO:
     """Open a seekable stream over a local file or a remote object.
 
     checksums: a remote object is compared with them; `clip-train index --check` does local files.
+    cache: of a remote object's blocks, with other processes.
     FileNotFoundError; another OSError if that is unknown: a `StorageError` has been retried
     already; UserError for an unknown protocol.
     """
@@ -75,7 +77,7 @@ def open_read(
         from clip_train.storage.reader import RangedFile
 
         remote = cast("RemoteStorage", open_storage(url))
-        return io.BufferedReader(RangedFile(remote, config or StorageConfig(), checksums))
+        return io.BufferedReader(RangedFile(remote, config or StorageConfig(), checksums, cache))
     return local_path(url).open("rb")
 
 

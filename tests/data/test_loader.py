@@ -27,6 +27,8 @@ from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import hash64
 from clip_train.errors import DataError, UserError
+from clip_train.storage.config import StorageConfig
+from tests.data import counting
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 
 N = 24  # global batch
@@ -355,6 +357,21 @@ def test_decoding_cannot_move_the_order(tmp_path):
             assert a == b or int(a[1:]) % 3 == 0
         bad += sum(found.bad_samples.values())
     assert bad > 50
+
+
+def test_workers_that_share_streams_fetch_remote_bytes_once(tmp_path):
+    """Four workers on two streams; without their cache they read the shards five times."""
+    write_dataset(tmp_path, [200, 180])
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
+    shards = "::".join(counting.SCHEME + str(path) for path in sorted(tmp_path.glob("*.tar")))
+    config = DataConfig(train=shards, workers=4, lanes=2, shuffle_block=8)
+    storage = StorageConfig(range_bytes=1 << 16)
+    with loader_of(config, storage=storage) as loader:
+        counted = counting.bytes_read(tmp_path)  # without an index
+        keys = [next(loader).keys for _ in range(380 // N)]
+    assert counting.bytes_read(tmp_path) - counted < 1.5 * total
+    with loader_of(config.model_copy(update={"workers": 0}), storage=storage) as alone:
+        assert keys == [next(alone).keys for _ in keys]
 
 
 # ------------------------------------------------------------ shared memory
