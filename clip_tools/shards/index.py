@@ -246,7 +246,8 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
         if url in indexed:
             entries[name] = indexed[url].entry
     for folder, entries in folders.items():
-        known = index.load(folder, StorageConfig(), index.parse)
+        lines = index.load(folder, StorageConfig()).items()
+        known = {name: index.entry_of(each.line) for name, each in lines}
         try:
             content = index.to_bytes(known | entries)
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)

@@ -29,6 +29,7 @@ from clip_train.data.index import (
     INDEX_NAME,
     ShardEntry,
     ShardIndex,
+    entry_of,
     index_of,
     look_up,
     parse,
@@ -65,6 +66,10 @@ def known(*urls: str) -> ShardIndex:
     return look_up([list(urls)], "auto", StorageConfig())
 
 
+def entries_of(data: bytes) -> dict[str, ShardEntry]:
+    return {name: entry_of(known.line) for name, known in parse(data).items()}
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
@@ -88,7 +93,7 @@ def test_an_index_grows(folder: Path) -> None:
     first = index_shards([str(folder / "000.tar")], workers=1)
     write_indexes(first)
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
-    known = parse((folder / INDEX_NAME).read_bytes())
+    known = entries_of((folder / INDEX_NAME).read_bytes())
     assert {name: entry.count for name, entry in known.items()} == {
         "000.tar": 12,
         "001.tar": 9,
@@ -118,7 +123,7 @@ def test_an_index_takes_little_memory_in_trainer_and_workers() -> None:
     entry = ShardEntry(64 * 1500, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q", offsets))
     data = to_bytes({f"{number:05}.tar": entry for number in range(200)})
     tracemalloc.start()
-    known = parse(data)
+    known = entries_of(data)
     kept = tracemalloc.get_traced_memory()[0]
     found = ShardIndex(list(known), known)
     files = Files.of(found, StorageConfig())
@@ -198,23 +203,28 @@ def test_a_damaged_index_is_an_error_and_no_index_is_told(folder: Path) -> None:
     assert len(summary.index.shards) == 3
 
 
-def test_lines_of_an_index_and_other_json_say_the_same(folder: Path) -> None:
+def test_lines_of_an_index_say_what_its_entries_say(folder: Path) -> None:
     (folder / "cut.tar").write_bytes((folder / "000.tar").read_bytes()[:9000])
     urls = [str(path) for path in sorted(folder.iterdir())]
     entries = {url: each.entry for url, each in index_shards(urls, workers=1).items()}
     assert entries[str(folder / "cut.tar")].damage is not None
     text = to_bytes({Path(url).name: entry for url, entry in entries.items()})
     lines = text.splitlines(keepends=True)
-    for whole in (text, json.dumps(json.loads(text), indent=1).encode()):
-        (folder / INDEX_NAME).write_bytes(whole)
-        found = known(*urls, str(folder / "new.tar"))
-        assert [found.count(url) for url in urls] == [entry.count for entry in entries.values()]
-        assert [row[1] for row in found.rows()] == [
-            *(entry.sha256[:16] for entry in entries.values()),
-            "",
-        ]
-        assert found.entries == entries and found.count(str(folder / "new.tar")) is None
-    for damaged in (lines[:2] + lines[3:], lines[:2] + lines[1:], lines[:-1], [text.upper()]):
+    (folder / INDEX_NAME).write_bytes(text)
+    found = known(*urls, str(folder / "new.tar"))
+    assert [found.count(url) for url in urls] == [entry.count for entry in entries.values()]
+    digits = [entry.sha256[:16] for entry in entries.values()]
+    assert [row[1] for row in found.rows()] == [*digits, ""]
+    assert found.entries == entries and found.count(str(folder / "new.tar")) is None
+    (folder / INDEX_NAME).write_bytes(to_bytes({}))
+    assert not known(*urls).entries
+    for damaged in (
+        lines[:2] + lines[3:],
+        lines[:2] + lines[1:],
+        lines[:-1],
+        [text.upper()],
+        [text[:-900]],
+    ):
         (folder / INDEX_NAME).write_bytes(b"".join(damaged))
         with pytest.raises(UserError, match="is damaged"):
             known(*urls)
@@ -269,7 +279,7 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     (folder / "cut.tar").write_bytes(whole[: len(whole) // 2])
     assert main(["index", str(folder / "*.tar"), "--workers", "1"]) == 1
     assert "cut.tar: truncated shard: no end mark at byte 10240" in capsys.readouterr().err
-    entry = parse((folder / INDEX_NAME).read_bytes())["cut.tar"]
+    entry = entries_of((folder / INDEX_NAME).read_bytes())["cut.tar"]
     assert entry.samples < 6 and "truncated" in (entry.damage or "")
     assert differences(entry, index_shard(str(folder / "cut.tar")).entry) is None
 
@@ -311,7 +321,7 @@ def test_no_usable_sample_is_an_error_that_names_what_is_there(tmp_path: Path, c
     )
     assert "no sample of 1 shards can be used; the first has jpg, json, json.alt, json.url" in err
     assert "--caption-key NAME" in err and "data.caption_key=NAME" in err
-    assert parse((tmp_path / INDEX_NAME).read_bytes())["0.tar"].count == 7
+    assert entries_of((tmp_path / INDEX_NAME).read_bytes())["0.tar"].count == 7
     for names in ("alt", "json.alt", "txt,alt"):
         assert (
             main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
