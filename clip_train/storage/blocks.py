@@ -59,7 +59,7 @@ class BlockCache:
             start: begins to fetch a block. OSError from its result.
         """
         for number in range(block + 1, min(end, block + 1 + len(self._slots) // 4)):
-            slot, tag = self._slot(name, number)
+            slot, tag = self.slot(name, number)
             try:
                 fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 known = os.pread(slot.fileno(), len(tag), max(0, slot.seek(0, 2) - len(tag)))
@@ -69,7 +69,7 @@ class BlockCache:
                 slot.close()
             else:
                 start(number).add_done_callback(partial(_keep, slot, tag))
-        slot, tag = self._slot(name, block)
+        slot, tag = self.slot(name, block)
         with slot:
             fcntl.flock(slot, fcntl.LOCK_EX)
             kept = slot.read()
@@ -80,7 +80,7 @@ class BlockCache:
             _keep(slot, tag, fetched)
             return data
 
-    def _slot(self, name: str, block: int) -> tuple[io.FileIO, bytes]:
+    def slot(self, name: str, block: int) -> tuple[io.FileIO, bytes]:
         """Where this block may be, and what it ends with if it is there."""
         # neighbors have places of their own, mostly also where one file follows another
         path = self._slots[(zlib.crc32(name.encode()) + block) % len(self._slots)]

@@ -56,7 +56,7 @@ def test_a_process_that_is_killed_frees_its_block() -> None:
         future.set_result(b"%d" % block * 100)
         return future
 
-    slot, _ = cache._slot("file", 2)
+    slot, _ = cache.slot("file", 2)
     with (
         slot,
         subprocess.Popen(
