@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 14_772,
-    "functions": 1_234,
+    "statements": 15_200,
+    "functions": 1_290,
     "walruses": 0,
-    "lambdas": 46,
+    "lambdas": 47,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 13,

@@ -165,7 +165,7 @@ class SharedEntries(Mapping[str, ShardEntry]):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """A list of shards with what is known about each of them."""
+    """A list of shards, with the known facts about each."""
 
     shards: Sequence[str]
     entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
@@ -260,7 +260,7 @@ class ShardIndex:
 def index_of(
     spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
 ) -> ShardIndex:
-    """The shards that `spec` names with what is known about them. UserError as in `expand` and
+    """The shards that `spec` names, with the known facts about them. UserError as in `expand` and
     `look_up`."""
     return look_up(expand(spec, field), verify, storage)
 

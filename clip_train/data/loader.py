@@ -213,13 +213,13 @@ class TrainLoader(Iterator[Batch]):
         S = self._stream.transform.image_size
         if self._turns > 1:  # else no two workers read the same bytes
             streams = -(-self.streams // self._world_size) + 1  # of a rank, at most
-            lanes = streams * len(self._stream.files)
+            count = streams * len(self._stream.files)
             block = self._storage.range_bytes
             # what workers may be apart: each makes a piece and keeps one ready, at least
             window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
             budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
-            slots = max(SPARE_BLOCKS, min(window, budget // lanes))
-            self._stream.caches = [BlockCache(slots) for _ in range(lanes)]
+            slots = max(SPARE_BLOCKS, min(window, budget // count))
+            self._stream.caches = [BlockCache(slots) for _ in range(count)]
         self._stream.memory = shared_images(len(workers), self._prefetch, largest, S)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

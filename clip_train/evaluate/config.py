@@ -10,7 +10,7 @@ IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagene
 
 
 class EvaluateConfig(Settings):
-    """What is measured, on what, and when: docs/evaluation.md."""
+    """The evaluations, their data and their times: docs/evaluation.md."""
 
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""
@@ -35,7 +35,7 @@ class EvaluateConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_keys(cls, section: Any) -> Any:
-        """Recipes in checkpoints and run directories of earlier versions have `linear_probe: null`."""
+        """Recipes of earlier versions, in checkpoints and runs, have `linear_probe: null`."""
         if isinstance(section, dict) and section.get("linear_probe", True) is None:
             return {key: value for key, value in section.items() if key != "linear_probe"}
         return section

@@ -9,7 +9,7 @@ from clip_train.settings import Allowed, Settings
 
 
 class LogConfig(Settings):
-    """What is shown and recorded. `metrics.jsonl` and `report.html` are always written."""
+    """The terminal output and the records. `metrics.jsonl` and `report.html` are always written."""
 
     progress: bool = True
     """A progress bar in a terminal; elsewhere a line every 10 seconds."""

@@ -1,4 +1,4 @@
-"""What is measured beside a step: the batch's digest, memory, time, the share of the device's peak,
+"""Measurements beside a step: the batch's digest, memory, time, the share of the device's peak,
 traces, collections of garbage."""
 
 import gc

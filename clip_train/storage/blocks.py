@@ -40,8 +40,8 @@ def block_sum(data: bytes) -> str:
 class BlockCache:
     """The latest blocks of a file that processes of a node read together: each is fetched once.
 
-    A slot is a file in memory with one block and the digest of what it is, and is locked while it
-    is filled. Locks end with their process, and the memory with the process that made it, which
+    A slot is a file in memory: one block, and the digest of its identity. It is locked while it is
+    filled. Locks end with their process, and the memory with the process that made it, which
     must live while others read: pickled are the slots' paths under /proc.
     """
 

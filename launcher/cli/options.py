@@ -118,7 +118,7 @@ VERBS = {
             (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory is the limit; what auto would choose, and speed",
+                "H200, H100, A100-80, ...: its memory is the limit; the choices of auto, and speed",
             ),
             (
                 "network",

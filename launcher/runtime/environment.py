@@ -261,7 +261,7 @@ def driver(root: Path = ROOT) -> str:
 
 
 def stack(device: torch.device) -> dict[str, str]:
-    """Versions of what is below the Python packages on a GPU."""
+    """Versions of the layers below the Python packages on a GPU."""
     import torch
 
     if device.type != "cuda":
@@ -289,11 +289,12 @@ def require_usable_gpu(environ: Mapping[str, str], root: Path = ROOT) -> None:
         reason = str(e).strip()
     kind = RankError if cuda else UserError
     raise kind(
-        f"there is a GPU here ({', '.join(signs) or root / DRIVER}), but torch cannot use it: {reason}. "
-        f"torch {torch.__version__} is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}, the "
+        f"there is a GPU here ({', '.join(signs) or root / DRIVER}), but torch cannot use it: "
+        f"{reason}. torch {torch.__version__} is built "
+        f"{f'for CUDA {cuda}' if cuda else 'without CUDA'}, the "
         f"driver is {version or 'not loaded'}. nvidia-smi shows the newest CUDA that the driver "
-        "supports: install a torch for that one (pip install torch --index-url "
-        "https://download.pytorch.org/whl/cu126, for CUDA 12.6), or a newer driver. In a container "
+        "supports. Install a torch for that one, or a newer driver. For CUDA 12.6: pip install "
+        "torch --index-url https://download.pytorch.org/whl/cu126. In a container "
         "or a Slurm job, ask for the GPU (--gpus all, --gpus-per-node). To train on the CPU on "
         f"purpose, set {VISIBLE}= (empty)"
     )

@@ -352,8 +352,8 @@ def start(
         ) from e
     if env.world_size > 1 and env.rank == 0:
         log(
-            f"the process group has formed; all-reduce of {REDUCED_BYTES[device.type] >> 20} MiB at "
-            f"{speed / 1e9:.2f} GB/s"
+            "the process group has formed; all-reduce of "
+            f"{REDUCED_BYTES[device.type] >> 20} MiB at {speed / 1e9:.2f} GB/s"
         )
     set_timeout(timeout_seconds)
 

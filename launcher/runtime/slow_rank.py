@@ -29,15 +29,15 @@ def slow_ranks(seen: Mapping[int, tuple[bytes, int]]) -> dict[tuple[int, str], t
 
     seen: by the heartbeat.
     """
-    told = {rank: value.decode().split(" ", 2) for rank, (value, _) in seen.items()}
-    sums = {rank: json.loads(parts[2]) for rank, parts in told.items() if "{" in parts[-1]}
+    lines = {rank: value.decode().split(" ", 2) for rank, (value, _) in seen.items()}
+    sums = {rank: json.loads(parts[2]) for rank, parts in lines.items() if "{" in parts[-1]}
     found = {}
     for cause, does in CAUSES.items():
         shares = {rank: seconds[cause] / seconds["step_seconds"] for rank, seconds in sums.items()}
         typical = statistics.median_low(shares.values() or [0.0])
         for rank, share in shares.items():
             if share - typical > LEAST_SHARE:
-                words = f"rank {rank} on {told[rank][1]} {does} for {share:.0%} of each step"
+                words = f"rank {rank} on {lines[rank][1]} {does} for {share:.0%} of each step"
                 found[rank, cause] = share - typical, f"{words}, the median rank for {typical:.0%}"
     return found
 

@@ -21,9 +21,12 @@ from typing import Any, NoReturn
 from clip_train.errors import Word
 from clip_train.storage.local import LocalStorage
 
-# One word, then a JSON line with `step` and `reason`. `where` is the rank that failed and its node,
-# `blamed` a node that may be the cause, certainly so with `hardware`. `room`, after out of memory, is
-# how many bytes the next attempt's activations may take. `skipped` lists what only looked at the run and failed.
+# One word, then a JSON line with `step` and `reason`. Its other keys:
+#   where      the rank that failed, and its node
+#   blamed     a node that may be the cause; with `hardware` it certainly is
+#   room       after out of memory: the bytes that the next attempt's activations may take
+#   skipped    parts that only observe the run, and failed
+# The words:
 #   DONE       all steps are trained and committed
 #   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
 #   FAILED     ended by an error that may pass; running again may help
