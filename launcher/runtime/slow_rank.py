@@ -15,7 +15,7 @@ from clip_train.callbacks import Callback
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 
-WINDOW_SECONDS = 12.0
+WINDOW_SECONDS = 10.0
 WINDOWS = 5  # in a row in which a rank must be slow: one alone is a hiccup
 LEAST_SHARE = 0.05  # of a step that a slow rank takes longer than the median
 CAUSES = {  # the key of a record: what a slow rank does
