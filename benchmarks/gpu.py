@@ -367,7 +367,7 @@ def loader(world: int) -> Iterator[Row]:
         sizes = ("model.name=tiny", "batch.global_size=16", "batch.micro_size=8") if DRY else (
             f"batch.global_size={2048 * world}", "batch.micro_size=2048", "engine.precision=bf16",
         )  # fmt: skip
-        shards = ("data.kind=shards", f"data.train={data.train}", f"data.num_samples={data.num_train}")  # fmt: skip
+        shards = ("data.kind=shards", f"data.train={data.train}", f"data.num_samples={number}")  # fmt: skip
         for name, source in {"JPEG shards": shards, "noise": ()}.items():
             more = ("run.steps=12", "data.workers=auto", "batch.kept_graphs=1", *source)
             rows = trained(world, *sizes, *more)[4:]

@@ -6,7 +6,7 @@ Eight ranks of the tiny model train over gloo with ZeRO 1 on this machine, each 
 shares the cores fairly between them (`sched_autogroup_enabled` must be 1). Rank 5 is not well:
 
 busy   first it is as the others, for five minutes; then three processes in its session are busy; then they end
-store  its shards come from S3 (LocalStack: scripts/setup_s3.sh) at 4 KiB a second
+store  its shards come from S3 (LocalStack: scripts/setup_s3.sh) at 8 KiB a second
 disk   its node's disk, on which checkpoints are written before they go to S3, gets full (root is needed, for a mount)
 clock  it is two hours behind, and rank 0 two hours ahead: a preloaded library (below, in C) changes what libc answers
 """
@@ -38,7 +38,8 @@ RANKS, SICK = 8, 5
 EVEN_SECONDS, PATIENCE = 300.0, 240.0
 NAMED_WITHIN = 120.0
 WARM_STEP = 10
-RATE = 4 << 10  # bytes a second of a slow store
+BLOCK_BYTES = 16 << 10  # of an index: four samples, a step
+RATE = 32 << 10  # bytes a second of a slow store, whose requests count as 64 KiB at least
 COMMON = ("engine.zero_stage=1", "batch.micro_size=4", "data.lanes=8", "run.steps=100000", "log.progress=false",
           "log.batch_digest=false")  # fmt: skip
 TARGETS = {
@@ -201,7 +202,11 @@ def busy(folder: Path, data: SyntheticData) -> Iterator[Row]:
 
 
 def store(folder: Path, data: SyntheticData) -> Iterator[Row]:
-    line = ("storage.range_bytes=65536", "storage.min_rate=0", "storage.patience_seconds=300")
+    line = (
+        f"storage.range_bytes={BLOCK_BYTES}",
+        "storage.min_rate=0",
+        "storage.patience_seconds=300",
+    )
     with contextlib.ExitStack() as stack:
         server, bucket = stack.enter_context(on_s3(folder, data))
         proxy = stack.enter_context(FaultyProxy(server.port, server.sign))
@@ -312,9 +317,8 @@ def main() -> int:
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="view-"))
     data = shapes(folder / "data", 4000, per_shard=500)
-    write_indexes(
-        index_shards(sorted(map(str, (folder / "data" / "train").glob("*.tar"))), workers=1)
-    )
+    paths = sorted(map(str, (folder / "data" / "train").glob("*.tar")))
+    write_indexes(index_shards(paths, block_bytes=BLOCK_BYTES, workers=1))
     for name in args.cases or CASES:
         for each in CASES[name](folder / name, data):
             print(each, flush=True)

@@ -5,14 +5,15 @@ one rank of the process group that `check_group` measures.
 """
 
 import argparse
-import datetime
 import json
 import os
 import re
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -45,9 +46,11 @@ from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import resolve
 from launcher.engines import find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
-from launcher.runtime.environment import backend, detect, require_usable_gpu, take_device
-from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version, measure_all_reduce
-from launcher.runtime.verdict import STOP_FILE
+from launcher.runtime import rendezvous
+from launcher.runtime.environment import detect, require_usable_gpu, take_device
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version
+from launcher.runtime.verdict import STOP_FILE, end_process, node_name
 from launcher.slurm.profile import load_site
 from launcher.slurm.scheduler import answer
 
@@ -70,14 +73,14 @@ SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and 
         "ask for proctrack/cgroup",
     ),
 )  # fmt: skip
-GROUP_SECONDS = 180  # for two ranks to start and to find each other, on a busy machine too
+GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if there is an error, else 0."""
     findings, console = [], Console()
-    for finding in look(args.recipe, args.overrides):
+    for finding in look(args.recipe, args.overrides, args.all_nodes):
         findings.append(finding)
         if not args.json:
             text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return int(worst == "error")
 
 
-def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
+def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> Iterator[Finding]:
     """At the machine, the recipe's engine, and the recipe where there is one that can be read.
 
     A check that fails itself is a finding, and not the end of the others.
@@ -112,6 +115,7 @@ def look(recipe: str | None, overrides: list[str]) -> Iterator[Finding]:
     checks += find_engine(engine.kind).checks
     if config is not None:
         checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
+    checks += [("nodes", partial(check_group, all_nodes=True))] if all_nodes else []
     for name, of_it in checks:
         try:
             yield from of_it()
@@ -155,38 +159,57 @@ def check_ranks() -> Iterator[Finding]:
     yield ok("ranks", detect(os.environ).describe())
 
 
-def check_group() -> Iterator[Finding]:
-    """A process group over this machine's devices (two ranks on CPU), in processes of its own."""
-    ranks = torch.cuda.device_count() or 2
-    line = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
+def check_group(all_nodes: bool = False) -> Iterator[Finding]:
+    """A process group in processes of its own: over this machine's devices (two ranks on CPU), or
+    with one rank on each node of a Slurm job."""
+    nodes, ranks = os.environ.get("SLURM_JOB_NUM_NODES"), torch.cuda.device_count() or 2
+    start = [
+        sys.executable,
+        *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split(),
+    ]
+    if all_nodes and nodes is None:
+        raise UserError(
+            "--all-nodes needs a Slurm job: salloc --nodes N, then the same line; or put it into a "
+            "batch script"
+        )
+    if all_nodes:
+        options = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --overlap"
+        start = ["srun", *options.split(), "--kill-on-bad-exit=1", sys.executable]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
     remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", *line],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=GROUP_SECONDS,
-            check=True,
-        )
-    except subprocess.TimeoutExpired:
-        yield error(
-            "process group",
-            f"{ranks} ranks do not find each other within {GROUP_SECONDS} s",
-            remedy,
-        )
-        return
-    except subprocess.CalledProcessError as e:
-        lines = [text for text in e.stderr.splitlines() if "Error" in text]
-        yield error("process group", (lines or ["it failed without a message"])[0][:300], remedy)
+    # the ranks give up by themselves before
+    done = subprocess.run(
+        [*start, "-m", __name__],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=GROUP_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        lines = [text for text in (done.stdout + done.stderr).splitlines() if "rror" in text]
+        yield error("process group", (lines or ["it failed without a message"])[0][:600], remedy)
         return
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
-    size = REDUCED_BYTES[found["device"]] >> 20
-    speed = f"{ranks} ranks, all-reduce of {size} MiB at {found['bandwidth'] / 1e9:.2f} GB/s"
-    slow = found["device"] == "cuda" and found["bandwidth"] < 2e9
-    yield warning_if(slow, "process group", speed, "slow for GPUs: check nvidia-smi topo -m")
+    slow = found["device"] == "cuda" and found["all_reduce"] < 2e9
+    yield warning_if(
+        slow,
+        "process group",
+        f"{len(found['nodes'])} ranks, all-reduce of {REDUCED_BYTES[found['device']] >> 20} MiB at "
+        f"{found['all_reduce'] / 1e9:.2f} GB/s",
+        "slow for GPUs: check nvidia-smi topo -m",
+    )
+    # a slow node is slow with all others; of two nodes nobody can say which is slow
+    usual = statistics.median(found["rates"])
+    for node, rate in zip(found["nodes"], found["rates"], strict=True) if all_nodes else ():
+        yield warning_if(
+            rate < usual / 2,
+            "nodes",
+            f"{node} exchanges {rate / 1e9:.3f} GB/s with another node, the median node "
+            f"{usual / 1e9:.3f} GB/s",
+            f"exclude it (--exclude={node}), and have its network looked at",
+        )
 
 
 def check_limits() -> Iterator[Finding]:
@@ -320,14 +343,51 @@ RECIPE = {
 
 
 def meet() -> None:
-    """One rank of a process group: rank 0 prints how fast it reduces."""
-    device, _ = take_device(detect(os.environ))
-    torch_dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=60))
-    bandwidth = measure_all_reduce(device)
+    """One rank of a process group: rank 0 prints how fast it reduces, and each rank's rate beside
+    one other rank."""
+    env = detect(os.environ)
+    device, _ = take_device(env)
+    rendezvous.start(env, device, Heartbeat(env), rendezvous_seconds=100, group_seconds=60)
+    found = {
+        "device": device.type,
+        "nodes": dist.gather_objects(node_name()),
+        "all_reduce": rendezvous.measure_all_reduce(device),
+        "rates": measure_pairs(device),
+    }
     if dist.is_main():
-        print(json.dumps({"device": device.type, "bandwidth": bandwidth}), flush=True)
+        print(json.dumps(found), flush=True)
     dist.barrier()
-    torch_dist.destroy_process_group()
+    end_process(0)
+
+
+def measure_pairs(device: torch.device) -> list[float]:
+    """By rank: bytes per second each way between it and another rank, the median over its exchanges
+    with all others; 0 if there are none. Collective.
+
+    A tournament: in each round every rank has another partner, and all pairs exchange at once.
+    """
+    x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
+    y, here, W, rates = torch.empty_like(x), dist.rank(), dist.world_size(), list[float]()
+    rounds = W - 1 + W % 2  # one without a partner in each where W is odd
+    for number in range(rounds):
+        partner = (number - here) % rounds
+        if here == rounds:  # the last rank of an even number
+            partner = number * (rounds + 1) // 2 % rounds
+        elif partner == here:
+            partner = rounds
+        seconds = float("inf")
+        for _ in range(5):  # the first opens the connection, others may be disturbed
+            dist.barrier()
+            began = time.perf_counter()
+            if partner < W:
+                ways = [(torch_dist.isend, x), (torch_dist.irecv, y)]
+                both = [torch_dist.P2POp(way, part, partner) for way, part in ways]
+                for work in torch_dist.batch_isend_irecv(both):
+                    work.wait()
+                y.sum().item()  # waits for the device
+            seconds = min(seconds, time.perf_counter() - began)
+        rates += [REDUCED_BYTES[device.type] / seconds] * (partner < W)
+    return dist.gather_objects(statistics.median_high(rates or [0.0]))
 
 
 if __name__ == "__main__":

@@ -171,9 +171,10 @@ VERBS = {
     removed.""",
         """\
     clip-train doctor                                       this machine and its cluster
-    clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too""",
+    clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
+    salloc --nodes 4 clip-train doctor --all-nodes          all pairs of nodes""",
         positions=("recipe?", "overrides"),
-        options=(JSON,),
+        options=(("all-nodes", None, "measure all pairs of nodes of this job"), JSON),
     ),
     "evaluate": Verb(
         "clip_tools.inspect:evaluate_run",

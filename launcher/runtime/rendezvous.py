@@ -348,7 +348,8 @@ def start(
         raise RendezvousError(
             f"the ranks have joined, but their process group did not form in {seconds:.0f} s "
             f"(launch.group_seconds is {group_seconds:.0f}); {not_formed(env, store)}. Can their "
-            f"nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? {e}"
+            "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? "
+            f"`clip-train doctor --all-nodes` tries pairs of nodes. {e}"
         ) from e
     if env.world_size > 1 and env.rank == 0:
         log(

@@ -70,7 +70,8 @@ class SlowRank(Callback):
         lasting = set(latest).intersection(*self._windows)
         if lasting and self._named not in lasting:
             self._named = max(lasting, key=latest.__getitem__)
-            more = f"; {len(lasting) - 1} more ranks are slow" * (len(lasting) > 1)
+            others = {rank for rank, _ in lasting if rank != self._named[0]}
+            more = f"; {len(others)} more ranks are slow" * bool(others)
             self._words = latest[self._named][1] + more
             warn(f"step {step}: {self._words}")
         elif self._named is not None and not any(self._named in each for each in self._windows):

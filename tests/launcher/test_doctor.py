@@ -71,6 +71,12 @@ def test_a_healthy_set_up(recipe, tmp_path):
     )
 
 
+def test_all_nodes_are_those_of_a_job(tmp_path):
+    """Of a real one: tests/slurm/test_nodes.py."""
+    status, out = doctor(tmp_path, "--all-nodes")
+    assert status == 1 and "--all-nodes needs a Slurm job: salloc --nodes N" in out, out
+
+
 def test_a_folder_as_the_remote_store(recipe, tmp_path):
     """Each right is tried, and nothing is left in it."""
     config = load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'remote'}"])

@@ -57,7 +57,18 @@ def test_a_node_whose_ranks_are_all_slow_is_named_once():
         return 0.0, 6.0 + (rank >= 8) * dice.uniform(6.0, 12.0)
 
     said = [line for line in words(means, 30, ranks=12) if line]
-    assert len(set(said)) == 1 and " on n" in said[0] and "more ranks" in said[0]
+    assert (
+        len(set(said)) == 1 and " on n" in said[0] and said[0].endswith("; 3 more ranks are slow")
+    )
+
+
+def test_a_rank_with_two_causes_is_one_rank():
+    said = [
+        line
+        for line in words(lambda _, rank: (4.0 * (rank == 5), 6.0 + 5.0 * (rank == 5)), 10)
+        if line
+    ]
+    assert said and said[0].startswith("rank 5 on n1 computes") and "more ranks" not in said[0]
 
 
 def test_even_ranks_with_hiccups_are_not_named():
@@ -73,18 +84,20 @@ def test_even_ranks_with_hiccups_are_not_named():
 def test_the_command_names_the_rank_that_encodes_slowly(recipe):
     process = start(recipe, *ENDLESS, ranks=3, fault="drag:1")
     run_dir = recipe.parent / "run"
+
+    def said() -> list[
+        str
+    ]:  # windows of half a second: a busy machine may give another cause first
+        lines = [record.get("slow_rank", "") for record in metrics(run_dir)]
+        return [line for line in lines if line.startswith("rank 1 on ") and " computes " in line]
+
     try:
-        wait_for(
-            lambda: any("slow_rank" in record for record in metrics(run_dir)),
-            "no rank was named",
-            process,
-        )
+        wait_for(said, "rank 1 was not named", process)
     finally:
         kill(process)
-    said = next(record["slow_rank"] for record in metrics(run_dir) if "slow_rank" in record)
-    assert said.startswith("rank 1 on ") and " computes " in said
+    first = said()[0]
     _, out = finish(process)
-    assert out.count(said) == 1
+    assert out.count(first) == 1
 
 
 def test_a_rank_tells_each_window_alone():
