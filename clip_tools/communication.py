@@ -13,8 +13,9 @@ import torch
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
 from clip_train.models.clip import build_model
-from clip_train.models.freeze import freeze
+from clip_train.models.freeze import depths, freeze, frozen_towers
 from clip_train.optim.optimizer import parameter_groups
+from clip_train.task import IMAGE_TEXT
 from launcher.config.memory import decide
 from launcher.config.resolve import Resolved, engine_mistakes
 from launcher.engines import ENGINES, describe, find_engine
@@ -45,7 +46,21 @@ def shapes_of(resolved: Resolved) -> Shapes:
     inside = [[*unit.parameters()] for unit in units(model)]
     others = [p for p in model.parameters() if p not in set(chain(*inside))]
     groups = parameter_groups(config.optim, model.named_parameters())
-    return Shapes([*inside, others], [sum(p.numel() for p in g["params"]) for g in groups])
+    names = {p: name for name, p in model.named_parameters()}
+    depth, frozen = depths(names.values()), frozen_towers(config.model, resolved.architecture)
+    # tower, and layers below its top
+    places = {p: (IMAGE_TEXT.group(name), depth[name]) for p, name in names.items()}
+    units_at = [places[part[0]] for part in inside]
+    trained = {places[p] for p in names if p.requires_grad}
+    return Shapes(
+        [*inside, others],
+        [sum(p.numel() for p in g["params"]) for g in groups],
+        [*(tower not in frozen for tower, _ in units_at), True],
+        [
+            *(any(t == tower and d >= below for t, d in trained) for tower, below in units_at),
+            True,
+        ],
+    )
 
 
 def of_loss(resolved: Resolved) -> Iterator[Collective]:

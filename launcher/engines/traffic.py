@@ -25,6 +25,9 @@ class Shapes:
     # the parameters of each unit, in the order of a forward; all others last
     parts: Sequence[Sequence[nn.Parameter]]
     flat: Sequence[int]  # trained elements in each of the optimizer's groups
+    # for each part: whether a second forward computes it, which frozen towers do not need
+    replayed: Sequence[bool]
+    reached: Sequence[bool]  # and whether a backward reaches it
 
 
 @dataclass(frozen=True)

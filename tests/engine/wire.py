@@ -1,10 +1,9 @@
 """Take steps under torch's fake process group and print every collective of the last one as JSON.
 
-python -m tests.engine.wire WORLD_SIZE 'JSON list of cases'. A case is an `engine` section; "model" is
-the architecture's name, "micro_batches" and "kept_graphs" cut the step. One line of JSON for each case.
+python -m tests.engine.wire WORLD_SIZE 'JSON list of recipes'. One line of JSON for each recipe.
 
-No other rank exists: a gather repeats this rank's part, a sum is this rank's alone. What is sent, in
-which type and how much of it, is what a real group of that size would send.
+No other rank exists: a gather repeats this rank's part, a sum is this rank's alone, and what is received
+is zero. What is sent, in which type and how much of it, is what a real group of that size would send.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ os.environ.update(
 
 import torch  # noqa: E402
 import torch.distributed as td  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
-SAMPLES = 8
+from tests.served import foreign, start  # noqa: E402
+
 GATHERS = (
     "all_gather",
     "all_gather_into_tensor",
@@ -42,6 +42,8 @@ NAMES = (
     "all_reduce",
     "all_to_all_single",
     "broadcast",
+    "irecv",
+    "isend",
     "reduce",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
@@ -66,13 +68,16 @@ class Recorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
             tensors = [t for t in given if isinstance(t, torch.Tensor)]
+            group = next((g for g in given if isinstance(g, td.ProcessGroup)), None)
+            sent = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+            self.foreign += [f"{name}: {device}" for device in foreign(sent, group)]
             self.depth += 1  # one operator's new name calls its old one: counted once
             done = original(*args, **kwargs)
             self.depth -= 1
-            if self.depth == 0 and tensors:
-                self.count(
-                    name, tensors, next((g for g in given if isinstance(g, td.ProcessGroup)), None)
-                )
+            if name == "irecv":
+                tensors[0].zero_()
+            elif self.depth == 0 and tensors:
+                self.count(name, tensors, group)
             return done
 
         return call
@@ -82,10 +87,6 @@ class Recorder:
         largest = max(tensors, key=torch.Tensor.numel)
         dtype = str(largest.dtype).removeprefix("torch.")
         self.calls[self.place, name, dtype, largest.numel(), ranks] += 1
-        served = td.get_backend_config(group)
-        self.foreign += [
-            f"{name}: {t.device}" for t in tensors if f"{t.device.type}:" not in served
-        ]
         if name in GATHERS and len(tensors) > 1:
             output, part = tensors[0], tensors[1]
             output.view(ranks, -1).copy_(part.reshape(1, -1).expand(ranks, -1))
@@ -99,78 +100,82 @@ class Recorder:
 
 
 def main() -> None:
+    from launcher.runtime.environment import backend
+
     torch.set_num_threads(1)
-    td.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    torch.compiler.set_default_backend("eager")  # what blocks become is not what they send
+    start(backend(torch.device("cpu")), WORLD_SIZE)
     recorder = Recorder()
-    for case in json.loads(sys.argv[2]):
+    for recipe in json.loads(sys.argv[2]):
         recorder.foreign.clear()
-        take_steps(recorder, **case)
+        take_steps(recorder, recipe)
         calls = [[*key, times] for key, times in recorder.calls.items()]
         print(json.dumps({"calls": calls, "foreign": recorder.foreign}), flush=True)
 
 
-def take_steps(
-    recorder: Recorder,
-    model: str = "tiny",
-    micro_batches: int = 2,
-    kept_graphs: int = 1,
-    **section: Any,
-) -> None:
-    from clip_train.contrastive.info_nce import InfoNCE
-    from clip_train.models.clip import CLIP
-    from clip_train.models.config import load_architecture
+def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
+    from clip_train.contrastive.build import build_loss
+    from clip_train.models.clip import build_model
     from clip_train.models.weights import WholeState
-    from clip_train.optim.config import OptimConfig
-    from clip_train.optim.optimizer import build_optimizer
     from clip_train.step import train_step
-    from clip_train.task import Batch
-    from launcher import engines
-    from launcher.engines.config import EngineConfig
+    from clip_train.task import Batch, named_features
+    from launcher.config.recipe import RunConfig
+    from launcher.config.resolve import resolve
+    from launcher.parts import build_engine
 
-    class NeverRepeated(InfoNCE):
-        """Sums that lack the other ranks' parts would look unsafe, and the step would be repeated."""
-
-        def __call__(self, features: Any, context: Any) -> Any:
-            recorder.place = "loss"
-            return replace(super().__call__(features, context), unsafe=None)
-
-    architecture = load_architecture(model)
+    resolved = resolve(RunConfig.model_validate(recipe), WORLD_SIZE, read_data=False)
+    config, architecture, plan = resolved.config, resolved.architecture, resolved.plan
     torch.manual_seed(0)
-    engine = engines.build(
-        EngineConfig(**section),
-        lambda: CLIP(architecture),
-        lambda named: build_optimizer(OptimConfig(), named),
-        device=torch.device("cpu"),
-        grad_clip_norm=1.0,
-        micro_size=SAMPLES // micro_batches,
-    )
-    engine.load_fragments(WholeState(CLIP(architecture).state_dict()), {})
+    engine = build_engine(resolved, torch.device("cpu"))
+    engine.load_fragments(WholeState(build_model(architecture).state_dict()), {})
     for name in ("forward", "backward", "reduce", "step"):
         place = "step" if name == "reduce" else name
         setattr(engine, name, recorder.within(place, getattr(engine, name)))
-    objective = NeverRepeated()
-    size, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
-    batch = Batch(
-        torch.randint(0, 255, (SAMPLES, 3, size, size), dtype=torch.uint8),
-        torch.randint(1, 100, (SAMPLES, length)),
-        torch.arange(SAMPLES),
-        [str(i) for i in range(SAMPLES)],
-        shares=(SAMPLES,) * WORLD_SIZE,
-        text_lengths=[length] * SAMPLES,
+    teachers, taught = config.model.teacher_architecture(), None
+    if teachers is not None:
+        teacher = build_model(teachers).requires_grad_(False)
+        taught = lambda m: named_features(*teacher(m.images, m.texts))  # noqa: E731
+    objective = build_loss(config.loss, taught)
+    objective.__class__ = never_repeated(type(objective), recorder)
+    n, size, length = (
+        plan.per_rank,
+        architecture.vision_cfg.image_size,
+        architecture.text_cfg.context_length,
     )
-    zero3 = section["kind"] == "deepspeed" and section["zero_stage"] == 3
-    for _ in range(3 if zero3 else 1):  # it records what it gathers in its first steps
+    lengths = [3 + i % (length - 3) for i in range(n)]
+    batch = Batch(
+        torch.randint(0, 255, (n, 3, size, size), dtype=torch.uint8),
+        torch.randint(1, 100, (n, length)),
+        torch.arange(n),
+        [str(i) for i in range(n)],
+        shares=(n,) * WORLD_SIZE,
+        text_lengths=lengths,
+        pack_texts=resolved.padded_because is None,
+    )
+    batch.texts[torch.arange(n), torch.tensor(lengths) - 1] = architecture.text_cfg.vocab_size - 1
+    zero3 = config.engine.kind == "deepspeed" and config.engine.zero_stage == 3
+    # ZeRO 3 records what it gathers in its first steps, and a bank is full after one
+    for _ in range(3 if zero3 or config.loss.kind == "memory_bank" else 1):
         recorder.calls.clear()
         train_step(
             engine,
             batch,
             objective,
-            micro_size=SAMPLES // micro_batches,
-            kept_graphs=kept_graphs,
+            micro_size=plan.micro_size,
+            kept_graphs=plan.kept_graphs,
             lr=1e-4,
         )
-    if section["kind"] == "deepspeed":
-        engine.close()
+    engine.close()
+
+
+def never_repeated(kind: type, recorder: Recorder) -> type:
+    """Sums that lack the other ranks' parts would look unsafe, and the step would be repeated."""
+
+    def call(self: Any, features: Any, context: Any) -> Any:
+        recorder.place = "loss"
+        return replace(kind.__call__(self, features, context), unsafe=None)
+
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 if __name__ == "__main__":

@@ -78,26 +78,36 @@ class FSDPKind(EngineKind):
         self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
         """Unit by unit, beside the computation of its neighbors. Parameters outside of all units
-        come first in a forward and last in a backward."""
+        come first in a forward and last in a backward. A backward prefetches the unit before its
+        own, even one that it does not reach: the next forward of the step then takes that copy."""
         W, k, stage = plan.world_size, plan.accum_steps, config.zero_stage
         S = 1 if stage == 0 else config.shard_ranks or W
         once = stage < 2 or config.reduce_gradients == "once"
         word, summed = config.precision, config.reduce_dtype
-        forwards = 2 * k - plan.kept_graphs if stage == 3 else 1
+        followed = zip(shapes.reached, [*shapes.reached[1:], True], shapes.replayed, strict=True)
         in_units = sum(p.numel() for part in shapes.parts[:-1] for p in part)
         remaining = in_units  # elements of this unit and of those after it
-        for part in shapes.parts:
+        for part, (reached, next_reached, replayed) in zip(shapes.parts, followed, strict=True):
             alone = 1.0 if part is shapes.parts[-1] else remaining / in_units
             remaining -= sum(p.numel() for p in part)
             # each parameter's rows are sharded evenly
             sizes = [rounded_up(p.shape[:1].numel(), S) * p.shape[1:].numel() for p in part]
             sent = sum(n for n, p in zip(sizes, part, strict=True) if p.requires_grad)
-            again = int(stage == 3 and sent > 0)
+            replays = (k - plan.kept_graphs) * replayed
+            astray = next_reached and not reached
+            again = k if reached else (1 + replays) * astray
+            in_last = int(reached or (astray and (replays > 0 or k == 1)))
             for place, operator, dtype, elements, times in (
-                ("forward", "all_gather", word, sum(sizes), forwards),
-                ("backward", "all_gather", word, sum(sizes), again * (k - 1)),
+                (
+                    "forward",
+                    "all_gather",
+                    word,
+                    sum(sizes),
+                    k + replays * (not astray) if stage == 3 else 1,
+                ),
+                ("backward", "all_gather", word, sum(sizes), (again - in_last) * (stage == 3)),
                 ("backward", "reduce_scatter", summed, sent, 0 if once else k - 1),
-                ("last backward", "all_gather", word, sum(sizes), again),
+                ("last backward", "all_gather", word, sum(sizes), in_last * (stage == 3)),
                 ("last backward", "reduce_scatter", summed, sent, 1),
             ):
                 yield Collective(place, operator, dtype, elements, S, times, alone=alone)
