@@ -95,16 +95,11 @@ class FSDPKind(EngineKind):
             sent = sum(n for n, p in zip(sizes, part, strict=True) if p.requires_grad)
             replays = (k - plan.kept_graphs) * replayed
             astray = next_reached and not reached
-            again = k if reached else (1 + replays) * astray
             in_last = int(reached or (astray and (replays > 0 or k == 1)))
+            forwards = k + replays * (not astray) if stage == 3 else 1
+            again = k if reached else (1 + replays) * astray
             for place, operator, dtype, elements, times in (
-                (
-                    "forward",
-                    "all_gather",
-                    word,
-                    sum(sizes),
-                    k + replays * (not astray) if stage == 3 else 1,
-                ),
+                ("forward", "all_gather", word, sum(sizes), forwards),
                 ("backward", "all_gather", word, sum(sizes), (again - in_last) * (stage == 3)),
                 ("backward", "reduce_scatter", summed, sent, 0 if once else k - 1),
                 ("last backward", "all_gather", word, sum(sizes), in_last * (stage == 3)),
