@@ -20,12 +20,11 @@ CODE = ("engine.step", "engine.build_engine")  # no keys
 SECTIONS = "|".join(sorted({key.split(".")[0] for key in KEYS}))
 
 
-def test_the_tests_that_docs_name_exist():
+@pytest.mark.parametrize("page, at_least", [("tests.md", 50), ("gradcache_bugs.md", 30)])
+def test_the_tests_that_docs_name_exist(page, at_least):
     """`folder/file.py::test`, and `::test` of the file that was named last."""
-    named = re.findall(
-        r"`((?:\w+/)*\w+\.py)?(?:::(\w+))?`", (ROOT / "docs" / "tests.md").read_text()
-    )
-    assert len(named) > 50
+    named = re.findall(r"`((?:\w+/)*\w+\.py)?(?:::(\w+))?`", (ROOT / "docs" / page).read_text())
+    assert len(named) > at_least
     text = ""
     for file, test in named:
         if file:
