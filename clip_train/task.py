@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -399,7 +399,7 @@ class Objective(abc.ABC):
 
     matmul: Matmul = "highest"
     """How its products of float32 matrices are computed; `LossConfig.matmul`."""
-    takes_bias: ClassVar[bool] = False
+    takes_bias: bool = False
     """Whether the model must have a `logit_bias`; if not, it may not have one."""
 
     def prepare(self, micro_batch: MicroBatch) -> Features | None:

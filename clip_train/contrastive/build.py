@@ -2,18 +2,19 @@
 
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
+from clip_train.contrastive.function import FunctionLoss
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
-from clip_train.settings import call_imported
+from clip_train.settings import call_imported, import_path
 from clip_train.task import Objective
 
 
 def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
     """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked.
 
-    UserError for an import path that does not lead to an Objective.
+    UserError for an import path of neither an Objective nor a function as `function.py` has it.
     """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
@@ -26,6 +27,10 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
     elif config.kind == "sigmoid":
         objective = SigmoidLoss(tile=tile, exchange=config.exchange)
     elif config.is_imported:
-        objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
+        found = import_path("loss.kind", config.kind)
+        if isinstance(found, type):
+            objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
+        else:
+            objective = FunctionLoss.named(config.kind, found, config.options, tile)
     objective.matmul = config.matmul
     return objective

@@ -20,14 +20,17 @@ class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
 
     kind: Annotated[
-        str, Allowed("info_nce, sigmoid, memory_bank or the import path of a class"), Refused
+        str,
+        Allowed("info_nce, sigmoid, memory_bank or the import path of a function or class"),
+        Refused,
     ] = Field("info_nce", pattern=rf"^(info_nce|sigmoid|memory_bank|{IMPORT_PATH})$")
     """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
     sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
     memory_bank: info_nce with the features of past batches on top (ContAccum).
-    An import path names a subclass of `clip_train.task.Objective`."""
+    An import path names a function of all features, or a subclass of
+    `clip_train.task.Objective` (docs/extending.md)."""
     options: Annotated[dict[str, Any], Refused] = Field({})
-    """With an import path: the arguments of the class."""
+    """With an import path: the keyword arguments of the function or class."""
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
     """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time,
     so that no rank holds the global batch's features."""

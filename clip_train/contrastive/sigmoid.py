@@ -16,7 +16,7 @@ text:
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class SigmoidLoss(Objective):
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
     exchange: Literal["gather", "ring"] = "gather"
-    takes_bias: ClassVar[bool] = True
+    takes_bias = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:

@@ -46,5 +46,33 @@ def distill_loss(I, T, s, U, V, z):
     return clip, (rows + cols) / 2
 
 
+def own_loss(name, I, T, s, b=None, beta=0.5):
+    """The losses of examples/losses.py, and `correlation` of test_function.py, from full matrices."""
+    N = len(I)
+    eye = torch.eye(N, dtype=torch.bool)
+    S = s * I @ T.T
+    if name == "siglip":
+        return torch.log1p(torch.exp(torch.where(eye, -1.0, 1.0) * (S + b))).sum() / N
+    if name == "nt_xent":
+        both = torch.cat([I, T])
+        E = (s * both @ both.T).exp() * (1 - torch.eye(2 * N, dtype=I.dtype))
+        return -(torch.cat([E.diagonal(N), E.diagonal(-N)]) / E.sum(1)).log().mean()
+    if name == "decoupled":
+        E = S.exp().masked_fill(eye, 0.0)
+        return ((E.sum(1).log() - S.diagonal()).mean() + (E.sum(0).log() - S.diagonal()).mean()) / 2
+    if name == "hard_negatives":
+        weight = (beta * I @ T.T).detach().exp().masked_fill(eye, 0.0)
+        halves = []
+        for logits, given in ((S, weight), (S.T, weight.T)):
+            w = (N - 1) * given / given.sum(1, keepdim=True)
+            negatives = (w * logits.exp()).sum(1)
+            halves.append(torch.log(1 + negatives / logits.diagonal().exp()).mean())
+        return sum(halves) / 2
+    assert name == "correlation"
+    I, T = ((X - X.mean(0)) / (X.var(0, unbiased=False) + 1e-3).sqrt() for X in (I, T))
+    C = torch.einsum("ni,nj->ij", I, T) / N
+    return ((1 - C.diagonal()) ** 2).sum() + 0.1 * (C**2).sum() - 0.1 * (C.diagonal() ** 2).sum()
+
+
 def relative(x, y) -> float:
     return ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)).item()
