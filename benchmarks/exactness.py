@@ -11,6 +11,7 @@ model in float64, one process, the whole batch at once, the objective's textbook
     batch schedule  InfoNCE over global batches of 64, 40, 47, 33 and 64 samples
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
+    own: ...        the four losses of examples/losses.py, and Barlow Twins, as plain functions (`loss.kind`)
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
 fp16 target: the error of the update, beside that of the un-accumulated fp16 step, at most 1.1 times it.
@@ -26,6 +27,8 @@ import torch
 from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
@@ -39,7 +42,7 @@ from clip_train.task import Batch, Features, MicroBatch, Objective, named_featur
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from tests.contrastive.oracle import siglip
-from tests.contrastive.oracles import banked_loss, distill_loss
+from tests.contrastive.oracles import banked_loss, distill_loss, own_loss
 from tests.processor import answer
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss
@@ -80,7 +83,23 @@ class Row:
         return math.ceil(math.ceil(N / self.world) / self.micro)
 
 
-KINDS = ("sigmoid", "memory bank", "contaccum", "distillation", "batch schedule", "dropout", "fp16")
+OWN = {  # by the name of the row: the import path of the function, and the name of its oracle
+    **{
+        f"own: {name}": f"examples.losses.{name}"
+        for name in ("nt_xent", "decoupled", "hard_negatives", "siglip")
+    },
+    "own: correlation": "tests.contrastive.test_function.correlation",
+}
+KINDS = (
+    "sigmoid",
+    "memory bank",
+    "contaccum",
+    "distillation",
+    "batch schedule",
+    "dropout",
+    *OWN,
+    "fp16",
+)
 
 
 def all_rows() -> list[Row]:
@@ -111,7 +130,7 @@ def quick_rows() -> list[Row]:
 
 def make_model(kind: str) -> CLIP:
     torch.manual_seed(7)
-    if kind == "sigmoid":
+    if kind in ("sigmoid", "own: siglip"):
         return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
     return (
         CLIP(small_clip(), dropout=0.1, patch_dropout=0.25)
@@ -169,6 +188,8 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
     if kind == "sigmoid":
         return siglip(image, text, scale, bias)
+    if kind in OWN:
+        return own_loss(kind.removeprefix("own: "), image, text, scale, bias)
     if kind == "distillation":
         with torch.no_grad():
             teacher = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
@@ -204,6 +225,8 @@ class FrozenTeacher:
 
 
 def objective(row: Row) -> Objective:
+    if row.kind in OWN:
+        return build_loss(LossConfig(kind=OWN[row.kind], tile=TILE))
     match row.kind:
         case "sigmoid":
             return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]

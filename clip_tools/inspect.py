@@ -180,6 +180,8 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
                 f"the recipe in {found.path} names {name}={url}, which is opened only if you say "
                 f"so: add {name}={url}, another, or {name}=null"
             )
+    if "evaluate.functions" not in said:  # code is imported only if the command line names it
+        recipe_there["evaluate"].pop("functions", None)
     config = check_config(apply_overrides(recipe_there, overrides), f"the recipe in {found.path}")
     # a class of the user's own is imported only if the command line names it
     parse_saved(found.state["architecture"], config.model.name if "model.name" in said else None)

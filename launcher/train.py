@@ -36,6 +36,7 @@ from clip_train.metrics.meters import (
     Utilization,
     record_memory,
 )
+from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
@@ -274,6 +275,7 @@ def build_trainer(
             if traced[-1] > start
             else []
         ),
+        *dist.agreed(own_callbacks, config.log, skipped),
         sinks,
         *progress,
         GarbageCollections(),

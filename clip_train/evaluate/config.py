@@ -1,10 +1,10 @@
 """The recipe's `evaluate` section."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from clip_train.settings import Rules, Settings, shown
+from clip_train.settings import Allowed, ImportPath, Rules, Settings, shown
 
 IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
 
@@ -31,6 +31,12 @@ class EvaluateConfig(Settings):
     zero_shot_data: str | None = None
     """Labelled images: a folder with a folder for each class, such as ImageNet's validation set, or
     shards with `.cls`. none: data.val."""
+
+    functions: Annotated[
+        list[ImportPath], Allowed("a list of import paths", example="'[my_package.metrics.margin]'")
+    ] = Field([])
+    """Evaluations of your own, by import path: each gets the features of all samples, and returns
+    numbers by name (docs/extending.md)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import encode
+from clip_train.evaluate.own import own_metrics
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, zero_shot_metrics
 
@@ -33,8 +34,8 @@ def evaluate(
         labelled: this rank's part of the images for zero-shot; None: `batches`.
 
     Returns:
-        `num_samples` of the validation set; the results of `caption_metrics` and of
-        `zero_shot_metrics`, if they are asked for.
+        `num_samples` of the validation set; the results of `caption_metrics`, of
+        `config.functions` and of `zero_shot_metrics`, if they are asked for.
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.
@@ -52,12 +53,14 @@ def evaluate(
         out: dict[str, float] = {}
         tested = None
         if batches is not None:
-            with_text = config.retrieval or config.val_loss
+            with_text = config.retrieval or config.val_loss or bool(config.functions)
             own = label if labelled is None else None
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
                 out |= caption_metrics(tested, config)
+            for path in config.functions:
+                out |= own_metrics(path, tested)
         if labelled is not None:
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:

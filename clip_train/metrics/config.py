@@ -5,7 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from clip_train.settings import Allowed, Settings
+from clip_train.callbacks import Callback
+from clip_train.errors import UserError
+from clip_train.settings import Allowed, ImportPath, Settings, import_path
 
 
 class LogConfig(Settings):
@@ -44,16 +46,32 @@ class LogConfig(Settings):
     docs.pytorch.org/memory_viz: `memory/` in the run's folder. It slows each allocation down; on a
     CPU it does nothing."""
 
+    callbacks: Annotated[
+        list[ImportPath], Allowed("a list of import paths", example="'[my_package.probes.Probe]'")
+    ] = Field([])
+    """Callbacks of your own: import paths of subclasses of `clip_train.callbacks.Callback`, which
+    are called after a step, a save and an evaluation (docs/extending.md)."""
+
+    strict_callbacks: bool = False
+    """An error in one of them ends the run. Otherwise the run continues, says so once, and lists it
+    in VERDICT."""
+
     notify: str | None = None
     """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in
     its environment."""
 
     def mistakes_here(self) -> list[str]:
-        """The packages that this machine lacks."""
+        """The packages that this machine lacks, and callbacks that are none."""
         wanted = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
-        return [
+        mistakes = [
             f"log.{name} (true): {name} is not installed; pip install {name}, or set "
             f"log.{name}=false"
             for name in wanted
             if find_spec(name) is None
         ]
+        for path in self.callbacks:
+            try:
+                import_path("log.callbacks", path, Callback)
+            except UserError as e:
+                mistakes.append(str(e))
+        return mistakes

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clip_train import dist
+from clip_train.callbacks import Callback
 from clip_train.contrastive.exchange import share_counts
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import UserError
@@ -148,6 +149,77 @@ def test_a_deterministic_run(recipe, tmp_path):
         assert [x[name] for x in lines["true"]] == [x[name] for x in lines["false"]]
 
 
+class Probe(Callback):
+    """Writes down what it sees, and fails in the second step, on the ranks that FAILS names."""
+
+    def _write(self, *seen):
+        with open(f"probe-{dist.rank()}", "a") as file:
+            print(*seen, file=file)
+
+    def after_step(self, record, keys, invalid):
+        self._write("step", record["step"], len(keys))
+        with pytest.raises(TypeError):
+            record["loss"] = 0.0
+        if record["step"] == 2 and str(dist.rank()) in os.environ.get("FAILS", ""):
+            raise RuntimeError("no such thing")
+
+    def before_save(self, state):
+        self._write("save", state["step"])
+
+    def after_evaluate(self, record):
+        self._write("evaluate", record["samples_seen_by_own"])
+
+    def close(self):
+        self._write("close")
+
+
+class Needy(Callback):
+    def __init__(self, argument):
+        self.argument = argument
+
+
+def own_numbers(seen):
+    assert len(seen.owners) == len(seen.text) and seen.owners.max() < len(seen.image)
+    return {"samples_seen_by_own": len(seen.image)}
+
+
+def no_numbers(seen):
+    return seen.image
+
+
+PROBE = f"log.callbacks=[{__name__}.Probe]"
+
+
+@pytest.mark.engine
+def test_callbacks_and_evaluations_of_ones_own(recipe, tmp_path, data, monkeypatch):
+    monkeypatch.setenv("FAILS", "01")
+    val = (f"data.val={data.train}", "evaluate.retrieval=false")
+    functions = f"evaluate.functions=[{__name__}.own_numbers]"
+    common = (PROBE, "run.steps=3", "schedule.warmup_steps=0", *val)
+    status, out = run(recipe, *common, functions, ranks=2)
+    assert status == 0, out
+    assert "after_step of log.callbacks" in out and "RuntimeError: no such thing" in out, out
+    assert "no such thing" in (tmp_path / "run" / "VERDICT").read_text()
+    for rank in range(2):
+        seen = (tmp_path / f"probe-{rank}").read_text().split("\n")
+        steps, rest = [x for x in seen if "step" in x], [x for x in seen if "step" not in x]
+        assert [x.split()[1] for x in steps] == ["1", "2", "3"], seen
+        assert "save 3" in rest and rest[-2] == "close", seen
+        assert any(x.startswith("evaluate ") for x in rest), seen
+    checkpoints = tmp_path / "run" / "checkpoints"  # whose recipe nobody has given
+    status, out = run(checkpoints, *val, verb="evaluate")
+    assert status == 0 and "samples_seen_by_own" not in out, out
+    wrong = f"evaluate.functions=[{__name__}.no_numbers]"
+    status, out = run(checkpoints, *val, wrong, verb="evaluate")
+    assert status == 2 and f"evaluate.functions ({__name__}.no_numbers) failed" in out, out
+
+    monkeypatch.setenv("FAILS", "1")
+    strict = (*common, "log.strict_callbacks=true", "run.dir=strict")
+    status, out = run(recipe, *strict, ranks=2)
+    assert status == 2 and "set log.strict_callbacks=false" in out, out
+    assert out.count("no such thing") == 1, out
+
+
 @pytest.mark.engine
 def test_a_schedule_trains(recipe, tmp_path):
     own = (HALF_LIFE, "schedule.options={half: 2}", "schedule.warmup_steps=2", "run.steps=6")
@@ -175,6 +247,8 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         ((f"loss.kind={__name__}.Biased",), "needs a model with a bias, and"),
         ((HALF_LIFE,), "cannot be used with schedule.options ({})"),
         (("schedule.options={half: 2}",), "need an import path as schedule.name (it is cosine)"),
+        ((f"log.callbacks=[{__name__}.Bag]",), "is not a subclass of clip_train.callbacks.Callb"),
+        (("log.callbacks=[probe]",), "log.callbacks"),
         ((f"schedule.name={__name__}.endless",), "endless) returned inf for the last step"),
     ],
 )
