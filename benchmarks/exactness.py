@@ -11,7 +11,7 @@ model in float64, one process, the whole batch at once, the objective's textbook
     batch schedule  InfoNCE over global batches of 64, 40, 47, 33 and 64 samples
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
-    own: ...        the four losses of examples/losses.py, and Barlow Twins, as plain functions (`loss.kind`)
+    own: ...        the four losses of examples/losses.py, and one of the tests: functions as `loss.kind`
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
 fp16 target: the error of the update, beside that of the un-accumulated fp16 step, at most 1.1 times it.
@@ -88,7 +88,7 @@ OWN = {  # by the name of the row: the import path of the function, and the name
         f"own: {name}": f"examples.losses.{name}"
         for name in ("nt_xent", "decoupled", "hard_negatives", "siglip")
     },
-    "own: correlation": "tests.contrastive.test_function.correlation",
+    "own: uniformity": "tests.contrastive.test_function.uniformity",
 }
 KINDS = (
     "sigmoid",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -18,12 +20,18 @@ EXAMPLES = ("nt_xent", "decoupled", "hard_negatives", "siglip")
 N, SCALE, BIAS = 22, 7.0, -2.0
 
 
-def correlation(image, text, scale, bias, rows):
-    """Barlow Twins (arXiv 2103.03230): no sum over samples, so every rank computes all of it."""
-    a, b = ((x - x.mean(0)) / (x.var(0, correction=0) + 1e-3).sqrt() for x in (image, text))
-    C = a.T @ b / len(a)
-    on = torch.eye(len(C), dtype=torch.bool, device=C.device)
-    return (1 - C[on]).square().sum() + 0.1 * C[~on].square().sum()
+def uniformity(image, text, scale, bias, rows):
+    """Alignment and uniformity (arXiv 2005.10242): the logarithm of a sum over all pairs of samples.
+
+    It is no sum over samples, so every rank computes all of it.
+    """
+    others = ~torch.eye(len(image), dtype=torch.bool, device=image.device)
+    loss = (image - text).square().sum(1).mean()
+    for x in (image, text):
+        squares = x.square().sum(1)
+        potentials = (scale * (2 * x @ x.T - squares - squares[:, None]))[others]
+        loss = loss + (potentials.logsumexp(0) - math.log(len(potentials))) / 2
+    return loss
 
 
 def mean_of_rows(image, text, scale, bias, rows):
@@ -77,7 +85,7 @@ def truth(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     }
 
 
-NAMES = [*EXAMPLES, "correlation"]
+NAMES = [*EXAMPLES, "uniformity"]
 
 
 @pytest.mark.parametrize("name", NAMES)

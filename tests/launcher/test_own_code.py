@@ -13,6 +13,9 @@ from clip_train.callbacks import Callback
 from clip_train.contrastive.exchange import share_counts
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import UserError
+from clip_train.metrics.config import LogConfig
+from clip_train.metrics.own_callbacks import own_callbacks
+from clip_train.metrics.skipped import Skipped
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, TextConfig, VisionConfig
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
@@ -247,7 +250,6 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         ((f"loss.kind={__name__}.Biased",), "needs a model with a bias, and"),
         ((HALF_LIFE,), "cannot be used with schedule.options ({})"),
         (("schedule.options={half: 2}",), "need an import path as schedule.name (it is cosine)"),
-        ((f"log.callbacks=[{__name__}.Bag]",), "is not a subclass of clip_train.callbacks.Callb"),
         (("log.callbacks=[probe]",), "log.callbacks"),
         ((f"schedule.name={__name__}.endless",), "endless) returned inf for the last step"),
     ],
@@ -255,6 +257,13 @@ def test_other_verbs_take_both(recipe, verb, capsys):
 def test_mistakes_are_said_before_anything_is_built(recipe, capsys, overrides, said):
     assert main(["plan", str(recipe), *overrides]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_callback_that_is_none_is_refused():
+    (mistake,) = LogConfig(callbacks=[f"{__name__}.Bag"], tensorboard=False).mistakes_here()
+    assert "Bag) is not a subclass of clip_train.callbacks.Callback" in mistake
+    with pytest.raises(UserError, match=r"Needy\) cannot be made: .*'argument'"):
+        own_callbacks(LogConfig(callbacks=[f"{__name__}.Needy"]), Skipped())
 
 
 def test_a_schedule_follows_the_warm_up():
