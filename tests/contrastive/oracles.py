@@ -70,7 +70,7 @@ def own_loss(name, I, T, s, b=None, beta=0.5):
         return sum(halves) / 2
     assert name == "uniformity"
     distances = [((X[:, None] - X[None]) ** 2).sum(2)[~eye] for X in (I, T)]
-    spread = sum(torch.exp(-s * d).mean().log() for d in distances) / 2
+    spread = sum(torch.exp(-s * d).sum().log() for d in distances) / 2
     return ((I - T) ** 2).sum() / N + spread
 
 
