@@ -38,8 +38,8 @@ DETERMINISTIC = {
 }
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
-# set: somebody means this process to have GPUs; the last three are Slurm's
-MEANT = (VISIBLE, "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+# set by Slurm: somebody means this process to have GPUs. Launchers set VISIBLE on any machine
+MEANT = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 ROOT = Path("/")
 DRIVER = "proc/driver/nvidia/version"
 
