@@ -1,6 +1,6 @@
 """What is said of one of eight ranks that is not well, and after how many seconds.
 
-    python benchmarks/view.py [CASE ...]    of: busy store disk clock; default: all, about 25 minutes
+    python benchmarks/view.py [CASE ...]    of: busy store disk clock start; default: all, about 30 minutes
 
 Eight ranks of the tiny model train over gloo with ZeRO 1 on this machine, each in a session of its own, so that Linux
 shares the cores fairly between them (`sched_autogroup_enabled` must be 1). Rank 5 is not well:
@@ -9,6 +9,7 @@ busy   first it is as the others, for five minutes; then three processes in its 
 store  its shards come from S3 (LocalStack: scripts/setup_s3.sh) at 8 KiB a second
 disk   its node's disk, on which checkpoints are written before they go to S3, gets full (root is needed, for a mount)
 clock  it is two hours behind, and rank 0 two hours ahead: a preloaded library (below, in C) changes what libc answers
+start  it is not started; it has a GPU, as it seems, that torch cannot use; it joins, and does not form the group
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ TARGETS = {
     "even": f"nobody is named in {EVEN_SECONDS:.0f} s",
     "busy, store": f"rank {SICK} is named within {NAMED_WITHIN:.0f} s, with the cause",
     "disk": f"the failed save names rank {SICK}; training continues, and saves again once there is room",
+    "start": f"rank {SICK} or its node is named, and all ranks end with an error",
     "clock": "nothing is misled: the run ends with all of its steps and checkpoints, and resumes",
 }
 BUSY = "while [ ! -e busy ]; do sleep 0.2; done; for i in 1 2 3; do while [ -e busy ]; do :; done & done"
@@ -92,8 +95,9 @@ class Ranks:
         *overrides: str,
         environ: Mapping[int, Mapping[str, str]] | None = None,
         wrap: Wrap = lambda line: line,
+        absent: int = -1,
     ) -> None:
-        """environ: more of single ranks; -1: of all. wrap: of rank 5 alone."""
+        """environ: more of single ranks; -1: of all. wrap: of rank 5 alone. absent: a rank that is not started."""
         self.folder, self.run_dir = folder, folder / "run"
         folder.mkdir(exist_ok=True)
         recipe = folder / "recipe.yaml"
@@ -107,7 +111,7 @@ class Ranks:
         world |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         more = environ or {}
         self.processes = []
-        for rank in range(RANKS):
+        for rank in {*range(RANKS)} - {absent}:
             own = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -134,24 +138,29 @@ class Ranks:
             kill_tree(process)
 
     def log(self) -> str:
-        return "\n".join((self.folder / f"log{rank}").read_text() for rank in range(RANKS))
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("log*")))
 
     def seconds_until(
         self, condition: Callable[[], object], patience: float = PATIENCE
     ) -> float | None:
-        """None: it does not come true within `patience`, or before the ranks end."""
+        """None: it does not come true within `patience`, or before a rank ends."""
         began = time.monotonic()
-        while time.monotonic() < began + patience:
-            live = self.live()
+        came = self.come(lambda: condition() or not self.live(), patience) and condition()
+        return time.monotonic() - began if came else None
+
+    def come(self, condition: Callable[[], object], patience: float = PATIENCE) -> bool:
+        end = time.monotonic() + patience
+        while time.monotonic() < end:
             if condition():
-                return time.monotonic() - began
-            if not live:
-                break
+                return True
             time.sleep(0.5)
-        return None
+        return False
 
     def live(self) -> bool:
         return all(process.poll() is None for process in self.processes)
+
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
 
     def reach(self, step: int) -> None:
         if self.seconds_until(lambda: self.step() >= step, 600) is None:
@@ -206,6 +215,7 @@ def store(folder: Path, data: SyntheticData) -> Iterator[Row]:
         f"storage.range_bytes={BLOCK_BYTES}",
         "storage.min_rate=0",
         "storage.patience_seconds=300",
+        "data.shuffle_block=16",
     )
     with contextlib.ExitStack() as stack:
         server, bucket = stack.enter_context(on_s3(folder, data))
@@ -254,15 +264,11 @@ def disk(folder: Path, data: SyntheticData) -> Iterator[Row]:
         said = ranks.find("checkpoint of step .* failed")
         yield row("its disk is full", said, seconds, f"rank {SICK}" in said)
         filler.unlink()
-        step = ranks.step()
-        seconds = ranks.seconds_until(lambda: max(committed(bucket)) > step)
+        before = ranks.log().count(" committed after ")
+        seconds = ranks.seconds_until(lambda: ranks.log().count(" committed after ") > before)
         yield row(
-            "there is room again", "a later checkpoint is committed", seconds, seconds is not None
+            "there is room again", ranks.find("checkpoint of step"), seconds, seconds is not None
         )
-
-
-def committed(bucket: Bucket) -> list[int]:
-    return [int(re.findall(r"\d+", key)[0]) for key in bucket.keys("run/commit/")]
 
 
 def clock(folder: Path, data: SyntheticData) -> Iterator[Row]:
@@ -290,7 +296,8 @@ def clock(folder: Path, data: SyntheticData) -> Iterator[Row]:
         )
     with Ranks(folder, data.train, "run.steps=90", "checkpoint.every_steps=10") as ranks:
         ranks.reach(90)
-        ended = ranks.seconds_until(lambda: all(each.poll() == 0 for each in ranks.processes))
+        ended = ranks.come(ranks.ended)
+        good = {process.poll() for process in ranks.processes} == {0}
         said, steps = (
             ranks.find("resuming from step"),
             [each["step"] for each in metrics(ranks.run_dir)],
@@ -299,12 +306,35 @@ def clock(folder: Path, data: SyntheticData) -> Iterator[Row]:
             "all clocks are right again",
             said,
             None,
-            "60" in said and steps == [*range(1, 91)] and ended,
+            "60" in said and steps == [*range(1, 91)] and ended and good,
         )
 
 
+def start(folder: Path, data: SyntheticData) -> Iterator[Row]:
+    fault = {
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests/launcher/faults",
+        "FAULT": f"group:{SICK}",
+        "FAULT_FILE": "fault",
+    }
+    gpu = {"CUDA_VISIBLE_DEVICES": "0"}
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("it is not started", r"\d of \d ranks have joined", {"absent": SICK}),
+        ("its GPU cannot be used", "there is a GPU here", {"environ": {SICK: gpu}}),
+        ("it joins, and does not form the group", "their process group did not", {"environ": {SICK: fault}}),
+    ]  # fmt: skip
+    for what, pattern, options in cases:
+        line = ("launch.rendezvous_seconds=90",)
+        with Ranks(folder, data.train, *line, **options) as ranks:
+            began = time.monotonic()
+            for name, condition in (("first words", partial(ranks.find, pattern)), ("end", ranks.ended)):  # fmt: skip
+                came = ranks.come(condition)
+                failed = 0 not in {process.poll() for process in ranks.processes}
+                seconds = time.monotonic() - began
+                yield row(f"{what}: {name}", ranks.find(pattern), seconds, came and failed)
+
+
 CASES: dict[str, Callable[[Path, SyntheticData], Iterator[Row]]] = {
-    case.__name__: case for case in (busy, store, disk, clock)
+    case.__name__: case for case in (busy, store, disk, clock, start)
 }
 
 

@@ -7,8 +7,9 @@ heartbeat, summed over `WINDOW_SECONDS`, and rank 0 compares them: no collective
 
 import json
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from clip_train.callbacks import Callback
@@ -16,7 +17,9 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 
 WINDOW_SECONDS = 10.0
-WINDOWS = 5  # in a row in which a rank must be slow: one alone is a hiccup
+# A rank must be slow in so many of the last windows: one is a hiccup, and a rank with a slow store
+# waits once for each block of samples.
+WINDOWS, SLOW_WINDOWS = 10, 5
 LEAST_SHARE = 0.05  # of a step that a slow rank takes longer than the median
 CAUSES = {  # the key of a record: what a slow rank does
     "data_wait_seconds": "waits for data (its store, disk or loader workers)",
@@ -48,7 +51,7 @@ class SlowRank(Callback):
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._sums: Counter[str] = Counter()  # seconds, of the present window
-        self._windows = deque([slow_ranks({})] * WINDOWS, maxlen=WINDOWS)
+        self._windows = [slow_ranks({})]
         self._named: tuple[int, str] | None = None
         self._words = ""
 
@@ -66,14 +69,15 @@ class SlowRank(Callback):
 
     def _compare(self, step: int) -> None:
         latest = slow_ranks(dict(self._heartbeat.seen))
-        self._windows.append(latest)
-        lasting = set(latest).intersection(*self._windows)
+        self._windows = [*self._windows[1 - WINDOWS :], latest]
+        times = Counter(chain(*self._windows))
+        lasting = [found for found in latest if times[found] >= SLOW_WINDOWS]
         if lasting and self._named not in lasting:
             self._named = max(lasting, key=latest.__getitem__)
             others = {rank for rank, _ in lasting if rank != self._named[0]}
             more = f"; {len(others)} more ranks are slow" * bool(others)
             self._words = latest[self._named][1] + more
             warn(f"step {step}: {self._words}")
-        elif self._named is not None and not any(self._named in each for each in self._windows):
+        elif self._named is not None and self._named not in chain(*self._windows[-SLOW_WINDOWS:]):
             log(f"step {step}: rank {self._named[0]} is not slow any more")
             self._named = None

@@ -49,6 +49,12 @@ def test_a_slow_rank_is_named_in_the_fifth_window_and_not_when_it_is_well(wait, 
     assert said[6].startswith(f"rank 5 on n1 {cause}")
 
 
+def test_a_rank_that_waits_for_each_block_of_samples_is_named():
+    """Its store is slow, and it waits in every other window."""
+    said = list(words(lambda window, rank: (9.0 * (rank == 5 and window % 2 == 0), 6.0), 20))
+    assert said[7] is None and str(said[8]).startswith("rank 5 on n1 waits for data")
+
+
 def test_a_node_whose_ranks_are_all_slow_is_named_once():
     """Which of them is the slowest differs from window to window."""
     dice = random.Random(1)
