@@ -35,7 +35,7 @@ Matmul = Literal["highest", "tf32", "bf16x3"]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}$")]
-"""Of a user's own code: my_package.module.name."""
+"""The path of a user's own code: my_package.module.name."""
 Rules = Iterator[tuple[bool, str]]
 """For each rule, whether the values break it, and the message: field, value and remedy."""
 

@@ -13,7 +13,7 @@ from clip_train.settings import import_path
 
 
 class OwnCallback(Callback):
-    """Calls the class at `path` with what it may only read.
+    """Calls the class at `path`, with views that it can only read.
 
     An error in it is a warning and a line in VERDICT; with `strict` it ends the run on all ranks in
     the next step.
