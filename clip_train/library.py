@@ -1,11 +1,13 @@
 """The two passes over any two-tower module, for your own training loop: see docs/library.md."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +37,8 @@ def contrastive_step(
     """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
 
     Clearing gradients before and stepping the optimizer afterwards is the caller's. Under
-    DistributedDataParallel `.grad` is then the same on all ranks.
+    DistributedDataParallel `.grad` is then the same on all ranks, under `fully_shard` each rank has
+    its shard of it.
 
     Args:
         model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both
@@ -56,8 +59,8 @@ def contrastive_step(
 
     Raises:
         ValueError: inputs that cannot be cut alike; a model that returns something else, or that is
-            a function on several ranks; another kind of loss; a device whose random state cannot be
-            replayed.
+            a function on several ranks; a wrapper that reduces gradients in another way; another
+            kind of loss; a device whose random state cannot be replayed.
     """
     objective = InfoNCE() if loss is None else loss
     if not isinstance(objective, (InfoNCE, SigmoidLoss)):
@@ -78,6 +81,7 @@ def contrastive_step(
             "a submodule, and whose forward does what the function does, so that its gradients are "
             "summed over ranks",
         ),
+        *wrapper_rules(model),
     ]
     for message in broken(rules):
         raise ValueError(message)
@@ -91,6 +95,26 @@ def contrastive_step(
     kept = min(kept_graphs, engine.most_graphs)
     output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
     return output.loss
+
+
+def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
+    """What holds where `model`, or a module in it, cannot be stepped, and the message."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        name, ranks = type(module).__name__, dist.world_size()
+        yield (
+            isinstance(module, FullyShardedDataParallel)
+            or hasattr(module, "set_gradient_accumulation_boundary"),
+            f"model holds {name}, which reduces gradients in its own way: wrap the plain module "
+            "with DistributedDataParallel or fully_shard, or use the trainer",
+        )
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation may have left it whole
+            meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+            yield (
+                any(mesh.size() != ranks for mesh in meshes),
+                f"model holds {name} that is sharded over {[m.size() for m in meshes]} of "
+                f"{ranks} ranks: give fully_shard a mesh of all ranks",
+            )
 
 
 def num_samples(name: str, inputs: Any) -> int:
@@ -111,10 +135,11 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
 
 
 class ModuleEngine:
-    """One step of `model(images, texts)`: k backwards that add to `.grad`. DDP sees only the last.
+    """One step of `model(images, texts)`: k backwards that add to `.grad`; the last one reduces.
 
-    DDP modules may be anywhere in `model`: inside torch.compile's wrapper or an adapter, one for
-    each tower. What an adapter has beside them, often `logit_scale`, is summed over ranks here.
+    Modules under DDP or `fully_shard` may be anywhere in `model`: inside torch.compile's wrapper or
+    an adapter, one for each tower. What an adapter has beside them, often `logit_scale`, is summed
+    over ranks here.
 
     most_graphs: that can be retained. DDP hangs its reduction on a forward that is followed by its
     own backward at once, so one of several micro-batches goes forward again.
@@ -135,9 +160,12 @@ class ModuleEngine:
         held = [x for x in (*parameters, *tree_leaves((images, texts))) if isinstance(x, Tensor)]
         self.device = held[0].device if held else torch.device("cpu")
         self.ddp = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+        self.sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
         inside = {p for m in self.ddp for p in m.parameters()}
+        inside |= {p for p in parameters if isinstance(p, DTensor)}
+        self.averages = bool(self.ddp or self.sharded)
         self.outside = (
-            [p for p in parameters if p.requires_grad and p not in inside] if self.ddp else []
+            [p for p in parameters if p.requires_grad and p not in inside] if self.averages else []
         )
         self.held_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
@@ -146,11 +174,28 @@ class ModuleEngine:
         self.most_graphs = max(1, k - 1) if self.ddp else k
 
     def _quiet(self) -> contextlib.ExitStack:
-        """Without DDP's reduction, but for the last micro-batch."""
+        """Without a reduction, except for the last micro-batch."""
         stack = contextlib.ExitStack()
-        for module in self.ddp if self.backwards_left > 1 else ():
-            stack.enter_context(module.no_sync())
+        if self.backwards_left > 1:
+            for module in self.ddp:
+                stack.enter_context(module.no_sync())
+            for module in self.sharded:
+                self._defer(module, True)
+                stack.callback(self._defer, module, False)
         return stack
+
+    @staticmethod
+    def _defer(module: FSDPModule, deferred: bool) -> None:
+        """Whether the next backward leaves its gradients on this rank, for a later one to reduce.
+
+        A unit that stays whole after its forward then stays so: one all-gather a step.
+        """
+        module.set_requires_gradient_sync(not deferred, recurse=False)
+        module.set_is_last_backward(not deferred)
+        # private: only fully_shard's caller knows its reshard_after_forward
+        groups = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
+        whole = not any(group._reshard_after_forward for group in groups)
+        module.set_reshard_after_backward(not (deferred and whole), recurse=False)
 
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
         """Always both towers: a module of any make may draw from torch's generators in either."""
@@ -161,14 +206,14 @@ class ModuleEngine:
         total = surrogate(features, gradients)
         if self.scaler is not None:
             total = self.scaler.scale(total)
-        if self.ddp:  # it averages over ranks, and these are shares of a sum
+        if self.averages:  # over ranks, and these are shares of a sum
             total = total * dist.world_size()
         with self._quiet():
             total.backward()
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
-        # Parameters outside of DDP are averaged, as DDP averages those inside.
+        # Parameters outside are averaged, as those inside are.
         for p, before in zip(self.outside, self.held_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())

@@ -10,13 +10,17 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive.memory_bank import MemoryBank
@@ -232,6 +236,102 @@ def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(
                 torch.testing.assert_close(ours, p.grad, rtol=1e-11, atol=1e-14)
 
 
+def under_fsdp(kind: str, stage: int, micro_size: int, kept: int):
+    """Losses of two steps, their gradients added up, and each one's number of collectives."""
+    W, rank = torch_dist.get_world_size(), torch_dist.get_rank()
+    towers, whole = Towers(0.4), stage < 3
+    for tower in (towers.image, towers.text):
+        if kind == "blocks":
+            fully_shard(tower[0], reshard_after_forward=not whole)
+        fully_shard(tower, reshard_after_forward=not whole)
+    model: nn.Module = Adapter(towers)
+    if kind == "blocks":  # the scale has no dimension to shard
+        ignored = {towers.logit_scale}
+        model = fully_shard(towers, reshard_after_forward=not whole, ignored_params=ignored)
+    calls: Counter[str] = Counter()
+    for name in ("reduce_scatter_single", "all_gather_single", "all_reduce"):
+        setattr(torch_dist, name, counted(calls, name, getattr(torch_dist, name)))
+    inputs = part(samples(12), slice(rank * 12 // W, (rank + 1) * 12 // W))
+    with torch.no_grad():
+        model(*inputs)  # leaves units whole at stage 2
+    losses, counts = [], []
+    for _ in range(2):
+        calls.clear()
+        torch.manual_seed(3 + rank)
+        losses += [contrastive_step(model, *inputs, micro_size=micro_size, kept_graphs=kept).item()]
+        counts.append(dict(calls))
+    whole_gradients = [
+        p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for p in towers.parameters()
+    ]
+    return losses, whole_gradients, counts
+
+
+def counted(calls: Counter[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "world_size, kind, stage, micro_size, kept",
+    [
+        (2, "blocks", 2, 2, 2),
+        (2, "apart", 3, 2, 3),
+        (3, "blocks", 3, 2, 1),
+        (3, "apart", 2, 1, 2),
+        (2, "blocks", 3, 6, 1),
+    ],
+)
+def test_under_fsdp_gradients_are_the_global_batchs_and_are_reduced_once(
+    world_size, kind, stage, micro_size, kept
+):
+    reference, inputs, n = Towers(0.4), samples(12), 12 // world_size
+    pieces = []
+    for rank in range(world_size):
+        torch.manual_seed(3 + rank)
+        starts = range(n * rank, n * rank + n, micro_size)
+        pieces += [reference(*part(inputs, slice(i, i + micro_size))) for i in starts]
+    expected = textbook(
+        torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]
+    )
+    expected.backward()
+    units = 4 if kind == "blocks" else 2
+    for losses, gradients, counts in run_ranks(
+        under_fsdp, world_size, kind, stage, micro_size, kept
+    ):
+        assert losses == pytest.approx([expected.item()] * 2, rel=1e-12)
+        for calls in counts:  # all-reduces: the loss's sums, and the scale that nothing shards
+            assert (calls["reduce_scatter_single"], calls["all_reduce"]) == (units, 2)
+            # of parameters once, and the features
+            assert stage == 3 or calls["all_gather_single"] == units + 1
+        for ours, p in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, 2 * p.grad, rtol=1e-11, atol=1e-14)
+
+
+def sharded_otherwise(older: bool):
+    if older:
+        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    else:
+        mesh = torch_dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        model = fully_shard(nn.Linear(2, 2), mesh=mesh["b"])
+    contrastive_step(Adapter(model), *samples(6), micro_size=2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "older, told", [(False, "over [1] of 2 ranks"), (True, "model holds FullyShardedDataParallel")]
+)
+def test_other_sharding_is_refused(older, told):
+    with pytest.raises(RankFailedError) as e:
+        run_ranks(sharded_otherwise, 2, older)
+    for name, message in e.value.errors.values():
+        assert name == "ValueError" and told in message
+
+
 def ddp_in_a_function(compiled: bool):
     ddp = DistributedDataParallel(Towers())
     inside = torch.compile(ddp, backend="eager") if compiled else ddp
@@ -314,6 +414,11 @@ def test_a_device_whose_generator_cannot_be_read_is_refused(monkeypatch):
         rng_state(torch.device("xpu", 0))
 
 
+class EngineOfItsOwn(Towers):
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Engines that divide and reduce gradients in their own backward have it."""
+
+
 def test_mistakes_are_explained():
     images, texts = samples(6)
     with pytest.raises(ValueError, match="images are 5 samples and texts 6"):
@@ -322,6 +427,8 @@ def test_mistakes_are_explained():
         contrastive_step(Towers(), images, texts | {"b": texts["b"][:3]}, micro_size=2)
     with pytest.raises(ValueError, match=r"micro_size \(0\) must be at least 1"):
         contrastive_step(Towers(), images, texts, micro_size=0)
+    with pytest.raises(ValueError, match="model holds EngineOfItsOwn, which reduces"):
+        contrastive_step(Adapter(EngineOfItsOwn()), images, texts, micro_size=2)
     with pytest.raises(ValueError, match="the model must return"):
         contrastive_step(lambda i, t: (i, t["a"]), images, texts, micro_size=2)
     with pytest.raises(ValueError, match="loss must be InfoNCE or SigmoidLoss, not MemoryBank"):
