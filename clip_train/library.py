@@ -159,8 +159,9 @@ class ModuleEngine:
         parameters = list(module.parameters())
         held = [x for x in (*parameters, *tree_leaves((images, texts))) if isinstance(x, Tensor)]
         self.device = held[0].device if held else torch.device("cpu")
-        self.ddp = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
-        self.sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        modules = list(module.modules())
+        self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self.sharded = [m for m in modules if isinstance(m, FSDPModule)]
         inside = {p for m in self.ddp for p in m.parameters()}
         inside |= {p for p in parameters if isinstance(p, DTensor)}
         self.averages = bool(self.ddp or self.sharded)
