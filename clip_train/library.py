@@ -180,9 +180,9 @@ class ModuleEngine:
         if self.backwards_left > 1:
             for module in self.ddp:
                 stack.enter_context(module.no_sync())
-            for module in self.sharded:
-                self._defer(module, True)
-                stack.callback(self._defer, module, False)
+            for unit in self.sharded:
+                self._defer(unit, True)
+                stack.callback(self._defer, unit, False)
         return stack
 
     @staticmethod
