@@ -7,9 +7,12 @@ unpickled but tensors.
 import hashlib
 import json
 import math
+import mmap
 import os
 import textwrap
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig
+from clip_train.models.drawing import Drawn
 from clip_train.task import IMAGE_TEXT, Wanted
 
 WEIGHTS_NAMES = (
@@ -48,6 +52,41 @@ class WholeState:
         return self._state[name].flatten()[start : start + numel]
 
 
+class DrawnState(WholeState):
+    """A FragmentSource over what is drawn, but for the `state` that is loaded."""
+
+    def __init__(self, state: Mapping[str, Tensor], drawn: Drawn):
+        super().__init__(state)
+        self._drawn = drawn
+        self._parts: dict[Wanted, list[Tensor]] = {}
+
+    def prepare(self, wanted: Iterable[Wanted]) -> None:
+        """Draw, and keep what is wanted until it is read."""
+        asked: dict[str, list[Wanted]] = {}
+        for each in wanted:
+            if each.name not in self._state:
+                asked.setdefault(each.name, []).append(each)
+
+        def take(name: str, tensor: Tensor) -> None:
+            for each in asked.get(name, ()):
+                part = tensor.flatten()[each.start : each.start + each.numel]
+                # in pages of its own, freed when it is read: the engine's part fills meanwhile
+                pages = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE)
+                own = torch.frombuffer(pages, dtype=part.dtype).copy_(part)
+                self._parts.setdefault(each, []).append(own)
+
+        if asked and not self._drawn.draw(take):
+            self._parts.clear()
+
+    def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
+        parts = self._parts.get(Wanted(name, slot, start, numel))
+        if parts:
+            return parts.pop()
+        if name not in self._state:  # not prepared
+            self._state = {**self._drawn.whole(), **self._state}
+        return super().read(name, slot, start, numel)
+
+
 def silent(text: str) -> None:
     """A `Log` of the ranks that need not say what rank 0 says."""
 
@@ -56,20 +95,18 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     """Load `model.init_from`, `init_image_from` and `init_text_from`; draw the rest from `seed`.
 
     OpenCLIP's initialization is drawn in float32 and on the CPU for every precision, device and
-    ZeRO stage, so that none of them changes where a run starts. The result holds the whole model
-    in memory until it is dropped.
+    ZeRO stage, so that none of them changes where a run starts. Files are mapped into memory, and
+    each tensor is drawn by itself: a rank holds what it has prepared.
     """
-    architecture = config.architecture()
+    architecture, state = config.architecture(), {}
     if config.init_from is not None:
-        state = load_openclip(config.init_from, architecture, log)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            state = build_model(architecture).state_dict()
+        state = _load_stored(config.init_from, architecture, log)
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= load_openclip(place, architecture, log, tower)
-    return WholeState(state)
+            state |= _load_stored(place, architecture, log, tower)
+    if config.init_from is not None:
+        return WholeState(state)
+    return DrawnState(state, Drawn(partial(build_model, architecture), seed))
 
 
 def load_teacher(
@@ -123,16 +160,18 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
     if old is not None and old.ndim == 2 and len(old) > 1 and len(old) != 1 + side**2:
         was = math.isqrt(len(old) - 1)
         if was**2 == len(old) - 1:
-            grid = old[1:].unflatten(0, (was, was)).permute(2, 0, 1)[None]  # [1, width, was, was]
+            grid = (
+                old[1:].float().unflatten(0, (was, was)).permute(2, 0, 1)[None]
+            )  # [1, width, was, was]
             grid = F.interpolate(
                 grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
             )
-            state[name] = torch.cat([old[:1], grid[0].flatten(1).T])
+            state[name] = torch.cat([old[:1].float(), grid[0].flatten(1).T])
             lines.append(f"the image's from {was} x {was} to {side} x {side} patches")
     name, context = "positional_embedding", architecture.text_cfg.context_length
     old = state.get(name)  # [context_length, width]
     if old is not None and old.ndim == 2 and len(old) and len(old) != context:
-        row = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)
+        row = F.interpolate(old.float().T[None], size=context, mode="linear", align_corners=False)
         state[name] = row[0].T.contiguous()
         lines.append(f"the text's from {len(old)} to {context} tokens")
     if lines:
@@ -158,6 +197,17 @@ def load_openclip(
         UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
+    state = _load_stored(path, architecture, log, tower)
+    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+
+
+def _load_stored(
+    path: str | os.PathLike,
+    architecture: AnyArchitecture,
+    log: Log = silent,
+    tower: str | None = None,
+) -> dict[str, Tensor]:
+    """As `load_openclip`, in the file's precision. The file is read where a tensor is."""
     file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
     state = _read(file, architecture, silent if tower == "text" else log)
     source, rest = str(file), {}
@@ -200,10 +250,13 @@ def sha256_of(file: Path) -> str:
 
 
 def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tensor]:
-    """Return tensors by OpenCLIP's names, float32. CheckpointError; UserError: see below."""
+    """Return tensors by OpenCLIP's names. CheckpointError; UserError: see below."""
     try:
         safe = file.suffix == ".safetensors"
-        content = load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
+        mapped = zipfile.is_zipfile(file)  # unlike torch's format of before 1.6
+        content = (
+            load_file(file) if safe else torch.load(file, "cpu", weights_only=True, mmap=mapped)
+        )
     except Exception as e:  # a damaged file may raise anything
         raise CheckpointError(
             f"{file} cannot be read as weights (a file that needs code to unpickle is refused; "
@@ -222,7 +275,7 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
             )
         # DistributedDataParallel's and torch.compile's
         name = key.removeprefix("module.").removeprefix("_orig_mod.")
-        tensor = value.float().contiguous() if value.is_floating_point() else value
+        tensor = value.contiguous()
         if name in IMAGE_TEXT.scalars and tensor.numel() == 1:
             tensor = tensor.reshape(1)
         state[name] = tensor

@@ -18,8 +18,10 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.memory.probe import fake_profile
+from clip_train.models import drawing
 from clip_train.models.clip import build_model, count_parameters, flops_per_sample
 from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
+from clip_train.models.drawing import Drawn
 from clip_train.models.weights import export_openclip, load_openclip
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context, MicroBatch
@@ -274,6 +276,17 @@ def test_masks_that_no_checkpoint_holds_are_computed_again(tmp_path: Path):
         model = build_model(architecture)
     model.to_empty(device="cpu")
     assert torch.equal(model.attn_mask, build_model(architecture).attn_mask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_drawn_one_by_one_as_openclip_draws_them(name, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(drawing, "LARGE", 256)
+    build, state = partial(build_model, architecture_of(name, tmp_path)), {}
+    assert Drawn(build, 3).draw(lambda name, tensor: state.update({name: tensor.clone()}))
+    torch.manual_seed(3)
+    expected = build().state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def test_tokens_are_clips_or_those_of_the_named_tokenizer(tmp_path: Path, monkeypatch):

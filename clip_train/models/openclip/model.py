@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import open_clip
@@ -21,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.blocks import Outputs, check_size, normalised, outputs
+from clip_train.models.drawing import undrawn_buffers
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -80,7 +82,7 @@ class Contrastive(nn.Module):
         empty = {name: buffer for name, buffer in self.named_buffers() if name not in saved}
         if empty:
             with torch.device("cpu"):
-                twin = dict(build(self.architecture).named_buffers())
+                twin = undrawn_buffers(partial(build, self.architecture))
             for name, buffer in empty.items():
                 buffer.copy_(twin[name])
         return self
