@@ -5,10 +5,10 @@ operation on each of them is the last. The second run draws in the constructor's
 numbers are those of a whole model. It drops each large tensor's memory after the last operation.
 """
 
-import contextlib
 import mmap
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +17,35 @@ from torch.utils._pytree import tree_leaves
 
 LARGE = 1 << 20  # bytes; smaller tensors keep their memory until the model is built
 OVERWRITING = ("normal_", "uniform_", "zero_", "fill_")
-# A tensor's bytes; then the operations on it but for views: their numbers, and whether they
-# overwrite all of it.
-Uses: TypeAlias = list[tuple[int, bool]]
-
-
-class _Large(NamedTuple):
-    """A tensor that begins as `torch.empty`."""
-
-    storage: torch.UntypedStorage
-    pages: mmap.mmap
-    uses: Uses
+# A tensor's bytes, then the numbers of the operations on it except views, and whether each
+# overwrites all of it.
+Uses = list[tuple[int, bool]]
 
 
 class _Operations(TorchDispatchMode):
-    """Records the operations on large tensors. Without an earlier record it executes none that
-    changes them."""
+    """Records the operations on large tensors. Without `done` it executes none that changes them.
+
+    record: the uses of the first run. done: called with a place in it and the tensor's memory,
+    after the last operation.
+    """
 
     def __init__(
         self,
+        large: int,
         record: list[Uses] | None = None,
         done: Callable[[int, torch.UntypedStorage], None] | None = None,
     ) -> None:
-        """done: called with a place in `record` and a tensor's memory, after its last operation."""
         super().__init__()
-        self.large: list[_Large] = []
-        self._record, self._done, self._count = record or [], done, 0
-        self._places: dict[int, int] = {}  # by address; `large` keeps it from being used again
+        self._large, self._record, self._done, self._count = large, record or [], done, 0
+        self._places: dict[int, int] = {}  # by address, which no other tensor has while it is held
+        self.held: list[tuple[torch.UntypedStorage, mmap.mmap, Uses]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # it would import torch._dynamo, which takes seconds
 
     def find(self, values: Any) -> list[int]:
-        """The places in `large` of the tensors in a tree of values."""
+        """The places in `held` of the tensors in a tree of values."""
         tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
         found = (self._places.get(x.untyped_storage()._cdata) for x in tensors)
         return [*dict.fromkeys(place for place in found if place is not None)]
@@ -59,78 +54,71 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if self._done is None and name.endswith("_") and self.find(args[:1]):
-            out = args[0]
-        else:
-            out = func(*args, **(kwargs or {}))
+        skipped = self._done is None and name.endswith("_") and self.find(args[:1])
+        out = args[0] if skipped else func(*args, **(kwargs or {}))
         if func.is_view:
             return out
         if name.startswith(("empty", "new_empty")) and out.is_cpu and out.is_floating_point():
-            storage = out.untyped_storage()
-            if storage.nbytes() >= LARGE:
-                pages = mmap.mmap(-1, storage.nbytes(), flags=mmap.MAP_PRIVATE)
+            size = out.untyped_storage().nbytes()
+            if size >= self._large:
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
                 storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
                 out.set_(storage, 0, out.shape, out.stride())
-                self._places[storage._cdata] = len(self.large)
-                self.large.append(_Large(storage, pages, [(storage.nbytes(), True)]))
+                self._places[storage._cdata] = len(self.held)
+                self.held.append((storage, pages, [(size, True)]))
         self._count += 1
         for place in self.find((args, kwargs, out)):
-            storage, pages, uses = self.large[place]
-            whole = name in OVERWRITING and args[0].nbytes == storage.nbytes()
-            uses.append((self._count, whole))
+            storage, pages, uses = self.held[place]
+            uses.append((self._count, name in OVERWRITING and args[0].nbytes == len(pages)))
             seen = next(iter(self._record[place : place + 1]), [])
             if uses == seen and self._done is not None:
                 self._done(place, storage)
-            later = seen[len(uses) :]
-            if not later or later[0][1]:  # else the next operation reads it
+            # unless the next operation reads it
+            if all(overwritten for _, overwritten in seen[len(uses) : len(uses) + 1]):
                 pages.madvise(mmap.MADV_DONTNEED)
         return out
 
 
 class Drawn:
-    """The state of `build()` as drawn on the CPU from `seed`."""
+    """The state of `build()` as drawn on the CPU from `seed`. large: bytes of a large tensor."""
 
-    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+    def __init__(self, build: Callable[[], nn.Module], seed: int, large: int = LARGE) -> None:
         """The first run; errors are those of `build`."""
-        self._build, self._seed, operations = build, seed, _Operations()
-        self._names: dict[int, dict[str, Any]] = {}
-        for name, tensor in self._run(operations).items():
-            for place in operations.find(tensor):
-                layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-                self._names.setdefault(place, {})[name] = tensor.dtype, layout
-        self._record = [each.uses for each in operations.large]
+        self._build, self._seed, self._large = build, seed, large
+        operations = _Operations(large)
+        self._layouts = [
+            (name, operations.find(t), t.dtype, (t.storage_offset(), t.shape, t.stride()))
+            for name, t in self.whole(operations).items()
+        ]
+        self._record = [uses for *_, uses in operations.held]
 
-    def _run(self, operations: Any) -> dict[str, Tensor]:
+    def whole(self, operations: Any = nullcontext()) -> dict[str, Tensor]:  # noqa: B008
         with torch.random.fork_rng(devices=[]), operations:
             torch.manual_seed(self._seed)
             return self._build().state_dict()
 
-    def whole(self) -> dict[str, Tensor]:
-        return self._run(contextlib.nullcontext())
-
     def draw(self, take: Callable[[str, Tensor], None]) -> bool:
         """Call `take(name, tensor)` for each entry of the state, whose memory is freed afterwards.
 
-        False where the second run differs from the first: what was taken is wrong.
+        False where the second run differs from the first: the tensors are wrong.
         """
-        taken = set()
 
         def done(place: int, storage: torch.UntypedStorage) -> None:
-            for name, (dtype, layout) in self._names.get(place, {}).items():
-                take(name, torch.empty(0, dtype=dtype).set_(storage, *layout))
-                taken.add(name)
+            for name, places, dtype, layout in self._layouts:
+                if places == [place]:
+                    take(name, torch.empty(0, dtype=dtype).set_(storage, *layout))
 
-        operations = _Operations(self._record, done)
-        state = self._run(operations)
-        same = [each.uses for each in operations.large] == self._record
-        for name, tensor in state.items() if same else ():
-            if name not in taken:
-                take(name, tensor)
+        operations = _Operations(self._large, self._record, done)
+        state = self.whole(operations)
+        same = [uses for *_, uses in operations.held] == self._record
+        for name, places, *_ in self._layouts if same else ():
+            if not places:
+                take(name, state[name])
         return same
 
 
-def undrawn_buffers(build: Callable[[], nn.Module]) -> dict[str, Tensor]:
+def undrawn_buffers(build: Callable[[], nn.Module], large: int = LARGE) -> dict[str, Tensor]:
     """The buffers of `build()`, such as masks: large parameters get no memory for them."""
-    with _Operations() as operations:
+    with _Operations(large) as operations:
         buffers = dict(build().named_buffers())
     return dict(build().named_buffers()) if operations.find(buffers) else buffers

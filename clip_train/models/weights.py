@@ -53,38 +53,33 @@ class WholeState:
 
 
 class DrawnState(WholeState):
-    """A FragmentSource over what is drawn, but for the `state` that is loaded."""
+    """A FragmentSource over a loaded state. Names that it lacks are drawn."""
 
     def __init__(self, state: Mapping[str, Tensor], drawn: Drawn):
         super().__init__(state)
         self._drawn = drawn
-        self._parts: dict[Wanted, list[Tensor]] = {}
+        self._parts: dict[Wanted, Tensor] = {}
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Draw, and keep what is wanted until it is read."""
-        asked: dict[str, list[Wanted]] = {}
-        for each in wanted:
-            if each.name not in self._state:
-                asked.setdefault(each.name, []).append(each)
+        """Draw, and keep the wanted parts until they are read."""
+        asked = [each for each in wanted if each.name not in self._state]
 
         def take(name: str, tensor: Tensor) -> None:
-            for each in asked.get(name, ()):
-                part = tensor.flatten()[each.start : each.start + each.numel]
-                # in pages of its own, freed when it is read: the engine's part fills meanwhile
-                pages = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE)
-                own = torch.frombuffer(pages, dtype=part.dtype).copy_(part)
-                self._parts.setdefault(each, []).append(own)
+            for each in asked:
+                if each.name == name:
+                    part = tensor.flatten()[each.start : each.start + each.numel]
+                    # pages of its own, free as soon as it is read: the engine's part fills then
+                    pages = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE)
+                    self._parts[each] = torch.frombuffer(pages, dtype=part.dtype).copy_(part)
 
         if asked and not self._drawn.draw(take):
             self._parts.clear()
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
-        parts = self._parts.get(Wanted(name, slot, start, numel))
-        if parts:
-            return parts.pop()
-        if name not in self._state:  # not prepared
+        part = self._parts.pop(Wanted(name, slot, start, numel), None)
+        if part is None and name not in self._state:  # not prepared
             self._state = {**self._drawn.whole(), **self._state}
-        return super().read(name, slot, start, numel)
+        return super().read(name, slot, start, numel) if part is None else part
 
 
 def silent(text: str) -> None:
@@ -96,14 +91,14 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
 
     OpenCLIP's initialization is drawn in float32 and on the CPU for every precision, device and
     ZeRO stage, so that none of them changes where a run starts. Files are mapped into memory, and
-    each tensor is drawn by itself: a rank holds what it has prepared.
+    each tensor is drawn by itself: a rank holds the parts that it has prepared.
     """
     architecture, state = config.architecture(), {}
     if config.init_from is not None:
-        state = _load_stored(config.init_from, architecture, log)
+        state = load_openclip(config.init_from, architecture, log)
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= _load_stored(place, architecture, log, tower)
+            state |= load_openclip(place, architecture, log, tower)
     if config.init_from is not None:
         return WholeState(state)
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))
@@ -127,7 +122,7 @@ def load_teacher(
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
     # rounded to bf16 the factor would be off by up to 1.6%
-    teacher.logit_scale.data = state["logit_scale"].to(device)
+    teacher.logit_scale.data = state["logit_scale"].to(device, torch.float32)
     named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
     return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
 
@@ -184,7 +179,9 @@ def load_openclip(
     log: Log = silent,
     tower: str | None = None,
 ) -> dict[str, Tensor]:
-    """Load weights in OpenCLIP's layout for `build_model(architecture)`, float32 on the CPU.
+    """Load weights in OpenCLIP's layout for `build_model(architecture)`, in the file's precision.
+
+    The file is mapped into memory: parts that nobody reads take none.
 
     Args:
         path: an export folder; a .safetensors; a .pt / .bin of tensors, also OpenCLIP's training
@@ -197,17 +194,6 @@ def load_openclip(
         UserError: there is nothing at `path`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
-    state = _load_stored(path, architecture, log, tower)
-    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
-
-
-def _load_stored(
-    path: str | os.PathLike,
-    architecture: AnyArchitecture,
-    log: Log = silent,
-    tower: str | None = None,
-) -> dict[str, Tensor]:
-    """As `load_openclip`, in the file's precision. The file is read where a tensor is."""
     file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
     state = _read(file, architecture, silent if tower == "text" else log)
     source, rest = str(file), {}

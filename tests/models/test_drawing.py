@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from clip_train.models import drawing
 from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.drawing import Drawn, undrawn_buffers
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import DrawnState, initial_weights
 from clip_train.task import Wanted
 from tests.models.small import small_architecture
 
@@ -57,10 +56,9 @@ def taken(drawn: Drawn) -> tuple[bool, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("build", [Redrawn, partial(build_model, small_architecture())])
-def test_what_is_drawn_by_itself_is_what_the_whole_model_draws(build, monkeypatch):
-    monkeypatch.setattr(drawing, "LARGE", 256)
+def test_what_is_drawn_by_itself_is_what_the_whole_model_draws(build):
     before = torch.get_rng_state()
-    drawn = Drawn(build, 3)
+    drawn = Drawn(build, 3, large=256)
     same, state = taken(drawn)
     assert torch.equal(torch.get_rng_state(), before)
     expected = whole(build, 3)
@@ -91,8 +89,7 @@ def test_one_tensor_at_a_time_is_in_memory():
     assert len(seen) == 1 + 24 and max(seen) - before < 4 * 4 * MIB
 
 
-def test_a_constructor_that_does_not_repeat_itself_is_drawn_whole(monkeypatch):
-    monkeypatch.setattr(drawing, "LARGE", 256)
+def test_a_constructor_that_does_not_repeat_itself_is_drawn_whole():
     calls = count()
 
     def build() -> nn.Module:
@@ -101,22 +98,19 @@ def test_a_constructor_that_does_not_repeat_itself_is_drawn_whole(monkeypatch):
             nn.Linear(16, 32)
         return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
-    monkeypatch.setattr("clip_train.models.weights.build_model", lambda architecture: build())
-    source = initial_weights(ModelConfig(name="tiny"), 5)
+    source = DrawnState({}, Drawn(build, 5, large=256))
     source.prepare([Wanted("1.weight", "param", 7, 9)])
     expected = whole(build, 5)["1.weight"].flatten()[7:16]
     assert torch.equal(source.read("1.weight", "param", 7, 9), expected)
 
 
-def test_buffers_are_computed_whatever_their_size(monkeypatch):
+def test_buffers_are_computed_whatever_their_size():
     for large in (256, MIB):  # a large one is the parameters' equal
-        monkeypatch.setattr(drawing, "LARGE", large)
-        buffers = undrawn_buffers(Redrawn)
+        buffers = undrawn_buffers(Redrawn, large)
         assert torch.equal(buffers["mask"], Redrawn().mask) and not buffers["mean"].any()
 
 
-def test_a_rank_reads_its_part_of_what_is_loaded_and_of_what_is_drawn(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(drawing, "LARGE", 256)
+def test_a_rank_reads_its_part_of_what_is_loaded_and_of_what_is_drawn(tmp_path: Path):
     state = whole(partial(build_model, ModelConfig(name="tiny").architecture()), 1)
     image = {name: t.half() for name, t in state.items() if name.startswith("visual.")}
     save_file(image, tmp_path / "image.safetensors")

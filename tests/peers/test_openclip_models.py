@@ -18,7 +18,6 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.memory.probe import fake_profile
-from clip_train.models import drawing
 from clip_train.models.clip import build_model, count_parameters, flops_per_sample
 from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.drawing import Drawn
@@ -279,10 +278,11 @@ def test_masks_that_no_checkpoint_holds_are_computed_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_drawn_one_by_one_as_openclip_draws_them(name, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(drawing, "LARGE", 256)
+def test_weights_are_drawn_one_by_one_as_openclip_draws_them(name: str, tmp_path: Path):
     build, state = partial(build_model, architecture_of(name, tmp_path)), {}
-    assert Drawn(build, 3).draw(lambda name, tensor: state.update({name: tensor.clone()}))
+    assert Drawn(build, 3, large=256).draw(
+        lambda name, tensor: state.update({name: tensor.clone()})
+    )
     torch.manual_seed(3)
     expected = build().state_dict()
     assert state.keys() == expected.keys()
