@@ -316,7 +316,7 @@ def start(folder: Path, data: SyntheticData) -> Iterator[Row]:
         "FAULT": f"group:{SICK}",
         "FAULT_FILE": "fault",
     }
-    gpu = {"CUDA_VISIBLE_DEVICES": "0"}
+    gpu = {"CUDA_VISIBLE_DEVICES": "0", "SLURM_STEP_GPUS": "0"}
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("it is not started", r"\d of \d ranks have joined", {"absent": SICK}),
         ("its GPU cannot be used", "there is a GPU here", {"environ": {SICK: gpu}}),

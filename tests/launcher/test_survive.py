@@ -185,8 +185,9 @@ def test_a_process_group_that_does_not_form_names_ranks_and_nodes(recipe, tmp_pa
 
 def test_a_gpu_that_torch_cannot_use_is_refused(recipe, tmp_path):
     """Nobody looks for it in a run that says that it trains on the CPU."""
-    status, out = finish(start(recipe, environ={"CUDA_VISIBLE_DEVICES": "7"}))
-    assert status == 2 and "there is a GPU here (CUDA_VISIBLE_DEVICES=7)" in out, out
+    given = {"CUDA_VISIBLE_DEVICES": "7", "SLURM_STEP_GPUS": "7"}
+    status, out = finish(start(recipe, environ=given))
+    assert status == 2 and "there is a GPU here (SLURM_STEP_GPUS=7)" in out, out
     assert "set CUDA_VISIBLE_DEVICES= (empty)" in out and metrics(tmp_path / "run") == []
 
 
