@@ -21,11 +21,14 @@ from tests.pretended.build import guard
 ctypes.CDLL(str(guard()), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
+import torch.distributed as td  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from tests.served import foreign  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
@@ -55,6 +58,10 @@ class Counts:
     wide: Counter[str] = field(
         default_factory=Counter
     )  # operator -> float64 results of LARGE elements and more
+    foreign: Counter[str] = field(
+        default_factory=Counter
+    )  # collective -> tensors on a device that its group does not serve
+    sent: int = 0  # collectives
 
     def clear(self) -> None:
         for counter in (self.reads, self.kernels, self.wide):
@@ -65,6 +72,8 @@ class Counts:
             "reads": dict(self.reads),
             "kernels": sum(self.kernels.values()),
             "wide": dict(self.wide),
+            "foreign": dict(self.foreign),
+            "sent": self.sent,
             "top": self.kernels.most_common(12),
         }
 
@@ -73,7 +82,7 @@ def place() -> str:
     """The line of the project that is being run."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and "pretended" not in path.parts:
+        if path.is_relative_to(ROOT) and not {"pretended", "site-packages"} & {*path.parts}:
             return f"{path.relative_to(ROOT)}:{frame.lineno}"
     return "?"
 
@@ -142,13 +151,19 @@ def _is(device: Any, kind: str) -> bool:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that write to the device."""
+    """Counts operators that write to the device, and looks at what is sent through which group."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile would compile nothing
 
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._look(func, args)
         out = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == "cuda"]
@@ -157,6 +172,19 @@ class Kernels(TorchDispatchMode):
             if any(x.dtype == torch.float64 and x.numel() >= LARGE for x in made):
                 self.counts.wide[f"{place()} {name}"] += 1
         return out
+
+    def _look(self, func: Any, args: tuple) -> None:
+        given = {arg.name: x for arg, x in zip(func._schema.arguments, args, strict=False)}
+        sent = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if "process_group" in given:
+            group = td.ProcessGroup.unbox(given["process_group"])
+        elif "group_name" in given:
+            group = td.distributed_c10d._resolve_process_group(given["group_name"])
+        else:  # waits for one
+            return
+        self.counts.sent += 1
+        for device in foreign(sent, group):
+            self.counts.foreign[f"{place()} {func.__name__}: {device}"] += 1
 
 
 class Stream:

@@ -8,6 +8,7 @@ CASES = {
     "info_nce all retained": (1, 820, 0),
     "info_nce at 32k": (1, 1980, 0),
     "dropout, checkpointing": (1, 3180, 0),
+    "packed texts": (1, 860, 0),
     "sigmoid": (1, 890, 0),
     "memory bank": (1, 1140, 0),
     "contaccum": (1, 1140, 0),
@@ -25,6 +26,7 @@ CASES = {
     "fsdp 2, int8": (1, 2580, 0),
     "fsdp 2, fp8": (1, 2680, 0),
     "fsdp 2, offload": (63, 900, 0),  # FSDP's own for each gradient on its way to the CPU's memory
+    "fsdp 2, compile": (1, 940, 0),  # captured, not fused
     "fsdp 2, moving average": (0, 70, 0),
     "fsdp 2, save": (1, 0, 0),  # for the whole copy
     "fsdp 2, evaluation": (0, 110, 0),
@@ -38,4 +40,6 @@ FULL = (
     "deepspeed 1, fp16, 2 ranks", "deepspeed 2, bf16, 2 ranks",
     "fsdp 2, groups of 2 of 4 ranks", "fsdp 2, int8", "fsdp 2, fp8", "fsdp 2, offload",
 )  # fmt: skip
-PLANTED = ("planted: a mixture of devices", "planted: a read")
+PLANTED = (
+    "planted: a mixture of devices", "planted: a read", "planted: the host's by NCCL",
+)  # fmt: skip

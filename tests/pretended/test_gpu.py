@@ -63,10 +63,16 @@ def test_a_step(traced, name):
     assert sum(found["reads"].values()) <= reads, found["reads"]
     assert found["kernels"] <= kernels, found["top"]
     assert len(found["wide"]) <= wide, found["wide"]
+    assert not found["foreign"], found["foreign"]
+    assert not name.endswith("2 ranks") or found["sent"] > 0
 
 
 def test_a_planted_mixture_of_devices_is_found(traced):
     assert "device" in traced(PLANTED[0])["error"]
+
+
+def test_a_tensor_that_its_group_does_not_serve_is_found(traced):
+    assert [*traced(PLANTED[2])["foreign"].values()] == [1]
 
 
 def test_a_planted_read_is_found(traced):

@@ -10,14 +10,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as td
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clip_train.batch import BatchPlan
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
@@ -28,6 +29,7 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine, MovingAverage, PlainEngine, local
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
+from clip_train.models import clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.weights import own_copy
@@ -45,7 +47,9 @@ from clip_train.task import (
 )
 from launcher import engines
 from launcher.engines.config import EngineConfig
+from launcher.runtime.environment import backend
 from tests.pretended.gpu_cases import PLANTED
+from tests.served import start
 
 GPU = torch.device("cuda", 0)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +69,7 @@ def small_clip() -> Architecture:
 
 def step(
     make: Make, *, n: int = 64, micro: int = 32, kept: int = 1, dropout: float = 0.0, bias: bool = False,
-    checkpointing: bool = False,
+    checkpointing: bool = False, pack: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The counts of a step of the plain engine."""
     architecture = small_clip()
@@ -81,7 +85,7 @@ def step(
             ), torch.bfloat16,
         )  # fmt: skip
         engine = PlainEngine(module, build_optimizer(OptimConfig(), module.named_parameters()), 1.0)
-        third_step(engine, make(module), BatchPlan(n, 1, micro, kept), architecture, counts)
+        third_step(engine, make(module), BatchPlan(n, 1, micro, kept), architecture, counts, pack)
     return counts.as_json()
 
 
@@ -91,13 +95,14 @@ def engine(
     precision: str,
     world_size: int = 1,
     part: Part | None = None,
+    kept: int = 1,
     **section: Any,
 ) -> dict[str, Any]:
     """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels.
 
     part: is counted after three steps, instead of a step. section: of the recipe's `engine`.
     """
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    start(backend(GPU), world_size)
     architecture = small_clip()
     config = EngineConfig(kind=kind, zero_stage=stage, precision=precision, **section)  # type: ignore[arg-type]
 
@@ -116,12 +121,45 @@ def engine(
             micro_size=32,
         )
         third_step(
-            built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, 1), architecture, counts
+            built, InfoNCE(), BatchPlan(64 * world_size, world_size, 32, kept), architecture, counts
         )
         if part is not None:
             counts.clear()
             part(built)
     return counts.as_json()
+
+
+def compiled() -> dict[str, Any]:
+    """Blocks that torch.compile has captured, backward included; nothing makes kernels of their graphs here.
+
+    Inductor asks a GPU for its properties and its Triton for kernels. Captured attention is the plain one. Both
+    micro-batches keep their graphs, else each block would be captured twice.
+    """
+    torch_compile = torch.compile
+
+    def captured(function: Any, options: Any, **more: Any) -> Callable[..., Any]:
+        graph = torch_compile(function, backend="aot_eager", **more)
+
+        def call(*args: Any, **named: Any) -> Any:
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # else the mode that counts reads is captured as well
+                return graph(*args, **named)
+
+        return call
+
+    torch.compile = captured  # type: ignore[assignment]
+    counted = engine("fsdp", 2, "bf16", 2, kept=2, compile=True)
+    graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
+    assert graphs == 3 and not breaks, (graphs, breaks)  # patches, a block of images, one of texts
+    assert counters["frames"]["ok"] == counters["frames"]["total"], counters["frames"]
+    return counted
+
+
+def packed() -> dict[str, Any]:
+    """With the attention that a GPU has for packed texts; the CPU build never finds it usable."""
+    clip.can_use_flash_attention = lambda params: True  # type: ignore[assignment]
+    return step(lambda m: InfoNCE(), pack=True)
 
 
 def averaged(engine: Engine) -> None:
@@ -203,13 +241,20 @@ def born_on_gpu(make: Callable[[], CLIP], dtype: torch.dtype) -> CLIP:
     return module
 
 
+def misled(engine: Engine) -> None:
+    """Planted: numbers of the host through a group that NCCL alone serves."""
+    group = td.new_group([0, 1], backend="fake_nccl")
+    td.all_reduce(torch.ones(2, device="cpu"), group=group)
+
+
 def third_step(
-    engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts
-) -> None:
+    engine: Engine, objective: Objective, plan: BatchPlan, architecture: Any, counts: gpu.Counts,
+    pack: bool = False,
+) -> None:  # fmt: skip
     """Optimizers and ZeRO-3 set up their state in the first two."""
     n = plan.per_rank
     for _ in range(3):
-        host = host_batch(architecture, n)
+        host = replace(host_batch(architecture, n), pack_texts=pack)
         counts.clear()
         recovering_step(engine, host.to(GPU), objective, plan, lr=1e-3, log=print)
 
@@ -278,6 +323,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "info_nce all retained": lambda: step(lambda m: InfoNCE(), kept=2),
     "info_nce at 32k": lambda: step(lambda m: InfoNCE(), n=32768, micro=16384),
     "dropout, checkpointing": lambda: step(lambda m: InfoNCE(), dropout=0.1, checkpointing=True),
+    "packed texts": packed,
     "sigmoid": lambda: step(lambda m: SigmoidLoss(), bias=True),
     "memory bank": lambda: step(lambda m: MemoryBank(128, 0)),
     "contaccum": lambda: step(lambda m: MemoryBank(128, 0, "contaccum")),
@@ -295,6 +341,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp 2, int8": lambda: engine("fsdp", 2, "bf16", 2, linear="int8"),
     "fsdp 2, fp8": lambda: engine("fsdp", 2, "bf16", 2, linear="fp8"),
     "fsdp 2, offload": lambda: engine("fsdp", 2, "bf16", 2, offload="optimizer"),
+    "fsdp 2, compile": compiled,
     "fsdp 2, moving average": lambda: engine("fsdp", 2, "bf16", 2, averaged),
     "fsdp 2, save": lambda: engine("fsdp", 2, "bf16", 2, snapshot),
     "fsdp 2, evaluation": lambda: engine("fsdp", 2, "bf16", 2, evaluated),
@@ -303,6 +350,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "export": export,
     PLANTED[0]: lambda: step(lambda m: Mixed()),
     PLANTED[1]: lambda: step(lambda m: Curious()),
+    PLANTED[2]: lambda: engine("fsdp", 2, "bf16", 2, misled),
 }
 
 
