@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from torch._C import DisableTorchFunction
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -141,9 +142,7 @@ def compiled() -> dict[str, Any]:
         graph = torch_compile(function, backend="aot_eager", **more)
 
         def call(*args: Any, **named: Any) -> Any:
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # else the mode that counts reads is captured as well
+            with DisableTorchFunction():  # else the mode that counts reads is captured as well
                 return graph(*args, **named)
 
         return call
