@@ -1,7 +1,7 @@
-"""The two passes over any two-tower module, for your own training loop: see docs/library.md."""
+"""The two passes over any module with two sides, for your own training loop: see docs/library.md."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
+from clip_train.contrastive.function import FunctionLoss
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import surrogate
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
-from clip_train.task import Context, Features, MicroBatch, named_features
+from clip_train.task import Context, Features, MicroBatch, Objective, named_features
 
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -26,13 +27,12 @@ NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 
 def contrastive_step(
     model: Callable[..., Any],
-    images: Any,
-    texts: Any,
-    *,
+    *inputs: Any,
     micro_size: int,
     kept_graphs: int = 1,
-    loss: InfoNCE | SigmoidLoss | None = None,
+    loss: InfoNCE | SigmoidLoss | Callable[..., Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    **named: Any,
 ) -> Tensor:
     """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
 
@@ -41,15 +41,18 @@ def contrastive_step(
     its shard of it.
 
     Args:
-        model: `model(images, texts)` -> (image_features [b, D], text_features [b, D], both
-            normalised, logit_scale: the factor itself[, logit_bias]), or a dict with these names.
-            Its training mode is left as it is.
-        images, texts: this rank's n samples: tensors, sequences, or dicts of them, on the model's
-            device. All ranks need equally many.
+        model: `model(*inputs, **named)` -> (image_features [b, D], text_features [m b, D], both
+            normalised, logit_scale: the factor itself[, logit_bias]), or a dict with these names,
+            or with two names of your own and `logit_scale`. Its training mode is left as it is.
+        inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
+            them, on the model's device. Some have n samples, others may have m n: those of a sample
+            one after another. All ranks need equally many.
         micro_size: samples that go through the model at once.
         kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards
             and need more memory.
-        loss: None is InfoNCE().
+        loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
+            global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
+            [], as in `clip_train.contrastive.function`.
         scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
             would; go on with `scaler.step(optimizer)` and `scaler.update()`.
 
@@ -58,22 +61,33 @@ def contrastive_step(
         finite.
 
     Raises:
-        ValueError: inputs that cannot be cut alike; a model that returns something else, or that is
-            a function on several ranks; a wrapper that reduces gradients in another way; another
-            kind of loss; a device whose random state cannot be replayed.
+        ValueError: Inputs that cannot be cut alike. A model that returns something else, or that is
+            a function on several ranks. A wrapper that reduces gradients in another way. Another
+            kind of loss. A device whose random state cannot be replayed.
     """
-    objective = InfoNCE() if loss is None else loss
-    if not isinstance(objective, (InfoNCE, SigmoidLoss)):
+    objective: Any = InfoNCE() if loss is None else loss
+    known = isinstance(objective, (InfoNCE, SigmoidLoss, FunctionLoss))
+    if (isinstance(objective, Objective) and not known) or not callable(objective):
         raise ValueError(
-            f"loss must be InfoNCE or SigmoidLoss, not {type(objective).__name__}: others need the "
-            "trainer"
+            f"loss must be InfoNCE, SigmoidLoss or a function, not {type(objective).__name__}: "
+            "others need the trainer"
         )
-    n, num_texts = num_samples("images", images), num_samples("texts", texts)
+    if not isinstance(objective, Objective):
+        objective = FunctionLoss(objective, {})
+    given: dict[Any, Any] = dict(enumerate(inputs)) | named
+    sizes = {key: num_samples(f"input {key}", value) for key, value in given.items()}
+    n = min(sizes.values(), default=0)
     rules = [
         (micro_size < 1, f"micro_size ({micro_size}) must be at least 1"),
         (
-            n != num_texts or n == 0,
-            f"images are {n} samples and texts {num_texts}: give equally many, at least one",
+            n == 0 or any(size % n for size in sizes.values()),
+            f"inputs have {sizes} samples: give equally many, or a multiple of the fewest, at "
+            "least one",
+        ),
+        (
+            isinstance(objective, SigmoidLoss) and len(set(sizes.values())) > 1,
+            f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give equally "
+            "many, or another loss",
         ),
         (
             dist.world_size() > 1 and not isinstance(model, nn.Module),
@@ -85,13 +99,16 @@ def contrastive_step(
     ]
     for message in broken(rules):
         raise ValueError(message)
-    starts = range(0, n, micro_size)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
-    micro_batches = [
-        MicroBatch(cut(images, i, i + micro_size), cut(texts, i, i + micro_size), no_seeds)
-        for i in starts
-    ]
-    engine = ModuleEngine(model, images, texts, len(micro_batches), scaler)
+    micro_batches = []
+    for start in range(0, n, micro_size):
+        pieces = {
+            key: cut(value, start * (sizes[key] // n), (start + micro_size) * (sizes[key] // n))
+            for key, value in given.items()
+        }
+        positional: Any = [pieces.pop(i) for i in range(len(inputs))]
+        micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
+    engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler)
     kept = min(kept_graphs, engine.most_graphs)
     output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
     return output.loss
@@ -118,8 +135,15 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
 
 
 def num_samples(name: str, inputs: Any) -> int:
-    """ValueError where the parts of a mapping do not agree."""
+    """ValueError where the parts of a mapping do not agree, or something cannot be cut."""
     if not isinstance(inputs, Mapping):
+        if isinstance(inputs, (str, bytes)) or not getattr(
+            inputs, "ndim", hasattr(inputs, "__len__")
+        ):
+            raise ValueError(
+                f"{name} is a {type(inputs).__name__} without samples: give tensors, sequences or "
+                "dicts of them, and bind anything else to the model (functools.partial)"
+            )
         return len(inputs)
     sizes = {key: num_samples(f"{name}.{key}", value) for key, value in inputs.items()}
     if len(set(sizes.values())) != 1:
@@ -135,7 +159,9 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
 
 
 class ModuleEngine:
-    """One step of `model(images, texts)`: k backwards that add to `.grad`; the last one reduces.
+    """One step of a model: k backwards that add to `.grad`; the last one reduces.
+
+    A micro-batch's `images` are the positional inputs of a call, its `texts` the named ones.
 
     Modules under DDP or `fully_shard` may be anywhere in `model`: inside torch.compile's wrapper or
     an adapter, one for each tower. What an adapter has beside them, often `logit_scale`, is summed
@@ -148,8 +174,8 @@ class ModuleEngine:
     def __init__(
         self,
         model: Callable[..., Any],
-        images: Any,
-        texts: Any,
+        inputs: Any,
+        named: Any,
         k: int,
         scaler: torch.amp.GradScaler | None = None,
     ):
@@ -157,7 +183,7 @@ class ModuleEngine:
         self.scaler = scaler
         module = model if isinstance(model, nn.Module) else nn.Module()
         parameters = list(module.parameters())
-        held = [x for x in (*parameters, *tree_leaves((images, texts))) if isinstance(x, Tensor)]
+        held = [x for x in (*parameters, *tree_leaves((inputs, named))) if isinstance(x, Tensor)]
         self.device = held[0].device if held else torch.device("cpu")
         modules = list(module.modules())
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
@@ -201,7 +227,8 @@ class ModuleEngine:
     def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
         """Always both towers: a module of any make may draw from torch's generators in either."""
         with self._quiet():
-            return as_features(self.model(micro_batch.images, micro_batch.texts))
+            call = cast(Any, micro_batch)
+            return as_features(self.model(*call.images, **call.texts))
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
@@ -224,16 +251,20 @@ class ModuleEngine:
 
 def as_features(out: Any) -> Features:
     """A model's output, a tuple or OpenCLIP's dictionary, as Features in at least float32."""
-    values: Sequence[Any] = [out.get(name) for name in NAMES] if isinstance(out, Mapping) else out
+    values: Any = out
+    if isinstance(out, Mapping):
+        sides = [name for name in out if name not in NAMES[2:]]
+        names = [*NAMES[:2]] if set(NAMES[:2]) <= set(out) else sides
+        values = [out.get(name) for name in (*names, *NAMES[2:])] if len(names) == 2 else None
     if (
         not isinstance(values, (tuple, list))
         or not 3 <= len(values) <= 4
-        or any(v is None for v in values[:3])
+        or not all(isinstance(value, Tensor) for value in values[:3])
     ):
         raise ValueError(
             "the model must return (image_features, text_features, logit_scale[, logit_bias]), or "
-            f"a dict with these names, not {type(out).__name__}; logit_scale is the factor itself: "
-            "exp of the parameter"
+            "a dict with these names or two of your own in place of the first two, not "
+            f"{type(out).__name__}. Its logit_scale is the factor itself: exp of the parameter"
         )
     image, text, scale, *bias = (at_least_float32(value) for value in values if value is not None)
     return named_features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)

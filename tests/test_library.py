@@ -105,6 +105,38 @@ def test_gradients_are_those_of_the_whole_batch(micro_size, kept, forwards, bias
     assert_same_gradients(model, reference)
 
 
+class Retriever(Towers):
+    """Named inputs, one of them a list; names of its own for what it returns."""
+
+    def forward(self, *, queries, documents, weights):
+        query, document, scale = super().forward(torch.stack(queries), documents)
+        return {"query": query * weights[:, None], "document": document, "logit_scale": scale}
+
+
+def one_direction(image, text, scale, bias, rows):
+    own = torch.arange(0, len(text), len(text) // len(image))
+    return F.cross_entropy(scale * image @ text.T, own)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("loss", [None, one_direction])
+@pytest.mark.parametrize("micro_size, kept", [(2, 1), (4, 2)])
+def test_inputs_have_names_and_documents_outnumber_queries(m, loss, micro_size, kept):
+    model, reference = Retriever(), Towers()
+    queries, documents = samples(6)[0], samples(6 * m)[1]
+    weights = torch.linspace(0.5, 1.5, 6).double()
+    query, document, scale = reference(queries, documents)
+    logits, own = scale * weights[:, None] * query @ document.T, torch.arange(6)
+    expected = F.cross_entropy(logits, m * own)
+    if loss is None:
+        expected = (expected + F.cross_entropy(logits[:, ::m].T, own)) / 2
+    expected.backward()
+    batch = {"queries": list(queries), "documents": documents, "weights": weights}
+    told = contrastive_step(model, **batch, micro_size=micro_size, kept_graphs=kept, loss=loss)
+    assert told.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert_same_gradients(model, reference)
+
+
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_dropout_is_the_same_in_both_passes(kept):
     """The oracle: one graph over the same pieces, drawn in the same order."""
@@ -421,9 +453,14 @@ class EngineOfItsOwn(Towers):
 
 def test_mistakes_are_explained():
     images, texts = samples(6)
-    with pytest.raises(ValueError, match="images are 5 samples and texts 6"):
+    with pytest.raises(ValueError, match=r"inputs have \{0: 5, 1: 6\} samples"):
         contrastive_step(Towers(), images[:5], texts, micro_size=2)
-    with pytest.raises(ValueError, match="texts: all values need the same first dimension"):
+    with pytest.raises(ValueError, match=r"\{0: 3, 1: 6\} samples, and loss is SigmoidLoss"):
+        contrastive_step(Towers(), images[:3], texts, micro_size=2, loss=SigmoidLoss())
+    for wrong in ("text", None, torch.tensor(1), 3):
+        with pytest.raises(ValueError, match=r"input modality is a .* without samples"):
+            contrastive_step(Towers(), images, texts, modality=wrong, micro_size=2)
+    with pytest.raises(ValueError, match="input 1: all values need the same first dimension"):
         contrastive_step(Towers(), images, texts | {"b": texts["b"][:3]}, micro_size=2)
     with pytest.raises(ValueError, match=r"micro_size \(0\) must be at least 1"):
         contrastive_step(Towers(), images, texts, micro_size=0)
@@ -431,8 +468,11 @@ def test_mistakes_are_explained():
         contrastive_step(Adapter(EngineOfItsOwn()), images, texts, micro_size=2)
     with pytest.raises(ValueError, match="the model must return"):
         contrastive_step(lambda i, t: (i, t["a"]), images, texts, micro_size=2)
-    with pytest.raises(ValueError, match="loss must be InfoNCE or SigmoidLoss, not MemoryBank"):
-        contrastive_step(Towers(), images, texts, micro_size=2, loss=MemoryBank(4))
+    with pytest.raises(ValueError, match="the model must return"):
+        contrastive_step(lambda i: {"a": i, "logit_scale": i.sum()}, images, micro_size=2)
+    for loss, name in ((MemoryBank(4), "MemoryBank"), ("info_nce", "str")):
+        with pytest.raises(ValueError, match=rf"loss must be InfoNCE, .* not {name}"):
+            contrastive_step(Towers(), images, texts, micro_size=2, loss=loss)
 
 
 def example(name: str, folder: Path) -> Path:

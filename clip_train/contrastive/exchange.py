@@ -28,6 +28,19 @@ def share_counts(n: int, global_size: int | None) -> list[int]:
     return counts
 
 
+def texts_by_image(image: Tensor, text: Tensor) -> Tensor:
+    """[n, D] and [m n, D] -> [n, m D]: the m texts of each image beside each other.
+
+    Texts i m to i m + m - 1 are image i's. ValueError for other shapes, before anything is sent.
+    """
+    if len(text) == 0 or len(text) % max(len(image), 1) or text.shape[1:] != image.shape[1:]:
+        raise ValueError(
+            f"text features {list(text.shape)} do not fit image features {list(image.shape)}: "
+            "return equally many, or m texts for each image one after another, of one width"
+        )
+    return text.reshape(len(image), -1)
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Image and text features of one batch; equal rows belong together.

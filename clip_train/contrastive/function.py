@@ -3,9 +3,10 @@
     loss(image, text, scale, bias, rows) -> [], the terms of the samples `rows`
 
 `image` and `text` are the features of the whole global batch, [N, D], float32 (float64 if they
-are). `scale` is [1]; `bias` is [1], or None where the model has no bias. `rows` is a slice of the
-batch. The function is called with all rows, unless it has the attribute `sums_over_rows`: then each
-rank computes the terms of its own samples, a piece of them at a time.
+are). With m texts for each image `text` is [m N, D], the first of each m the positive. `scale` is
+[1]; `bias` is [1], or None where the model has no bias. `rows` is a slice of the batch. The
+function is called with all rows, unless it has the attribute `sums_over_rows`: then each rank
+computes the terms of its own samples, a piece of them at a time.
 
 Autograd differentiates the function with respect to the features alone, so micro-batches, ranks and
 engines stay as invisible as with a loss in closed form. Memory of a call: the function's own graph,
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clip_train import dist
-from clip_train.contrastive.exchange import Pairs, share_counts
+from clip_train.contrastive.exchange import Pairs, share_counts, texts_by_image
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, auto_side
 from clip_train.errors import UserError
 from clip_train.settings import broken, shown
@@ -86,12 +87,13 @@ class FunctionLoss(Objective):
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         image, text = features["image"], features["text"]
-        n = len(image)
-        pairs = Pairs.gathered(image, text, share_counts(n, context.global_size))
+        n, D = image.shape
+        texts = texts_by_image(image, text)
+        pairs = Pairs.gathered(image, texts, share_counts(n, context.global_size))
         N, own = len(pairs.image_all), pairs.own
         dtype = accumulation_dtype(image, text)
         inputs = {name: features[name] for name in FEATURES if name in features}
-        inputs |= {"image": pairs.image_all, "text": pairs.text_all}
+        inputs |= {"image": pairs.image_all, "text": pairs.text_all.reshape(-1, D)}
         leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
         arguments = [leaves.get(name) for name in FEATURES]
         pieces = [slice(0, N)]
@@ -109,12 +111,13 @@ class FunctionLoss(Objective):
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
         }
-        d_image, d_text = gradients.pop("image"), gradients.pop("text")
+        d_image, d_text = gradients.pop("image"), gradients.pop("text").view(N, -1)
         if self.sums_over_rows:
             dist.all_reduce_sum(value)
             if len(pairs.counts) > 1:
                 both = dist.all_reduce_sum(torch.cat([d_image, d_text], dim=1))
-                d_image, d_text = both.split(image.shape[1], dim=1)
+                d_image, d_text = both.split([D, texts.shape[1]], dim=1)
         else:  # each rank has the whole gradient of the scalars: it adds its share
             gradients = {name: x * (n / N) for name, x in gradients.items()}
-        return LossOutput(value, {"image": d_image[own], "text": d_text[own], **gradients})
+        d_text = d_text[own].reshape(-1, D)
+        return LossOutput(value, {"image": d_image[own], "text": d_text, **gradients})

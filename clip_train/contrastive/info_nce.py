@@ -13,12 +13,12 @@ and gradient then keep their digits when the loss is tiny.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.exchange import Pairs
+from clip_train.contrastive.exchange import Pairs, texts_by_image
 from clip_train.contrastive.tiles import (
     AUTO_SIDE,
     Block,
@@ -201,13 +201,48 @@ def info_nce(pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> LossO
     )
 
 
+def info_nce_with_negatives(
+    pairs: Pairs, scale: Tensor, side: int, *, deferred: bool
+) -> LossOutput:
+    """`pairs.text` is [n, m D]: of each image its text, then m - 1 texts that are negatives.
+
+    S is [N, m N], the N positives' columns first: each image competes for its text with all m N, and
+    each positive for its image with all N. A column beyond them has no softmax of its own.
+    """
+    n, D = pairs.image.shape
+    negatives, negatives_all = (x[:, D:].reshape(-1, D) for x in (pairs.text, pairs.text_all))
+    pairs = replace(pairs, text=pairs.text[:, :D], text_all=pairs.text_all[:, :D])
+    N = len(pairs.image_all)
+    rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first)
+    further = Block(negatives, pairs.image_all, N)  # which of them, no softmax needs to know
+    positive = row_dots(pairs.image_all, pairs.text_all) * scale
+    softmaxes = Softmaxes.over(
+        [rows], [pairs.cols, further], positive, scale, side, pairs.sum, deferred=deferred
+    )
+    weight = 1 / (2 * N)
+    along = (softmaxes.missing[pairs.own, None] * -weight).to(rows.dtype)  # [n, 1]
+    d_image, d_text = pairs.text.to(rows.dtype) * along, pairs.image.to(rows.dtype) * along
+    d_negatives = torch.zeros_like(negatives, dtype=rows.dtype)
+    softmaxes.add_gradient(d_image, None, rows, weight)
+    softmaxes.add_gradient(d_text, None, pairs.cols, weight, transposed=True)
+    softmaxes.add_gradient(d_negatives, None, further, weight, transposed=True)
+    d_texts = torch.cat([d_text, d_negatives.view(n, -1)], dim=1).view(-1, D)
+    d_scale = row_dots(pairs.image, d_image).sum()
+    return LossOutput.scaled(
+        softmaxes.loss(), d_image, d_texts, d_scale, scale, unsafe=softmaxes.unsafe
+    )
+
+
 @dataclass(eq=False)
 class InfoNCE(Objective):
-    """The symmetric InfoNCE loss."""
+    """The symmetric InfoNCE loss. With m texts for each image the first is its positive."""
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        pairs = Pairs.of(features, context.global_size)
-        return info_nce(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
+        image, text = features["image"], features["text"]
+        by_image = {**features, "text": texts_by_image(image, text)}
+        pairs = Pairs.of(by_image, context.global_size)
+        loss = info_nce if len(text) == len(image) else info_nce_with_negatives
+        return loss(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
