@@ -1,4 +1,4 @@
-"""The two passes over any module with two sides, for your own training loop: see docs/library.md."""
+"""The two passes over any module with two sides, for a loop of your own: see docs/library.md."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -86,8 +86,8 @@ def contrastive_step(
         ),
         (
             isinstance(objective, SigmoidLoss) and len(set(sizes.values())) > 1,
-            f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give equally "
-            "many, or another loss",
+            f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give "
+            "equally many, or another loss",
         ),
         (
             dist.world_size() > 1 and not isinstance(model, nn.Module),

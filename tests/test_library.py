@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -271,15 +273,17 @@ def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(
 def under_fsdp(kind: str, stage: int, micro_size: int, kept: int):
     """Losses of two steps, their gradients added up, and each one's number of collectives."""
     W, rank = torch_dist.get_world_size(), torch_dist.get_rank()
-    towers, whole = Towers(0.4), stage < 3
+    towers, mesh = Towers(0.4), None
+    if kind == "copies":
+        mesh = init_device_mesh("cpu", (2, W // 2), mesh_dim_names=("copies", "shards"))
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=stage == 3)
     for tower in (towers.image, towers.text):
-        if kind == "blocks":
-            fully_shard(tower[0], reshard_after_forward=not whole)
-        fully_shard(tower, reshard_after_forward=not whole)
+        if kind != "apart":
+            shard(tower[0])
+        shard(tower)
     model: nn.Module = Adapter(towers)
-    if kind == "blocks":  # the scale has no dimension to shard
-        ignored = {towers.logit_scale}
-        model = fully_shard(towers, reshard_after_forward=not whole, ignored_params=ignored)
+    if kind != "apart":  # the scale has no dimension to shard
+        model = shard(towers, ignored_params={towers.logit_scale})
     calls: Counter[str] = Counter()
     for name in ("reduce_scatter_single", "all_gather_single", "all_reduce"):
         setattr(torch_dist, name, counted(calls, name, getattr(torch_dist, name)))
@@ -316,6 +320,7 @@ def counted(calls: Counter[str], name: str, original: Callable[..., Any]) -> Cal
         (3, "blocks", 3, 2, 1),
         (3, "apart", 2, 1, 2),
         (2, "blocks", 3, 6, 1),
+        (4, "copies", 2, 1, 2),
     ],
 )
 def test_under_fsdp_gradients_are_the_global_batchs_and_are_reduced_once(
@@ -331,13 +336,15 @@ def test_under_fsdp_gradients_are_the_global_batchs_and_are_reduced_once(
         torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]), pieces[-1][2]
     )
     expected.backward()
-    units = 4 if kind == "blocks" else 2
+    units = 2 if kind == "apart" else 4
+    # of the loss's sums, of the scale that nothing shards, and between copies
+    all_reduces = 2 + units * (kind == "copies")
     for losses, gradients, counts in run_ranks(
         under_fsdp, world_size, kind, stage, micro_size, kept
     ):
         assert losses == pytest.approx([expected.item()] * 2, rel=1e-12)
-        for calls in counts:  # all-reduces: the loss's sums, and the scale that nothing shards
-            assert (calls["reduce_scatter_single"], calls["all_reduce"]) == (units, 2)
+        for calls in counts:
+            assert (calls["reduce_scatter_single"], calls["all_reduce"]) == (units, all_reduces)
             # of parameters once, and the features
             assert stage == 3 or calls["all_gather_single"] == units + 1
         for ours, p in zip(gradients, reference.parameters(), strict=True):
@@ -348,7 +355,7 @@ def sharded_otherwise(older: bool):
     if older:
         model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     else:
-        mesh = torch_dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
         model = fully_shard(nn.Linear(2, 2), mesh=mesh["b"])
     contrastive_step(Adapter(model), *samples(6), micro_size=2)
 

@@ -206,8 +206,8 @@ def info_nce_with_negatives(
 ) -> LossOutput:
     """`pairs.text` is [n, m D]: of each image its text, then m - 1 texts that are negatives.
 
-    S is [N, m N], the N positives' columns first: each image competes for its text with all m N, and
-    each positive for its image with all N. A column beyond them has no softmax of its own.
+    S is [N, m N], the N positives' columns first: each image competes for its text with all m N,
+    and each positive for its image with all N. A column beyond them has no softmax of its own.
     """
     n, D = pairs.image.shape
     negatives, negatives_all = (x[:, D:].reshape(-1, D) for x in (pairs.text, pairs.text_all))
