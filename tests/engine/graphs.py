@@ -125,7 +125,11 @@ def native(dropout: float = 0.0) -> CLIP:
 def main() -> None:
     import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 
-    rows = {"native": count(native()), "native, dropout": count(native(0.1))}
+    rows = {
+        f"native{text}{drawn}": count(native(0.1 if drawn else 0.0), pack=bool(text))
+        for text in ("", ", packed texts")
+        for drawn in ("", ", dropout")
+    }
     with tempfile.TemporaryDirectory() as folder:
         rows |= {name: count(build_model(openclip(name, Path(folder)))) for name in BLOCKS}
     columns = [*rows["native"]]

@@ -15,6 +15,8 @@ CASES = {
     "distillation": (1, 1180, 0),
     "fsdp 3, bf16, 1 rank": (1, 1450, 0),
     "fsdp 3, bf16, 2 ranks": (1, 900, 0),
+    "fsdp 0, bf16, 2 ranks": (1, 1060, 0),
+    "fsdp 1, bf16, 2 ranks": (1, 930, 0),
     "fsdp 2, fp32, 2 ranks": (1, 830, 0),
     "deepspeed 0, fp32, 2 ranks": (1, 1000, 0),
     "deepspeed 1, bf16, 1 rank": (1, 1140, 0),
@@ -36,7 +38,8 @@ CASES = {
 }
 # Of stages that launch what others do as well: make test-all.
 FULL = (
-    "info_nce all retained", "fsdp 2, fp32, 2 ranks", "deepspeed 0, fp32, 2 ranks", "deepspeed 1, bf16, 1 rank",
+    "info_nce all retained", "fsdp 0, bf16, 2 ranks", "fsdp 1, bf16, 2 ranks", "fsdp 2, fp32, 2 ranks",
+    "deepspeed 0, fp32, 2 ranks", "deepspeed 1, bf16, 1 rank",
     "deepspeed 1, fp16, 2 ranks", "deepspeed 2, bf16, 2 ranks",
     "fsdp 2, groups of 2 of 4 ranks", "fsdp 2, int8", "fsdp 2, fp8", "fsdp 2, offload",
 )  # fmt: skip

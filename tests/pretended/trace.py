@@ -329,6 +329,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "distillation": lambda: step(teacher),
     "fsdp 3, bf16, 1 rank": lambda: engine("fsdp", 3, "bf16"),
     "fsdp 3, bf16, 2 ranks": lambda: engine("fsdp", 3, "bf16", 2),
+    "fsdp 0, bf16, 2 ranks": lambda: engine("fsdp", 0, "bf16", 2),
+    "fsdp 1, bf16, 2 ranks": lambda: engine("fsdp", 1, "bf16", 2),
     "fsdp 2, fp32, 2 ranks": lambda: engine("fsdp", 2, "fp32", 2),
     "deepspeed 0, fp32, 2 ranks": lambda: engine("deepspeed", 0, "fp32", 2),
     "deepspeed 1, bf16, 1 rank": lambda: engine("deepspeed", 1, "bf16"),
