@@ -9,14 +9,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as torch_dist
 
-from clip_tools.doctor import check_shards, look
+from clip_tools.doctor import check_group, check_shards, look, measure_pairs
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
 from launcher.checks import PLACES, check_store, error, require_places
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from tests.launcher.conftest import clean_environment, finish
+from tests.ranks import run_ranks
 from tests.warm import Command
 
 
@@ -71,10 +74,33 @@ def test_a_healthy_set_up(recipe, tmp_path):
     )
 
 
-def test_all_nodes_are_those_of_a_job(tmp_path):
+def test_all_nodes_are_those_of_a_job(monkeypatch):
     """Of a real one: tests/slurm/test_nodes.py."""
-    status, out = doctor(tmp_path, "--all-nodes")
-    assert status == 1 and "--all-nodes needs a Slurm job: salloc --nodes N" in out, out
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    with pytest.raises(UserError, match="--all-nodes needs a Slurm job: salloc --nodes N"):
+        next(check_group(all_nodes=True))
+
+
+def partners() -> tuple[set[int], list[float]]:
+    """With whom this rank exchanges, and the rates of all."""
+    seen, exchange = set(), torch_dist.P2POp
+
+    def recorded(way, part, partner):
+        seen.add(partner)
+        return exchange(way, part, partner)
+
+    torch_dist.P2POp = recorded
+    try:
+        return seen, measure_pairs(torch.device("cpu"))
+    finally:
+        torch_dist.P2POp = exchange
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_each_rank_exchanges_with_all_others(world_size):
+    for rank, (seen, rates) in enumerate(run_ranks(partners, world_size)):
+        assert seen == {*range(world_size)} - {rank}
+        assert len(rates) == world_size and min(rates) > 0
 
 
 def test_a_folder_as_the_remote_store(recipe, tmp_path):

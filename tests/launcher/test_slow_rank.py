@@ -1,6 +1,6 @@
 """A rank that the others wait for is named, with the cause, by the real command; equal ranks are not.
 
-The rule itself gets numbers of many windows: `benchmarks/LOG.md` has 8 real ranks on two cores.
+The rule itself gets numbers of many windows: `benchmarks/view.py` has 8 real ranks on two cores.
 """
 
 from __future__ import annotations
