@@ -4,9 +4,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from rich.console import Console
 from rich.table import Table
@@ -58,15 +61,24 @@ LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data"
 NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
 
 
-def evaluate_run(args: argparse.Namespace) -> int:
-    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the
-    ranks.
-    """
+@contextmanager
+def as_ranks(args: argparse.Namespace) -> Iterator[torch.device]:
+    """Yields this rank's device; within, the ranks that a launcher has started are one group."""
     env = ranks.detect(os.environ)
     device, _ = ranks.take_device(env)
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
     rendezvous.start(env, device, args.outcome.heartbeat)
     try:
+        yield device
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def evaluate_run(args: argparse.Namespace) -> int:
+    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the
+    ranks.
+    """
+    with as_ranks(args) as device:
         config, architecture, source, where = to_evaluate(args)
         for key, place in config.evaluated_on.items():
             dist.on_main(partial(check_place, place, key))
@@ -86,9 +98,7 @@ def evaluate_run(args: argparse.Namespace) -> int:
             log(f"{config.run.name}, {where}:")
             for name, value in results.items():
                 print(f"{name}: {value:.6g}")
-        return 0
-    finally:
-        torch_dist.destroy_process_group()
+    return 0
 
 
 def to_evaluate(

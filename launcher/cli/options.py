@@ -199,6 +199,24 @@ VERBS = {
             JSON,
         ),
     ),
+    "embed": Verb(
+        "clip_tools.embed:embed_run",
+        "the features of a data set, as .npy files",
+        """\
+    Write the image and text features of data.val, with the keys and captions of the samples.
+    PLACE is as for evaluate. Under torchrun each rank embeds its share.""",
+        """\
+    clip-train embed runs/clip data.val='s3://bucket/{0000..0099}.tar' --output features
+    torchrun --nproc-per-node 8 -m launcher embed hf-hub:org/name data.val='val/*.tar'""",
+        positions=("place", "overrides"),
+        options=(
+            ("output", "DIR", "folder to write (default: features)", "features"),
+            ("images-only", None, "samples need no captions, and no texts are embedded"),
+            ("weights", "PLACE", "weights instead of the run's newest checkpoint"),
+            STEP,
+            EMA,
+        ),
+    ),
     "export": Verb(
         "clip_tools.inspect:export_run",
         "weights for OpenCLIP or transformers, as safetensors",

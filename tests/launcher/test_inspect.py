@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import io
 import json
 import re
+import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from clip_tools.embed import load
 from clip_tools.inspect import are_weights, check_names, described
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
@@ -35,6 +39,43 @@ def trained(recipe, data):
     )
     assert status == 0, out
     return recipe.parent / "run", out
+
+
+def test_embedded_features_are_those_of_the_run(trained, data, tmp_path):
+    """Recall from the files is the run's own; the rows are the samples, in their order."""
+    run_dir, _ = trained
+    told = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
+    folder = tmp_path / "features"
+    status, out = run(
+        run_dir, f"data.val={data.val}", "--output", str(folder), verb="embed", ranks=2
+    )
+    assert status == 0 and "608 samples embedded, 0 could not be used" in out, out
+    image, text = (
+        np.concatenate([np.load(folder / f"{kind}-0000{rank}-00000.npy") for rank in range(2)])
+        for kind in ("image", "text")
+    )
+    own = np.arange(608)
+    places = ((image @ text.T) > (image * text).sum(1)[:, None] - 1e-6).sum(1)
+    assert (places <= 10).mean() == pytest.approx(told["image_to_text_R@10"], abs=0.05)
+    files = [folder / f"samples-0000{rank}-00000.jsonl" for rank in range(2)]
+    samples = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    pictures, keys = {}, []
+    for shard in sorted(glob.glob(data.val)):
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, kind = member.name.partition(".")
+                content = tar.extractfile(member).read()
+                if kind in ("jpg", "jpeg", "png"):
+                    keys.append(key)
+                    pictures[key] = Image.open(io.BytesIO(content))
+    assert [sample["key"] for sample in samples] == keys and len(own) == len(keys)
+    loaded = load(str(run_dir), ema=False)
+    few = [0, 303, 304, 607]  # the last of one rank, the first of the other
+    seen = loaded.images([pictures[keys[row]] for row in few]).numpy()
+    read = loaded.texts([samples[row]["captions"][0] for row in few]).numpy()
+    assert seen == pytest.approx(image[few], abs=1e-5) and read == pytest.approx(
+        text[few], abs=1e-5
+    )
 
 
 def test_evaluate_and_export_agree_with_the_run(trained, data):

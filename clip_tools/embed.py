@@ -1,0 +1,175 @@
+"""A run, or any weights, by name: `load` in Python, and `clip-train embed` for whole data sets."""
+
+import argparse
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from clip_tools.inspect import as_ranks, to_evaluate
+from clip_train import dist
+from clip_train.data.images import crop_for_evaluation
+from clip_train.data.reader import count_missing
+from clip_train.data.tokenizer import Tokenize
+from clip_train.data.validation import ValLoader
+from clip_train.engine import PlainEngine
+from clip_train.errors import UserError
+from clip_train.models.clip import build_model
+from clip_train.models.config import AnyArchitecture
+from clip_train.storage.local import LocalStorage
+from clip_train.task import IMAGE_TEXT, FragmentSource
+from launcher.config.resolve import check_place
+from launcher.parts import shared_index, tokenizer_of
+from launcher.runtime.log import log
+
+ROWS = 65_536  # samples of a rank in one file
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that only looks, with its preprocessing and tokenizer."""
+
+    model: nn.Module  # in evaluation mode, float32, without gradients
+    tokenizer: Tokenize  # b texts -> int64 [b, context_length]
+    image_size: int  # S
+    source: str  # where the weights are from
+
+    @classmethod
+    def of(
+        cls, architecture: AnyArchitecture, weights: FragmentSource, source: str, device: str
+    ) -> "Loaded":
+        model = build_model(architecture)
+        PlainEngine(model).load_fragments(weights, {})
+        model = model.to(device).eval().requires_grad_(False)
+        return cls(model, tokenizer_of(architecture), architecture.vision_cfg.image_size, source)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """uint8 [3, S, S]: the model itself normalizes."""
+        pixels = torch.from_numpy(np.array(image.convert("RGB")))
+        return crop_for_evaluation(pixels.permute(2, 0, 1), self.image_size)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """uint8 [b, 3, S, S] -> float32 [b, D], normalized."""
+        return IMAGE_TEXT.encode(self.model, "image", images.to(self.device)).float()
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """b images -> float32 [b, D], normalized: the scalar products with `texts` are cosines."""
+        return self.pixels(torch.stack([self.preprocess(image) for image in images]))
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """b texts -> float32 [b, D], normalized."""
+        tokens = self.tokenizer(list(texts)).to(self.device)
+        return IMAGE_TEXT.encode(self.model, "text", tokens).float()
+
+
+def load(
+    place: str,
+    *overrides: str,
+    weights: str | None = None,
+    step: int | None = None,
+    ema: bool = False,
+    device: str = "cpu",
+) -> Loaded:
+    """The model of a run (its recipe, its folder, or the URL of its checkpoints), or of any weights
+    that `clip-train evaluate` takes.
+
+    Args:
+        overrides: as on a command line, such as "model.name=ViT-B-32" for a file of weights.
+        weights: instead of the run's newest checkpoint.
+        step: the checkpoint of this step.
+        ema: the moving average of its weights.
+        device: where the model is put.
+
+    Raises:
+        UserError, CheckpointError: as `clip-train evaluate` says it.
+    """
+    args = argparse.Namespace(
+        place=place, overrides=list(overrides), weights=weights, step=step, ema=ema
+    )
+    _, architecture, source, where = to_evaluate(args)
+    return Loaded.of(architecture, source, where, device)
+
+
+def embed_run(args: argparse.Namespace) -> int:
+    """Write the features of `data.val`; under torchrun the samples are split over the ranks."""
+    with as_ranks(args) as device:
+        config, architecture, source, where = to_evaluate(args)
+        if config.data.val is None:
+            raise UserError("data.val is null: add data.val=<the shards to embed>")
+        dist.on_main(partial(check_place, config.data.val, "data.val"))
+        index = shared_index(config, "data.val", config.data.val)
+        loaded = dist.agreed(Loaded.of, architecture, source, where, str(device))
+        loader = ValLoader(
+            config.data.val,
+            image_size=loaded.image_size,
+            context_length=architecture.text_cfg.context_length,
+            batch_size=config.evaluate.batch_size,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            caption_key=config.data.caption_key,
+            labelled=args.images_only,
+            workers=len(os.sched_getaffinity(0)),
+            index=count_missing(index, config.storage),
+            storage=config.storage,
+            tokenizer=loaded.tokenizer,
+        )
+        store = LocalStorage(args.output)
+        written = dist.agreed(write_features, loaded, loader, store, f"{dist.rank():05d}")
+        total, invalid = dist.sum_scalars(written, len(loader.invalid))
+        if dist.is_main():
+            log(f"{where}: {total:.0f} samples embedded, {invalid:.0f} could not be used")
+            print(store.url)
+    return 0
+
+
+@torch.no_grad()
+def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefix: str) -> int:
+    """Writes, for each `ROWS` samples of this rank, files whose rows belong together.
+
+    `image-R-F.npy` and `text-R-F.npy`, float32 [rows, D] (the first caption's), and
+    `samples-R-F.jsonl` with "key" and "captions". R is `prefix`, F counts from 0. Returns the
+    number of samples. DataError.
+    """
+    files = total = 0
+    image: list[Tensor] = []
+    text: list[Tensor] = []
+    lines: list[str] = []
+
+    def flush() -> None:
+        nonlocal files
+        name = f"{prefix}-{files:05d}"
+        for kind, parts in {"image": image, "text": text}.items():
+            if parts:
+                content = io.BytesIO()
+                np.save(content, torch.cat(parts).cpu().numpy())
+                store.put_bytes(f"{kind}-{name}.npy", content.getvalue())
+        store.put_bytes(f"samples-{name}.jsonl", "\n".join([*lines, ""]).encode())
+        for rows in (image, text, lines):
+            rows.clear()
+        files += 1
+
+    for batch in loader:
+        image.append(loaded.pixels(batch.images))
+        if not loader.labelled:
+            text.append(loaded.texts([captions[0] for captions in batch.captions]))
+        lines += [
+            json.dumps({"key": key, "captions": captions}, ensure_ascii=False)
+            for key, captions in zip(batch.keys, batch.captions, strict=True)
+        ]
+        total += len(batch.keys)
+        if len(lines) >= ROWS:
+            flush()
+    if lines:
+        flush()
+    return total
