@@ -7,6 +7,8 @@ in float64, one process, the full batch at once, textbook cross-entropy, autogra
 --variants: other models and ways to train instead (`VARIANTS`), each with an oracle of its own, on 1 and 2 ranks, in 1
 and 4 micro-batches, under ZeRO 1, ZeRO 3 and FSDP 3; with norms by tower, and of the moving average its error.
 The rows of open_clip take it from .venv-peers if this environment lacks it. --markdown: the worst of each variant.
+--towers: instead, towers of timm and Hugging Face within OpenCLIP's models, on 2 ranks, in 1 and 4 micro-batches, under
+ZeRO 1 to 3 and FSDP 1 to 3, with the units that FSDP shards.
 
 fp32 targets: parameters within 1e-5, loss within 1e-6 (relative, worst of the 5 steps).
 bf16 targets: the error of the update, beside that of the engine's un-accumulated bf16 step, at most 1.25 times it.
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import find_openclip, finish, parser, small_clip
+from torch.distributed.fsdp import FSDPModule
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
@@ -39,12 +42,14 @@ from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.step import train_step
 from clip_train.task import Batch
 from launcher.engines import build, describe
+from launcher.engines.compile import units
 from launcher.engines.config import EngineConfig
 from tests.contrastive.oracle import siglip
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
 N, STEPS, LR = 64, 5, 0.2
+COLUMNS = ("loss", "grad norm", "norms by tower", "parameters", "update")
 TARGETS = {
     "fp32 parameters": "relative error at most 1e-5",
     "fp32 loss": "relative error at most 1e-6",
@@ -72,7 +77,7 @@ class Row:
             zero_stage=self.stage,
             precision=self.precision,
             activation_checkpointing=self.checkpointing,
-            compile=VARIANTS[self.variant].compile,
+            compile=trained(self.variant).compile,
         )
 
     @property
@@ -181,6 +186,39 @@ def small_siglip() -> Any:
         return load_architecture(f"open_clip:{folder}/siglip.json")
 
 
+def small_towers(**vision: Any) -> Any:
+    """An image tower within OpenCLIP's model, and Hugging Face's RoBERTa as its text tower."""
+    import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+
+    import transformers  # isort: skip
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 16,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    # in place of the hub's
+    transformers.AutoConfig.from_pretrained = lambda *_, **__: transformers.RobertaConfig(**sizes)
+    text = {"hf_model_name": "roberta", "hf_pooler_type": "mean_pooler", "context_length": 12}
+    model = {"embed_dim": 32, "vision_cfg": {"image_size": 64, **vision}, "text_cfg": text}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "towers.json").write_text(json.dumps(model))
+        return load_architecture(f"open_clip:{folder}/towers.json")
+
+
+def small_vit_roberta() -> Any:
+    return small_towers(layers=2, width=64, head_width=32, patch_size=16)
+
+
+def small_convnext_roberta() -> Any:
+    return small_towers(timm_model_name="test_convnext", timm_pool="", timm_proj="linear")
+
+
 def layer_rate(name: str) -> float:
     """BEiT's, of two blocks in each tower, written out."""
     if re.fullmatch(r"(visual\.)?(proj|text_projection|ln_post.*|ln_final.*|logit_scale)", name):
@@ -219,6 +257,25 @@ VARIANTS = {
     "patch dropout 0.5": Variant(patch_dropout=0.5),
     "compiled": Variant(dropout=0.1, compile=True),
 }
+TOWERS = {
+    "timm's ViT (map pooling), OpenCLIP's text tower": VARIANTS["open_clip: SigLIP, small"],
+    "OpenCLIP's ViT, Hugging Face's RoBERTa": Variant(small_vit_roberta, lr=0.05),
+    "timm's ConvNeXt, Hugging Face's RoBERTa": Variant(small_convnext_roberta, lr=0.05),
+}
+
+
+def trained(name: str) -> Variant:
+    return (VARIANTS | TOWERS)[name]
+
+
+def tower_rows() -> list[Row]:
+    return [
+        Row(2, N // 2 // k, min(k, 2), stage, kind=kind, variant=variant)
+        for variant in TOWERS
+        for kind in ("deepspeed", "fsdp")
+        for stage in (1, 2, 3)
+        for k in (1, 4)
+    ]
 
 
 def variant_rows() -> list[Row]:
@@ -234,7 +291,7 @@ def variant_rows() -> list[Row]:
 
 def make_model(checkpointing: bool = False, variant: str = "dropout") -> torch.nn.Module:
     torch.manual_seed(7)
-    its = VARIANTS[variant]
+    its = trained(variant)
     return build_model(
         its.architecture(),
         dropout=its.dropout,
@@ -245,7 +302,7 @@ def make_model(checkpointing: bool = False, variant: str = "dropout") -> torch.n
 
 def to_train(row: Row) -> torch.nn.Module:
     model = make_model(row.checkpointing, row.variant)
-    freeze(model, ModelConfig(**VARIANTS[row.variant].model))
+    freeze(model, ModelConfig(**trained(row.variant).model))
     return model
 
 
@@ -270,7 +327,7 @@ class Truth:
 
 def oracle(variant: str = "dropout") -> Truth:
     """In float64: no step, no engine, no loss of ours."""
-    its, model = VARIANTS[variant], make_model(variant=variant).double()
+    its, model = trained(variant), make_model(variant=variant).double()
     named = {
         name: p
         for name, p in model.named_parameters()
@@ -328,11 +385,15 @@ def own_share(batch: Batch) -> Batch:
     return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
 
 
-def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
-    """On one rank: losses, norms, this rank's fragments of the master weights and of their averages, norms by tower."""
-    architecture = VARIANTS[row.variant].architecture()
-    lr = VARIANTS[row.variant].lr
-    optim = OptimConfig(name="sgd", lr=lr, weight_decay=0.0, **VARIANTS[row.variant].optim)
+def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:
+    """On one rank: losses, norms, this rank's fragments of the master weights and of their averages, norms by tower,
+    and the modules that FSDP shards by themselves."""
+    architecture = trained(row.variant).architecture()
+    lr = trained(row.variant).lr
+    optim = OptimConfig(name="sgd", lr=lr, weight_decay=0.0, **trained(row.variant).optim)
+    # The same float32 weights for every row, whatever the engine does to the model when it takes it. Drawn first:
+    # nothing can be imported while DeepSpeed builds a model at stage 3.
+    start = make_model(variant=row.variant).state_dict()
     engine = build(
         row.engine,
         lambda: to_train(row),
@@ -340,9 +401,8 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
         device=torch.device("cpu"),
         micro_size=row.micro,
     )
-    # The same float32 weights for every row, whatever the engine did to the model when it took it.
     engine.ema = moving_average(optim)
-    engine.load_fragments(WholeState(make_model(variant=row.variant).state_dict()), {})
+    engine.load_fragments(WholeState(start), {})
     objective = InfoNCE(tile=40) if architecture.init_logit_bias is None else SigmoidLoss(tile=40)
     losses, norms, towers = [], [], []
     for step in range(STEPS):
@@ -361,8 +421,9 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list]:
         ]
         for slot in ("param", "param_ema")
     )
+    sharded = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
     engine.close()
-    return losses, norms, parameters, averages, towers
+    return losses, norms, parameters, averages, towers, sharded
 
 
 def run_rows(rows: list[Row]) -> list:
@@ -380,7 +441,10 @@ def assemble(per_rank: list[list]) -> torch.Tensor:
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--variants", action="store_true", help="other models and ways to train")
+    arguments.add_argument("--towers", action="store_true", help="timm's and Hugging Face's")
     args = arguments.parse_args()
+    if args.towers:
+        return compare_towers(args)
     if args.variants:
         return compare_variants(args)
     rows = QUICK if args.quick else ALL
@@ -443,7 +507,7 @@ def compare_variants(args: Any) -> int:
             # each compiled one in processes of its own: torch compiles the same code anew so many times only
             batches = (
                 [[row] for row in chosen]
-                if VARIANTS[variant].compile
+                if trained(variant).compile
                 else [chosen]
                 if chosen
                 else []
@@ -454,15 +518,41 @@ def compare_variants(args: Any) -> int:
                     cells, wrong = judge(row, [results[i] for results in per_rank], truth)
                     table.append(cells)
                     missed += wrong
-    columns = ("loss", "grad norm", "norms by tower", "parameters", "update", "average")
     brief = []
     for variant in truths:
         its = [cells for cells in table if cells["what"] == variant]
         worst = {
-            column: max(cells[column] for cells in its) for column in columns
+            column: max(cells[column] for cells in its) for column in (*COLUMNS, "average")
         }  # "" in all or in none
         brief.append({"what": variant, "layouts": len(its), **worst})
     return finish("invariance of variants", table, TARGETS, missed, args, brief)
+
+
+def compare_towers(args: Any) -> int:
+    if not find_openclip():
+        print("open_clip is not here: make peers")
+        return 2
+    rows, missed, brief = tower_rows(), [], []
+    if args.quick:
+        rows = [row for row in rows if row.micro < N // 2 and row.stage == 3]
+    for variant in TOWERS:
+        chosen, truth = [row for row in rows if row.variant == variant], oracle(variant)
+        blocks = len(units(make_model(variant=variant)))
+        per_rank = run_ranks(run_rows, 2, chosen)
+        judged = []
+        for i, row in enumerate(chosen):
+            ours = [results[i] for results in per_rank]
+            cells, wrong = judge(row, ours, truth)
+            judged.append(cells)
+            missed += wrong
+            if row.kind == "fsdp" and {r[5] for r in ours} != {blocks + 1}:  # and the rest
+                missed.append(f"{row}: {ours[0][5]} units")
+        for engine in dict.fromkeys(cells["engine"] for cells in judged):
+            its = [cells for cells in judged if cells["engine"] == engine]
+            sharded = f"{blocks} and the rest" if engine.startswith("FSDP") else ""
+            worst = {key: max(cells[key] for cells in its) for key in COLUMNS}
+            brief.append({"what": variant, "engine": engine, "units": sharded, **worst})
+    return finish("towers", brief, TARGETS, missed, args)
 
 
 def judge(row: Row, ours: list, truth: Truth) -> tuple[dict[str, Any], list[str]]:

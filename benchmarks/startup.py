@@ -4,6 +4,8 @@ Imports are compared in CPU seconds of a fresh Python, in turn; the first step o
 
 --before FOLDER: instead, beside another checkout of this project (`git worktree add`), in turn: imports, and the
 seconds from the command to the first step on 1 and 8 ranks.
+--shards: instead, the seconds from the command to the first step on one rank with 231,349 shards and an index of
+650 MB, and with four; with --before FOLDER also of the other checkout.
 --memory: instead, the host memory of 8 FSDP ranks on the CPU at a fresh start of a tenth of ViT-bigG-14 and of
 open_clip:ViT-SO400M-14-SigLIP (blocks and vocabulary divided by 10, widths as they are), and what that makes of the
 whole models; with --before FOLDER also of the other checkout. It needs OpenCLIP (`.venv-peers`).
@@ -26,10 +28,13 @@ from typing import Any
 from common import find_peer, finish, parser
 
 from clip_tools.demo import shapes
+from clip_tools.shards.index import index_shard
+from clip_train.data.index import INDEX_NAME, to_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {"imports": "at most 1.2 times the CPU seconds of `import torch, deepspeed`"}
 MOST_OF_BEFORE = 1.05
+SHARDS, BLOCKS = 231_349, 160  # LAION-2B's, and checksums in each shard's line
 THEIRS = "import torch, deepspeed"
 OURS = "import launcher.cli.main, launcher.train, launcher.engines.deepspeed.engine"
 PARTS = {  # what somebody imports
@@ -51,13 +56,29 @@ def cpu_seconds(code: str, root: Path = ROOT) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def first_step(folder: Path, ranks: int, root: Path = ROOT) -> float:
+def laion(folder: Path) -> str:
+    """`data.train`: links to a few shards under 231,349 names, with an index as large as LAION-2B's, 649 MB."""
+    tars = sorted(
+        map(str, Path(shapes(folder / "data", 600, per_shard=150).train).parent.glob("*.tar"))
+    )
+    size = max(Path(tar).stat().st_size for tar in tars)
+    known = {tar: index_shard(tar, block_bytes=size // BLOCKS).entry for tar in tars}
+    many = folder / "many"
+    many.mkdir()
+    entries = {f"{i:06d}.tar": known[tars[i % len(tars)]] for i in range(SHARDS)}
+    for i, name in enumerate(entries):
+        (many / name).symlink_to(tars[i % len(tars)])
+    (many / INDEX_NAME).write_bytes(to_bytes(entries))
+    return f"{many}/{{000000..{SHARDS - 1:06d}}}.tar"
+
+
+def first_step(folder: Path, ranks: int, root: Path = ROOT, train: str | None = None) -> float:
     """Seconds from the start of the process to the record of a small run's first step."""
-    data = shapes(folder / "data", 600, per_shard=150)
+    train = train or shapes(folder / "data", 600, per_shard=150).train
     recipe = root / "recipes" / "demo_shapes.yaml"
     line = [
         f"run.dir={folder / str(ranks)}",
-        f"data.train={data.train}",
+        f"data.train={train}",
         "run.steps=41",
         "batch.global_size=32",
     ]
@@ -188,6 +209,19 @@ def compare_memory(before: Path | None, args: Any) -> int:
     return finish("startup", rows, {"memory": "MiB beyond the libraries'"}, [], args)
 
 
+def compare_shards(before: Path | None, args: Any) -> int:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        many = laion(Path(folder))
+        for when, root in (({"before": before} if before else {}) | {"now": ROOT}).items():
+            few, all_of_them = (
+                first_step(Path(folder, f"{when} {name}"), 1, root, train)
+                for name, train in (("few", f"{folder}/data/train/*.tar"), ("many", many))
+            )
+            rows.append({"": when, "4 shards, s": few, f"{SHARDS:,} shards, s": all_of_them})
+    return finish("startup", rows, {"shards": "seconds to the first step"}, [], args)
+
+
 def compare(before: Path, args: Any) -> int:
     rows, missed = [], []
     for what, code in PARTS.items():
@@ -235,7 +269,10 @@ def main() -> int:
         "--before", type=Path, metavar="FOLDER", help="another checkout of this project"
     )
     arguments.add_argument("--memory", action="store_true", help="host memory of a fresh start")
+    arguments.add_argument("--shards", action="store_true", help="the start with 231,349 shards")
     args = arguments.parse_args()
+    if args.shards:
+        return compare_shards(args.before and args.before.resolve(), args)
     if args.memory:
         return compare_memory(args.before and args.before.resolve(), args)
     if args.before is not None:
