@@ -162,16 +162,21 @@ def import_path(
 
 
 def call_imported(
-    key: str, path: str, options: Mapping[str, Any], *arguments: Any, base: type = object
+    key: str,
+    path: str,
+    options: Mapping[str, Any],
+    *arguments: Any,
+    base: type = object,
+    options_key: str = "",
 ) -> Any:
     """Call what `path` names with these arguments and the section's `options`. UserError."""
     call = import_path(key, path, base)
     try:
         return call(*arguments, **options)
     except (TypeError, ValueError) as e:
-        section = key.partition(".")[0]
+        options_key = options_key or f"{key.partition('.')[0]}.options"
         raise UserError(
-            f"{key} ({path}) cannot be used with {section}.options ({shown(dict(options))}): {e}; "
+            f"{key} ({path}) cannot be used with {options_key} ({shown(dict(options))}): {e}; "
             "correct them"
         ) from e
 

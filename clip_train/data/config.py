@@ -20,7 +20,7 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
-from clip_train.settings import Allowed, Refused, Rules, Settings, Silent, as_yaml
+from clip_train.settings import Allowed, ImportPath, Refused, Rules, Settings, Silent, as_yaml
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -149,6 +149,24 @@ class DataConfig(Settings):
     aug_gray_scale_prob: Annotated[Probability, Refused] = 0.0
     """The probability that an image is made gray."""
 
+    aug_flip_prob: Annotated[Probability, Refused] = 0.0
+    """The probability that an image is mirrored. A caption with left or right is wrong then."""
+
+    aug_erase_prob: Annotated[Probability, Refused] = 0.0
+    """The probability that a rectangle is erased, with torchvision's RandomErasing's sizes and
+    shapes, to CLIP's mean color."""
+
+    aug_own: Annotated[
+        ImportPath | None,
+        Allowed("an import path or null", example="torchvision.transforms.v2.RandAugment"),
+        Refused,
+    ] = None
+    """An augmentation of your own: a function, or a class whose objects are called, from uint8
+    [3, S, S] to the same. Its draws follow the sample's seed (docs/extending.md)."""
+
+    aug_own_options: Annotated[dict[str, Any], Refused] = Field({})
+    """The keyword arguments of data.aug_own, the function or the class."""
+
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides where its crop still has as many pixels as the
     model sees: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
@@ -164,6 +182,11 @@ class DataConfig(Settings):
         return {**raw, "train": train, "train_weights": None, "resampled": False}
 
     def rules(self) -> Rules:
+        yield (
+            bool(self.aug_own_options) and self.aug_own is None,
+            f"data.aug_own_options ({as_yaml(self.aug_own_options)}) need data.aug_own; take them "
+            "out",
+        )
         sources = len(split_sources(self.train))
         for key in ("train_weights", "resampled"):
             value = getattr(self, key)
@@ -187,9 +210,10 @@ class DataConfig(Settings):
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """The `aug_` keys without that, as `TrainTransform` takes them."""
-        keys = [key for key in type(self).model_fields if key.startswith("aug_")]
-        return {key.removeprefix("aug_"): getattr(self, key) for key in keys}
+        """The `aug_` keys without that, as `TrainTransform` takes them; not the user's own."""
+        own = {"aug_own", "aug_own_options"}
+        keys = {key for key in type(self).model_fields if key.startswith("aug_")} - own
+        return {key.removeprefix("aug_"): getattr(self, key) for key in sorted(keys)}
 
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:

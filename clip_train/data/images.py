@@ -9,8 +9,9 @@ Grayscale on Pillow's operations, as in OpenCLIP's `--aug-cfg`.
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 from torch.nn import functional as F
 
+from clip_train.errors import UserError
+from clip_train.settings import call_imported, import_path
+
 CROP_TRIES = 10
+ERASED = torch.tensor([122, 116, 104], dtype=torch.uint8)[:, None, None]  # CLIP's mean
 DIVISORS = (1, 2, 4, 8)  # by which JPEG decoders shrink an image at little cost
 MAX_STRETCH = 32  # evaluation keeps the middle of images that are more than this times as long
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
@@ -32,10 +37,44 @@ WORDS = (
 FEWEST, MOST = 4, 24  # words of a synthetic caption
 
 
+def own_augmentation(
+    path: str | None, options: Mapping[str, Any]
+) -> Callable[[Tensor], Tensor] | None:
+    """What `data.aug_own` names: a function, or an object of a class. UserError."""
+    if path is None:
+        return None
+    found = import_path("data.aug_own", path)
+    if isinstance(found, type):
+        return call_imported("data.aug_own", path, options, options_key="data.aug_own_options")
+    return functools.partial(found, **options)
+
+
+def seeded(own: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:
+    """`own(image)`, whatever it draws from Python's, NumPy's or torch's generator: a function of
+    the image and the seed. uint8 [3, S, S] -> the same. UserError for anything else."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # CUDA's are left alone
+    try:
+        out = own(image)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+    if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
+        what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise UserError(
+            f"data.aug_own returned {what} for uint8 {list(image.shape)}; return a tensor of the "
+            "same type and shape"
+        )
+    return out
+
+
 @dataclass(frozen=True)
 class TrainTransform:
-    """RandomResizedCrop as CLIP and OpenCLIP train with it, then ColorJitter and Grayscale if asked
-    for; no flip."""
+    """RandomResizedCrop as CLIP and OpenCLIP train with it. Then, if asked for, a flip, ColorJitter
+    and Grayscale, an augmentation of the user's own, and an erased rectangle."""
 
     image_size: int  # S, the side of the result in pixels
     scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's
@@ -44,6 +83,9 @@ class TrainTransform:
     color_jitter: tuple[float, float, float, float] | None = None
     color_jitter_prob: float = 1.0
     gray_scale_prob: float = 0.0
+    flip_prob: float = 0.0
+    erase_prob: float = 0.0
+    own: Callable[[Tensor], Tensor] | None = None  # uint8 [3, S, S] -> the same
     scaled_decode: bool = False  # decode JPEGs smaller where the crop allows it
 
     def divisor(self, height: int, width: int, sample_seed: int) -> int:
@@ -69,15 +111,28 @@ class TrainTransform:
         out = _resize(region, self.image_size, self.image_size).contiguous()
         jittered = rng.random() < self.color_jitter_prob and self.color_jitter is not None
         gray = rng.random() < self.gray_scale_prob
-        if not jittered and not gray:
-            return out
-        picture = Image.fromarray(out.permute(1, 2, 0).contiguous().numpy())
-        if jittered and self.color_jitter is not None:
-            for operation, factor in color_operations(rng, self.color_jitter):
-                picture = adjust_color(picture, operation, factor)
-        if gray:
-            picture = picture.convert("L").convert("RGB")
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+        if self.flip_prob and rng.random() < self.flip_prob:
+            out = out.flip(2)
+        if jittered or gray:
+            picture = Image.fromarray(out.permute(1, 2, 0).contiguous().numpy())
+            if jittered and self.color_jitter is not None:
+                for operation, factor in color_operations(rng, self.color_jitter):
+                    picture = adjust_color(picture, operation, factor)
+            if gray:
+                picture = picture.convert("L").convert("RGB")
+            out = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        if self.own is not None:
+            out = seeded(self.own, out.contiguous(), sample_seed)
+        if self.erase_prob and rng.random() < self.erase_prob:
+            top, left, height, width = self.rectangle(rng)
+            out = out.clone()
+            out[:, top : top + height, left : left + width] = ERASED
+        return out.contiguous()
+
+    def rectangle(self, rng: random.Random) -> tuple[int, int, int, int]:
+        """(top, left, height, width) of what torchvision's RandomErasing erases by default."""
+        drawn = TrainTransform(self.image_size, scale=(0.02, 0.33), ratio=(0.3, 3.3))
+        return drawn.crop(self.image_size, self.image_size, rng)
 
     def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it."""

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
-from clip_train.data.images import TrainTransform
+from clip_train.data.images import TrainTransform, own_augmentation
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
@@ -114,7 +114,10 @@ class TrainLoader(Iterator[Batch]):
         parts = Partition(sizes, self.streams, rank, world_size, began).workers(workers)
         self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
         transform = TrainTransform(
-            image_size, scaled_decode=config.scaled_decode, **config.augmentation
+            image_size,
+            scaled_decode=config.scaled_decode,
+            own=own_augmentation(config.aug_own, config.aug_own_options),
+            **config.augmentation,
         )
         self._stream = PieceStream(
             self.order, files, parts, step, transform,

@@ -207,7 +207,7 @@ VERBS = {
     PLACE is as for evaluate. Under torchrun each rank embeds its share.""",
         """\
     clip-train embed runs/clip data.val='s3://bucket/{0000..0099}.tar' --output features
-    torchrun --nproc-per-node 8 -m launcher embed hf-hub:org/name data.val='val/*.tar'""",
+    clip-train embed open_clip:ViT-B-32/openai data.val='val/*.tar' --images-only""",
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: features)", "features"),

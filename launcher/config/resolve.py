@@ -20,6 +20,7 @@ from clip_train.data.config import (
     resolve_block,
     resolve_streams,
 )
+from clip_train.data.images import own_augmentation, seeded
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
@@ -137,6 +138,7 @@ def resolve(
             collect(expand_braces, place, key)
     checks: list[tuple[bool, partial[list[str]]]] = [
         (config.schedule.is_imported, partial(schedule_mistakes, config)),
+        (config.data.aug_own is not None, partial(augmentation_mistakes, config)),
         (config.optim.is_imported, partial(engine_mistakes, config, engine, plan, world_size)),
     ]
     if architecture is not None:
@@ -206,6 +208,18 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
         ),
     ]
     return broken(rules)
+
+
+def augmentation_mistakes(config: RunConfig) -> list[str]:
+    """Of `data.aug_own`, tried on one image. UserError for an import path that leads to nothing."""
+    own = own_augmentation(config.data.aug_own, config.data.aug_own_options)
+    try:
+        if own is not None:
+            seeded(own, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
+    except Exception as e:
+        where = f"data.aug_own ({config.data.aug_own})"
+        return [f"{where} failed on an image of 64 pixels: {type(e).__name__}: {e}; correct it"]
+    return []
 
 
 def schedule_mistakes(config: RunConfig) -> list[str]:

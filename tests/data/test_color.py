@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import colorsys
+import pickle
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 
 from clip_train.data import images
 from clip_train.data.images import TrainTransform
+from clip_train.errors import UserError
 
 FACTORS = (0.0, 0.3, 0.9, 1.0, 1.4, 2.5)
 
@@ -119,6 +121,46 @@ def test_probabilities_hold_and_the_seed_decides(image):
         grays += is_gray
         jittered += not is_gray and not torch.equal(out, plain(image, seed))
     assert abs(grays - 300) < 60 and abs(jittered - 560) < 65
+
+
+def test_flips_and_erased_rectangles(image):
+    """Each with its probability; the crop is the same with and without."""
+    plain = TrainTransform(16, (0.3, 1.0))
+    both = TrainTransform(16, (0.3, 1.0), flip_prob=0.4, erase_prob=0.25)
+    mean = torch.tensor([122, 116, 104], dtype=torch.uint8)[:, None, None]
+    flips = erased = 0
+    for seed in range(800):
+        out, crop = both(image, seed), plain(image, seed)
+        hidden = (out == mean).all(0)
+        erased += bool(hidden.any())
+        rows, cols = hidden.any(1).nonzero().flatten(), hidden.any(0).nonzero().flatten()
+        if len(rows):
+            assert hidden[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1].all()
+            assert 1 <= hidden.sum() <= 0.4 * 256
+        is_flipped = torch.equal(out[:, ~hidden], crop.flip(2)[:, ~hidden])
+        assert is_flipped or torch.equal(out[:, ~hidden], crop[:, ~hidden])
+        flips += is_flipped
+    assert abs(flips - 320) < 60 and abs(erased - 200) < 50
+
+
+def noisy(picture, strength):
+    """Draws from all three generators."""
+    noise = torch.rand(()) + random.random() + np.random.rand()
+    return (picture + strength * noise).to(torch.uint8)
+
+
+def test_an_augmentation_of_ones_own_follows_the_seed(image):
+    own = TrainTransform(16, own=images.own_augmentation(f"{__name__}.noisy", {"strength": 40}))
+    again = pickle.loads(pickle.dumps(own))
+    random.seed(1)
+    before = random.getstate(), torch.get_rng_state()
+    first, second = own(image, 2**40 + 3), own(image, 2**40 + 4)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    torch.rand(5)
+    assert torch.equal(again(image, 2**40 + 3), first) and not torch.equal(first, second)
+    wrong = TrainTransform(16, own=images.own_augmentation("torch.flatten", {}))
+    with pytest.raises(UserError, match=r"data.aug_own returned torch.uint8 \[768\] for"):
+        wrong(image, 0)
 
 
 def test_gray_is_the_gray_of_the_crop(image):

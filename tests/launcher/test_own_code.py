@@ -251,6 +251,9 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         ((HALF_LIFE,), "cannot be used with schedule.options ({})"),
         (("schedule.options={half: 2}",), "need an import path as schedule.name (it is cosine)"),
         (("log.callbacks=[probe]",), "log.callbacks"),
+        (("data.aug_own=torch.flatten",), "returned torch.uint8 [12288] for uint8 [3, 64, 64]"),
+        (("data.aug_own=torch.nowhere",), "data.aug_own (torch.nowhere) cannot be imported"),
+        (("data.aug_own_options={x: 1}",), "need data.aug_own; take them out"),
         ((f"schedule.name={__name__}.endless",), "endless) returned inf for the last step"),
     ],
 )
