@@ -130,7 +130,7 @@ class TrainTransform:
         return out.contiguous()
 
     def rectangle(self, rng: random.Random) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of what torchvision's RandomErasing erases by default."""
+        """(top, left, height, width), as torchvision's RandomErasing draws it by default."""
         drawn = TrainTransform(self.image_size, scale=(0.02, 0.33), ratio=(0.3, 3.3))
         return drawn.crop(self.image_size, self.image_size, rng)
 

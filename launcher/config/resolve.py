@@ -211,7 +211,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
 
 
 def augmentation_mistakes(config: RunConfig) -> list[str]:
-    """Of `data.aug_own`, tried on one image. UserError for an import path that leads to nothing."""
+    """`data.aug_own` is tried on one image. UserError for an import path that leads to nothing."""
     own = own_augmentation(config.data.aug_own, config.data.aug_own_options)
     try:
         if own is not None:
