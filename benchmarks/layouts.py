@@ -120,9 +120,8 @@ def fsdp_state(engine: Any) -> tuple[State, dict[str, Any]]:
         if not isinstance(p, DTensor):
             return shard.detach().clone()
         placed = {"shape": p.shape, "stride": p.stride()}
-        return DTensor.from_local(
-            shard.detach(), p.device_mesh, p.placements, **placed
-        ).full_tensor()
+        shards = DTensor.from_local(shard.detach(), p.device_mesh, p.placements, **placed)
+        return shards.full_tensor().clone()  # on one rank it is the shard itself
 
     def address(tensor: torch.Tensor) -> int:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
