@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
 from clip_train.data.images import TrainTransform, own_augmentation
-from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
-from clip_train.errors import DataError
+from clip_train.errors import DataError, UserError
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -135,6 +135,24 @@ class TrainLoader(Iterator[Batch]):
         """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
         shards = pack_rows(self.index.rows())
         return {"data_began": self._began, "shards": shards, "order": self._keys}
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state` and the step of the next batch, for a loop of your own (torchdata's protocol)."""
+        return {**self.state(), "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the batch that followed `state_dict`. Ranks and workers may have changed.
+
+        UserError: the shards or their order have changed, or this loader has given a batch.
+        """
+        keep = {"changed_shards": False, "changed_order": False}
+        began = resume_data(state, self.index, self._keys, **keep).began
+        if self._pieces is not None or began != self._began:
+            raise UserError(
+                "load_state_dict needs a loader that has given no batch, whose data began at step "
+                f"{began}; make a new TrainLoader(..., began={began})"
+            )
+        self.step = self._stream.start = state["step"]
 
     def epoch(self, step: int) -> int:
         """Whole epochs that are done before a step, since the data began."""

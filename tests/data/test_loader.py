@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -432,3 +433,27 @@ def test_shared_memory_is_as_large_as_the_largest_piece(folder):
         assert (
             max(new) == 2 * 3 * 12 * 3 * 16 * 16
         )  # workers, prefetch + 1, N / 2 samples of 3 x 16 x 16 bytes
+
+
+def test_a_loop_of_ones_own_continues_on_other_ranks_and_workers(folder, tmp_path):
+    """Also a DataLoader's user: the state is JSON, and names what has changed."""
+    own = {"image_size": 16, "context_length": 8, "global_size": N, "seed": 3}
+    with TrainLoader(config_of(folder, workers=2), **own) as whole:
+        batches = [next(whole).keys for _ in range(5)]
+    with TrainLoader(config_of(folder), **own) as first:
+        assert [next(first).keys for _ in range(3)] == batches[:3]
+        state = json.loads(json.dumps(first.state_dict()))
+        with pytest.raises(UserError, match="make a new TrainLoader"):
+            first.load_state_dict(state)
+    rest: list[list[str]] = [[], []]
+    for rank in range(2):
+        settings = config_of(folder, workers=rank)
+        with TrainLoader(settings, **own, rank=rank, world_size=2) as loader:
+            loader.load_state_dict(state)
+            for number in range(2):
+                rest[number] += next(loader).keys
+            assert loader.state_dict()["step"] == 5
+    assert rest == batches[3:]
+    other = TrainLoader(config_of(folder), **own | {"seed": 4})
+    with pytest.raises(UserError, match=r"run.seed was 3, is 4"):
+        other.load_state_dict(state)
