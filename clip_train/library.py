@@ -1,13 +1,12 @@
 """The two passes over any module with two sides, for a loop of your own: see docs/library.md."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -119,19 +118,29 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         name, ranks = type(module).__name__, dist.world_size()
         yield (
-            isinstance(module, FullyShardedDataParallel)
+            is_sharded(module, "FullyShardedDataParallel")
             or hasattr(module, "set_gradient_accumulation_boundary"),
             f"model holds {name}, which reduces gradients in its own way: wrap the plain module "
             "with DistributedDataParallel or fully_shard, or use the trainer",
         )
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation may have left it whole
-            meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+        if is_sharded(module):
+            cast(Any, module).reshard()  # an evaluation may have left it whole
+            parameters: Any = module.parameters()
+            meshes = {p.device_mesh for p in parameters if hasattr(p, "device_mesh")}
             yield (
                 any(mesh.size() != ranks for mesh in meshes),
                 f"model holds {name} that is sharded over {[m.size() for m in meshes]} of "
                 f"{ranks} ranks: give fully_shard a mesh of all ranks",
             )
+
+
+def is_sharded(module: nn.Module, kind: str = "FSDPModule") -> bool:
+    """Whether `fully_shard` made `module`, or the other class of torch.distributed.fsdp.
+
+    Its import takes half a second, so it is left to those who shard.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, kind))
 
 
 def num_samples(name: str, inputs: Any) -> int:
@@ -187,9 +196,9 @@ class ModuleEngine:
         self.device = held[0].device if held else torch.device("cpu")
         modules = list(module.modules())
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self.sharded = [m for m in modules if isinstance(m, FSDPModule)]
+        self.sharded = [m for m in modules if is_sharded(m)]
         inside = {p for m in self.ddp for p in m.parameters()}
-        inside |= {p for p in parameters if isinstance(p, DTensor)}
+        inside |= {p for p in parameters if hasattr(p, "device_mesh")}
         self.averages = bool(self.ddp or self.sharded)
         self.outside = (
             [p for p in parameters if p.requires_grad and p not in inside] if self.averages else []
@@ -212,7 +221,7 @@ class ModuleEngine:
         return stack
 
     @staticmethod
-    def _defer(module: FSDPModule, deferred: bool) -> None:
+    def _defer(module: Any, deferred: bool) -> None:
         """Whether the next backward leaves its gradients on this rank, for a later one to reduce.
 
         A unit that stays whole after its forward then stays so: one all-gather a step.
@@ -220,7 +229,7 @@ class ModuleEngine:
         module.set_requires_gradient_sync(not deferred, recurse=False)
         module.set_is_last_backward(not deferred)
         # private: only fully_shard's caller knows its reshard_after_forward
-        groups = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
+        groups = module._get_fsdp_state()._fsdp_param_groups
         whole = not any(group._reshard_after_forward for group in groups)
         module.set_reshard_after_backward(not (deferred and whole), recurse=False)
 
