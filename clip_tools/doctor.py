@@ -208,7 +208,7 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
             "nodes",
             f"{node} exchanges {rate / 1e9:.3f} GB/s with another node, the median node "
             f"{usual / 1e9:.3f} GB/s",
-            f"exclude it (--exclude={node}), and have its network looked at",
+            f"exclude it (--exclude={node}) and check its network",
         )
 
 
