@@ -158,7 +158,7 @@ class DataConfig(Settings):
 
     aug_own: Annotated[
         ImportPath | None,
-        Allowed("an import path or null", example="torchvision.transforms.v2.RandAugment"),
+        Allowed("an import path, such as torchvision.transforms.v2.RandAugment, or null"),
         Refused,
     ] = None
     """An augmentation of your own: a function, or a class whose objects are called, from uint8
