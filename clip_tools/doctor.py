@@ -367,7 +367,8 @@ def measure_pairs(device: torch.device) -> list[float]:
     A tournament: in each round every rank has another partner, and all pairs exchange at once.
     """
     x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
-    y, here, W, rates = torch.empty_like(x), dist.rank(), dist.world_size(), list[float]()
+    y, here, W = torch.empty_like(x), dist.rank(), dist.world_size()
+    took: dict[int, float] = {}  # seconds of an exchange, by partner
     rounds = W - 1 + W % 2  # one without a partner in each where W is odd
     for number in range(rounds):
         partner = (number - here) % rounds
@@ -386,8 +387,16 @@ def measure_pairs(device: torch.device) -> list[float]:
                     work.wait()
                 y.sum().item()  # waits for the device
             seconds = min(seconds, time.perf_counter() - began)
-        rates += [REDUCED_BYTES[device.type] / seconds] * (partner < W)
-    return dist.gather_objects(statistics.median_high(rates or [0.0]))
+        if partner < W:
+            took[partner] = seconds
+    both = dist.gather_objects(took)
+    size = REDUCED_BYTES[device.type]
+    # of a pair the slower: a sender is done when its kernel has the bytes
+    rates = (
+        [size / max(seconds, both[other][rank]) for other, seconds in own.items()]
+        for rank, own in enumerate(both)
+    )
+    return [statistics.median_high(of_rank or [0.0]) for of_rank in rates]
 
 
 if __name__ == "__main__":
