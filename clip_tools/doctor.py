@@ -389,12 +389,12 @@ def measure_pairs(device: torch.device) -> list[float]:
             seconds = min(seconds, time.perf_counter() - began)
         if partner < W:
             took[partner] = seconds
-    both = dist.gather_objects(took)
+    seen = dist.gather_objects(took)
     size = REDUCED_BYTES[device.type]
     # of a pair the slower: a sender is done when its kernel has the bytes
     rates = (
-        [size / max(seconds, both[other][rank]) for other, seconds in own.items()]
-        for rank, own in enumerate(both)
+        [size / max(seconds, seen[other][rank]) for other, seconds in own.items()]
+        for rank, own in enumerate(seen)
     )
     return [statistics.median_high(of_rank or [0.0]) for of_rank in rates]
 
