@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_568,
+    "statements": 15_569,
     "functions": 1_317,
     "walruses": 0,
     "lambdas": 47,

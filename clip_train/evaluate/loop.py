@@ -59,8 +59,8 @@ def evaluate(
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
                 out |= caption_metrics(tested, config)
-            for path in config.functions:
-                out |= own_metrics(path, tested)
+            if config.functions:
+                out |= own_metrics(config.functions, tested)
         if labelled is not None:
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:

@@ -1,9 +1,7 @@
-"""An evaluation of a user's own: a function of the features of all samples."""
+"""Evaluations of a user's own: functions of the features of all samples."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from clip_train import dist
 from clip_train.errors import UserError
@@ -11,11 +9,11 @@ from clip_train.evaluate.features import Encoded
 from clip_train.settings import import_path
 
 
-def own_metrics(path: str, seen: Encoded) -> dict[str, float]:
-    """Collective: the numbers that the function `path` of `evaluate.functions` returns on rank 0.
+def own_metrics(paths: Sequence[str], seen: Encoded) -> dict[str, float]:
+    """Collective: the numbers that the functions of `evaluate.functions` return on rank 0.
 
-    It is called with an `Encoded` of all ranks' samples. UserError, on all ranks, if it raises, or
-    returns anything but numbers by name.
+    They are called with an `Encoded` of all ranks' samples. UserError, on all ranks, if one cannot
+    be imported, raises, or returns anything but numbers by name.
     """
     counts = dist.gather_objects((len(seen.image), len(seen.text)))
     images, texts = ([count[i] for count in counts] for i in (0, 1))
@@ -27,15 +25,18 @@ def own_metrics(path: str, seen: Encoded) -> dict[str, float]:
         texts=dist.gather_rows(seen.texts, texts),
         owners=dist.gather_rows(seen.owners + sum(images[: dist.rank()]), texts),
     )
-    function = dist.agreed(import_path, "evaluate.functions", path)
-    return dist.on_main(partial(_call, path, function, gathered))
+    return dist.on_main(_call, paths, gathered)
 
 
-def _call(path: str, function: Callable[[Encoded], Any], seen: Encoded) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in function(seen).items()}
-    except Exception as e:
-        raise UserError(
-            f"evaluate.functions ({path}) failed: {type(e).__name__}: {e}; correct it, or take it "
-            "out. It gets a clip_train.evaluate.features.Encoded and returns numbers by name"
-        ) from e
+def _call(paths: Sequence[str], seen: Encoded) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for path in paths:
+        function = import_path("evaluate.functions", path)
+        try:
+            out |= {str(name): float(value) for name, value in function(seen).items()}
+        except Exception as e:
+            raise UserError(
+                f"evaluate.functions ({path}) failed: {type(e).__name__}: {e}; correct it, or take "
+                "it out. It gets a clip_train.evaluate.features.Encoded and returns numbers by name"
+            ) from e
+    return out

@@ -2,8 +2,8 @@
 
 python -m tests.engine.wire WORLD_SIZE 'JSON list of recipes'. One line of JSON for each recipe.
 
-No other rank exists: a gather repeats this rank's part, a sum is this rank's alone, and what is received
-is zero. What is sent, in which type and how much of it, is what a real group of that size would send.
+There are no other ranks: a gather repeats this rank's part, a sum has this rank's alone, and received tensors
+are zero. The operators, types and bytes are those of a real group of that size.
 """
 
 from __future__ import annotations
