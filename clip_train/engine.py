@@ -30,6 +30,7 @@ from clip_train.task import (
     Task,
     Wanted,
     groups,
+    local_losses,
 )
 
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
@@ -176,7 +177,8 @@ class Engine(abc.ABC):
 
         seen: the result without a graph: the features of frozen groups are taken from it.
         """
-        only = None if seen is None else self.trained_groups
+        # a local loss reads all towers: taken from `seen` it would have no graph
+        only = None if seen is None or local_losses(seen) else self.trained_groups
         features = self.task.features(self.model, micro_batch, only)
         return self.task.with_masters({**(seen or {}), **features}, self._masters)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
+from clip_train.local_loss import add_local_losses
 from clip_train.models.batch_norm import observed
 from clip_train.task import (
     Batch,
@@ -135,6 +136,7 @@ def two_pass(
     context = replace(context, prepared=joined(prepared, order) if prepared else None)
     with matmul_precision(objective.matmul), guard("loss"):
         output = objective(features, context)  # once, globally
+        add_local_losses(output, features, objective.weights)
     gradients: list[Features] = [{} for _ in cache]
     for name, gradient in output.gradients.items():
         if is_scalar(gradient):

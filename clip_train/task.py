@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -33,6 +34,9 @@ scalars [1].
 CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor
 itself, exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64)
 whatever the model's precision. Gradients with respect to features have the same names and shapes.
+
+A name that ends in "_loss" is a loss that adds up over samples (`clip_train.local_loss`): rows
+[b, 2], each a sum over a sample's terms and the number of these terms.
 """
 # A micro-batch's texts are cut at multiples of this: each length is another shape to compile.
 TEXT_STEP = 8
@@ -260,7 +264,8 @@ class Task:
 
     CLIP has a tower of images, a tower of texts, a logit scale and perhaps a bias. The model is
     `model(images, texts, sample_seeds)` and returns `(image, text, exp(logit_scale), logit_bias)`,
-    where an input may be None. Its parameters have OpenCLIP's names. All ranks make the same calls.
+    where an input may be None. With both inputs a fifth value may follow: local losses by name (see
+    `Features`). Its parameters have OpenCLIP's names. All ranks make the same calls.
     """
 
     # parameters of shape [1] that belong to no group; engines give the model their fp32 values
@@ -317,14 +322,19 @@ IMAGE_TEXT = Task()
 
 
 def named_features(
-    image: Tensor | None, text: Tensor | None, logit_scale: Tensor, logit_bias: Tensor | None = None
+    image: Tensor | None,
+    text: Tensor | None,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
+    local_losses: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Features:
     """CLIP's features by name, without those that are None.
 
     image, text: [b, D], normalized. logit_scale: [1], the factor itself. logit_bias: [1].
+    local_losses: each [b, 2], see `Features`.
     """
     named = {"image": image, "text": text, "logit_scale": logit_scale, "logit_bias": logit_bias}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {name: x for name, x in (named | local_losses).items() if x is not None}
 
 
 def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
@@ -385,6 +395,11 @@ class LossOutput:
         return cls(loss, gradients, **more)
 
 
+def local_losses(features: Iterable[str]) -> list[str]:
+    """Those of the names that are losses which add up over samples."""
+    return [name for name in features if name.endswith("_loss")]
+
+
 def is_scalar(feature: Tensor) -> bool:
     """Rows have two dimensions or more, scalars are [1]."""
     return feature.ndim == 1
@@ -401,6 +416,8 @@ class Objective(abc.ABC):
     """How its products of float32 matrices are computed; `LossConfig.matmul`."""
     takes_bias: bool = False
     """Whether the model must have a `logit_bias`; if not, it may not have one."""
+    weights: Mapping[str, float] = {}
+    """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 
     def prepare(self, micro_batch: MicroBatch) -> Features | None:
         """Once for each micro-batch, in the first pass, without grad: a teacher's features."""
