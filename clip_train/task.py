@@ -334,7 +334,7 @@ def named_features(
     local_losses: each [b, 2], see `Features`.
     """
     named = {"image": image, "text": text, "logit_scale": logit_scale, "logit_bias": logit_bias}
-    return {name: x for name, x in (named | local_losses).items() if x is not None}
+    return {name: x for name, x in {**named, **local_losses}.items() if x is not None}
 
 
 def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
