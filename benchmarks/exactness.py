@@ -4,6 +4,7 @@ Each row trains a small CLIP for 5 SGD steps through a real engine, DeepSpeed or
 (3 does not divide the 64 samples), cut into 1, 3 and 8 micro-batches, at stages 0 to 3 in turn. The oracle is the same
 model in float64, one process, the whole batch at once, the objective's textbook formula, autograd, torch.optim.SGD:
 
+    InfoNCE, ring   textbook InfoNCE; texts go round the ranks
     sigmoid         Algorithm 1 of arXiv 2303.15343, over a model with a bias; the row says how texts are exchanged
     memory bank     cross-entropy over current and past columns, the past a list in sample order, copies masked
     contaccum       the same with past pairs as rows, too
@@ -33,6 +34,7 @@ from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.ring import RingInfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
@@ -92,6 +94,7 @@ OWN = {  # by the name of the row: the import path of the function, and the name
     "own: uniformity": "tests.contrastive.test_function.uniformity",
 }
 KINDS = (
+    "InfoNCE, ring",
     "sigmoid",
     "memory bank",
     "contaccum",
@@ -230,6 +233,8 @@ def objective(row: Row) -> Objective:
     if row.kind in OWN:
         return build_loss(LossConfig(kind=OWN[row.kind], tile=TILE))
     match row.kind:
+        case "InfoNCE, ring":
+            return RingInfoNCE(tile=TILE)
         case "sigmoid":
             return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]
         case "memory bank":
@@ -312,9 +317,11 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
 
 
 def main() -> int:
-    args = parser(__doc__ or "").parse_args()
-    rows = quick_rows() if args.quick else all_rows()
-    truths = {kind: oracle(kind) for kind in KINDS}
+    command = parser(__doc__ or "")
+    command.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
+    args = command.parse_args()
+    rows = [row for row in (quick_rows() if args.quick else all_rows()) if row.kind in args.only]
+    truths = {kind: oracle(kind) for kind in args.only}
     outcomes = {}
     for world in PER_SHARE:
         chosen = [row for row in rows if row.world == world]

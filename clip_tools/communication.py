@@ -70,6 +70,9 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
     if loss.exchange == "ring":  # texts, and their gradients, which come home
         size = plan.per_rank * resolved.architecture.embed_dim
         yield Collective("loss", "send", "fp32", size, W, 2 * W - 1)
+        if loss.kind == "info_nce":  # a round before, and sums over columns in both
+            yield Collective("loss", "send", "fp64", plan.per_rank, W, W)
+            yield Collective("loss", "send", "fp32", size + plan.per_rank, W, W - 1)
         return
     banked = loss.bank_size if loss.kind == "memory_bank" else 0
     if banked:

@@ -12,6 +12,7 @@ from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.ring import RingInfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.engine import PlainEngine
 from clip_train.optim.config import OptimConfig
@@ -28,7 +29,7 @@ from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
 SIZES = (32, 33, 7, 20, 31)
 LR, BANK = 0.5, 41
-KINDS = ("info_nce", "gather", "ring", "negatives", "contaccum", "distill")
+KINDS = ("info_nce", "softmax ring", "gather", "ring", "negatives", "contaccum", "distill")
 CASES = pairwise(KINDS, (2, 1, 3, 4), (5, 1, 64))  # kind, ranks, micro-batch size
 
 
@@ -55,6 +56,8 @@ def objective(kind: str):
             return MemoryBank(BANK, 1, kind, tile=7)
         case "distill":
             return Distillation(CountingTeacher(), tile=7)
+        case "softmax ring":
+            return RingInfoNCE(tile=7)
     return InfoNCE(tile=7)
 
 
@@ -82,7 +85,7 @@ def oracle_step(kind: str, model, step: int, past: list):
                 *[x.detach() for x in CountingTeacher().model(batch.images, batch.texts)[:3]],
             )
         )
-    if kind == "info_nce":
+    if kind in ("info_nce", "softmax ring"):
         return oracle_loss(I, T, s)
     known = past[-BANK:] if step >= 1 else []
     past_I, past_T = (

@@ -5,6 +5,7 @@ from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.function import FunctionLoss
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
+from clip_train.contrastive.ring import RingInfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
 from clip_train.settings import call_imported, import_path
@@ -26,6 +27,8 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
         )
     elif config.kind == "sigmoid":
         objective = SigmoidLoss(tile=tile, exchange=config.exchange)
+    elif config.exchange == "ring":
+        objective = RingInfoNCE(tile=tile)
     elif config.is_imported:
         found = import_path("loss.kind", config.kind)
         if isinstance(found, type):

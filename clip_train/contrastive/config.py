@@ -32,8 +32,8 @@ class LossConfig(Settings):
     options: Annotated[dict[str, Any], Refused] = Field({})
     """With an import path: the keyword arguments of the function or class."""
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
-    """sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a time,
-    so that no rank holds the global batch's features."""
+    """info_nce, sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a
+    time, so that no rank holds the global batch's features."""
     bank_size: PositiveInt = 4096
     """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a
     pair."""
@@ -58,9 +58,9 @@ class LossConfig(Settings):
             f"{self.kind}); take them out",
         )
         yield (
-            self.exchange == "ring" and self.kind != "sigmoid",
-            f"loss.exchange (ring) needs loss.kind=sigmoid: a softmax ({self.kind}) needs all "
-            "logits of a row before it has any gradient; set loss.exchange=gather",
+            self.exchange == "ring" and self.kind not in ("info_nce", "sigmoid"),
+            f"loss.exchange (ring) needs loss.kind info_nce or sigmoid (it is {self.kind}): others "
+            "gather the features; set loss.exchange=gather",
         )
 
     @property

@@ -1,6 +1,7 @@
 """Which rank holds which samples of the global batch, and how ranks get each other's features."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,3 +90,30 @@ class Pairs:
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks that share the batch, in place."""
         return dist.all_reduce_sum(x) if len(self.counts) > 1 else x
+
+
+def send_round(
+    visit: Callable[[Tensor, Tensor, int], None],
+    visitors: Tensor,
+    collected: Tensor,
+    counts: Sequence[int],
+) -> Tensor:
+    """Call `visit(visitors, collected, place)` with the visitors of each rank, this rank's first.
+
+    visitors, collected: [n, ...], of this rank's samples. `visit` changes `collected` in place.
+    place: of the first visitor in the global batch. counts: samples of every rank. Returns what
+    this rank's visitors have collected.
+    """
+    W, here = len(counts), dist.rank()
+    first = list(itertools.accumulate(counts, initial=0))
+    for hop in range(W):
+        owner = (here - hop) % W
+        next_rows = counts[(owner - 1) % W]
+        # on its way while this rank computes
+        incoming = dist.pass_on(visitors, next_rows) if hop < W - 1 else None
+        visit(visitors, collected, first[owner])
+        if W > 1:
+            collected = dist.pass_on(collected, next_rows)()  # the last hop brings our own home
+        if incoming is not None:
+            visitors = incoming()
+    return collected

@@ -134,20 +134,42 @@ class Softmaxes:
         row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
         if transposed:
             row_lse, col_lse = col_lse, row_lse
-        row_lse, col_lse, shift = row_lse[block.rows], col_lse[block.cols], self.shift
+        of = (row_lse[block.rows], col_lse[block.cols])
         if self.direct:
-            zero = 0.0 if shift is None else shift
-            row_lse, col_lse = (zero - row_lse).exp(), (zero - col_lse).exp()  # factors
-        of_rows, of_cols = row_lse.to(block.dtype)[:, None], col_lse.to(block.dtype)[None]
-        for rows, cols, S, G in block.logits(self.scale, shift, self.side):
-            if self.direct:
-                torch.add(of_rows[rows], of_cols[:, cols], out=G)
-                G.mul_(S.exp_())
-            else:
-                torch.sub(S, of_rows[rows], out=G).exp_()
-                G.add_(S.sub_(of_cols[:, cols]).exp_())
-            block.fill(rows, cols, G, 0.0)
-            block.add_products(rows, cols, G, weight, dA, dB, values)
+            shift = 0.0 if self.shift is None else self.shift
+            of = ((shift - of[0]).exp(), (shift - of[1]).exp())
+        add_softmax_gradient(
+            block, of, self.scale, self.shift, self.side, weight, dA, dB, values, direct=self.direct
+        )
+
+
+def add_softmax_gradient(
+    block: Block,
+    of: tuple[Tensor, Tensor],
+    scale: Tensor,
+    shift: Tensor | None,
+    side: int,
+    weight: float,
+    dA: Tensor,
+    dB: Tensor | None,
+    values: tuple[Tensor, Tensor] | None = None,
+    *,
+    direct: bool,
+) -> None:
+    """As `Softmaxes.add_gradient`, of a block whose rows and columns have the log-sum-exps `of`.
+
+    of: [r] and [c]; where `direct`, exp(shift - them), so that they are factors.
+    """
+    of_rows, of_cols = of[0].to(block.dtype)[:, None], of[1].to(block.dtype)[None]
+    for rows, cols, S, G in block.logits(scale, shift, side):
+        if direct:
+            torch.add(of_rows[rows], of_cols[:, cols], out=G)
+            G.mul_(S.exp_())
+        else:
+            torch.sub(S, of_rows[rows], out=G).exp_()
+            G.add_(S.sub_(of_cols[:, cols]).exp_())
+        block.fill(rows, cols, G, 0.0)
+        block.add_products(rows, cols, G, weight, dA, dB, values)
 
 
 def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor | None:

@@ -13,7 +13,6 @@ text:
             texts.
 """
 
-import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.exchange import Pairs, share_counts
+from clip_train.contrastive.exchange import Pairs, send_round, share_counts
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots, softplus
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
@@ -54,11 +53,18 @@ class SigmoidLoss(Objective):
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
         tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile)
         if self.exchange == "ring" or len(counts) == 1:
-            value, slope = _round(tiled_pass, I, T, d_image, d_text, counts)
+            sums = I.new_zeros(2, dtype=torch.float64)
+            here = sum(counts[: dist.rank()])
+
+            def visit(texts: Tensor, d_text: Tensor, first: int) -> None:
+                sums.add_(tiled_pass(d_image, d_text, Block(I, texts, here, first)))
+
+            d_text = send_round(visit, T, d_text, counts)
         else:
             pairs = Pairs.gathered(I, T, counts)
-            value, slope = tiled_pass(d_image, None, pairs.rows)
+            sums = tiled_pass(d_image, None, pairs.rows)
             tiled_pass(d_text, None, pairs.cols, with_sums=False)
+        value, slope = sums
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         d_scale = row_dots(I, d_image).sum()
@@ -93,27 +99,4 @@ def _tiled_pass(
             # softplus; torch's own turns linear at 20
             sums[0] += torch.logaddexp(S, zero, out=S).sum()
         block.add_products(rows, cols, G, weight, dA, dB)
-    return sums
-
-
-def _round(
-    tiled_pass: partial, I: Tensor, T: Tensor, d_image: Tensor, d_text: Tensor, counts: list[int]
-) -> Tensor:
-    """Every rank's texts visit this rank's images; `d_text` travels with them."""
-    W, here = dist.world_size(), dist.rank()
-    first = list(itertools.accumulate(counts, initial=0))  # of every rank
-    texts, gradient = T, d_text
-    sums = I.new_zeros(2, dtype=torch.float64)
-    for hop in range(W):
-        owner = (here - hop) % W
-        next_rows = counts[(owner - 1) % W]
-        # on its way while this rank computes
-        incoming = dist.pass_on(texts, next_rows) if hop < W - 1 else None
-        sums += tiled_pass(d_image, gradient, Block(I, texts, first[here], first[owner]))
-        if W > 1:
-            gradient = dist.pass_on(gradient, next_rows)()  # the last hop brings our own home
-        if incoming is not None:
-            texts = incoming()
-    if gradient is not d_text:
-        d_text.copy_(gradient)
     return sums

@@ -86,9 +86,10 @@ class RunConfig(Settings):
     def rules(self) -> Rules:
         schedule, epochs = self.schedule, self.run.epochs or 0
         yield (
-            self.model.teacher is not None and self.loss.kind != "info_nce",
-            f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce, not with "
-            f"{self.loss.kind}",
+            self.model.teacher is not None
+            and (self.loss.kind, self.loss.exchange) != ("info_nce", "gather"),
+            f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce and "
+            f"loss.exchange=gather, not with {self.loss.kind} and {self.loss.exchange}",
         )
         if self.run.epochs is not None and self.data.num_samples is None:
             return  # `resolve` counts them

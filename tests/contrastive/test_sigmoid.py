@@ -83,7 +83,7 @@ def test_the_recipe_chooses_the_loss():
     assert isinstance(loss, SigmoidLoss) and (loss.exchange, loss.tile) == ("ring", 64)
     assert LossConfig(tile="auto").model_dump(mode="json")["tile"] == "auto"
     with pytest.raises(ValueError, match=r"loss\.exchange=gather"):
-        LossConfig(exchange="ring")
+        LossConfig(kind="memory_bank", exchange="ring")
     with pytest.raises(ValueError, match="tile"):
         LossConfig(tile="large")
 

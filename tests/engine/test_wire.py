@@ -81,6 +81,7 @@ CASES = {
     ],
     64: [
         {"kind": "fsdp", "zero_stage": 2, "loss": BANK, **BF16},
+        {"kind": "fsdp", "zero_stage": 2, "loss": {"exchange": "ring"}, **BF16},
         {"kind": "deepspeed", "zero_stage": 2, "loss": {"bank_mode": "contaccum", **BANK}, **BF16},
         *({"kind": kind, "zero_stage": stage, **BF16} for kind in ("deepspeed", "fsdp") for stage in (1, 3)),
         {"zero_stage": 2, **HSDP},

@@ -149,7 +149,7 @@ MISTAKES = {
         ["model.init_logit_bias", "loss.kind=sigmoid"],
     ),
     "a ring for a softmax": (
-        ["loss.exchange=ring"],
+        ["loss.exchange=ring", "loss.kind=memory_bank"],
         ["loss.exchange (ring)", "set loss.exchange=gather"],
     ),
     "unknown model": (

@@ -1,0 +1,91 @@
+"""InfoNCE where no rank holds the features of the global batch (Inf-CL, arXiv 2410.17243).
+
+Every rank's texts visit every rank and take along what they collect there, twice: for the sums over
+rows and columns of the logits, then for the gradients. 8 n N D flops on a rank (10 with `gather`),
+and 3 N D values sent for its 2 N D. A rank holds the features and gradients of two ranks at a time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.contrastive.exchange import send_round, share_counts
+from clip_train.contrastive.info_nce import HEADROOM, SMALLEST_SUM, add_softmax_gradient
+from clip_train.contrastive.tiles import (
+    AUTO_SIDE,
+    Block,
+    accumulation_dtype,
+    exp_sums,
+    row_dots,
+    row_logsumexp,
+    softplus,
+)
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
+
+
+@dataclass(eq=False)
+class RingInfoNCE(Objective):
+    """The loss of `InfoNCE`, without its gather."""
+
+    tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
+
+    @torch.no_grad()
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        I, T, scale = features["image"], features["text"], features["logit_scale"]
+        if "logit_bias" in features:
+            raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
+        counts = share_counts(len(I), context.global_size)
+        N, here, side = sum(counts), sum(counts[: dist.rank()]), self.tile
+        dtype = accumulation_dtype(I, T)
+        positive = row_dots(I, T) * scale  # [n], as all vectors of rows and columns here
+        norms = [torch.linalg.vector_norm(x, dim=1, dtype=dtype).max() for x in (I, T)]
+        longest = dist.all_gather(torch.stack(norms)[None]).amax(0)
+        shift = (scale * longest[0] * longest[1] - HEADROOM).clamp_(min=0.0)
+
+        def add_sums(texts: Tensor, col_sums: Tensor, first: int) -> None:
+            rows, cols = exp_sums(Block(I, texts, here, first), scale, shift, side)
+            row_sums.add_(rows)
+            col_sums.add_(cols)
+
+        row_sums = torch.zeros_like(positive)
+        col_sums = send_round(add_sums, T, torch.zeros_like(positive), counts)
+        smallest = torch.minimum(row_sums.min(), col_sums.min())
+        # alike on all ranks. A single pair has no negatives
+        unsafe = dist.all_reduce_sum(((smallest <= SMALLEST_SUM) & (N > 1)).double()) > 0
+        direct = context.deferred or not unsafe.item()
+        row_lse, col_lse = row_sums.log() + shift, col_sums.log() + shift
+
+        def add_logarithms(texts: Tensor, col_lse: Tensor, first: int) -> None:
+            of_rows = row_logsumexp(Block(I, texts, here, first), scale, side)
+            torch.logaddexp(row_lse, of_rows.double(), out=row_lse)
+            of_cols = row_logsumexp(Block(texts, I, first, here), scale, side)
+            torch.logaddexp(col_lse, of_cols.double(), out=col_lse)
+
+        if not direct:
+            row_lse = torch.full_like(positive, -torch.inf)
+            col_lse = send_round(add_logarithms, T, row_lse.clone(), counts)
+        row_gap, col_gap = row_lse - positive, col_lse - positive
+        of_rows, of_cols = positive + softplus(row_gap), positive + softplus(col_gap)
+        if direct:
+            of_rows, of_cols = (shift - of_rows).exp(), (shift - of_cols).exp()
+
+        def add_gradients(visitors: Tensor, d_text: Tensor, first: int) -> None:
+            block = Block(I, visitors[:, :-1], here, first)
+            of = (of_rows, visitors[:, -1])
+            used = shift if direct else None
+            add_softmax_gradient(
+                block, of, scale, used, side, weight, d_image, d_text, direct=direct
+            )
+
+        weight = 1 / (2 * N)
+        along = ((row_gap.sigmoid() + col_gap.sigmoid()) * -weight).to(dtype)[:, None]
+        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
+        visitors = torch.cat([T.to(dtype), of_cols.to(dtype)[:, None]], dim=1)
+        d_text = send_round(add_gradients, visitors, d_text, counts)
+        loss = dist.all_reduce_sum((softplus(row_gap) + softplus(col_gap)).sum() * weight)
+        return LossOutput.scaled(
+            loss, d_image, d_text, row_dots(I, d_image).sum(), scale,
+            unsafe=unsafe if context.deferred else None,
+        )  # fmt: skip
