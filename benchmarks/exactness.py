@@ -237,10 +237,9 @@ def objective(row: Row) -> Objective:
             return RingInfoNCE(tile=TILE)
         case "sigmoid":
             return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]
-        case "memory bank":
-            return MemoryBank(BANK, WARMUP, tile=TILE)
-        case "contaccum":
-            return MemoryBank(BANK, WARMUP, "contaccum", tile=TILE)
+        case "memory bank" | "contaccum":
+            mode = "contaccum" if row.kind == "contaccum" else "negatives"
+            return MemoryBank(BANK, WARMUP, mode, tile=TILE)
         case "distillation":
             return Distillation(FrozenTeacher(), tile=TILE)
     return InfoNCE(tile=TILE)
