@@ -1,8 +1,9 @@
 """InfoNCE where no rank holds the features of the global batch (Inf-CL, arXiv 2410.17243).
 
-Every rank's texts visit every rank and take along what they collect there, twice: for the sums over
-rows and columns of the logits, then for the gradients. 8 n N D flops on a rank (10 with `gather`),
-and 3 N D values sent for its 2 N D. A rank holds the features and gradients of two ranks at a time.
+The texts of each rank visit every rank twice, and take along what they collect there. The first
+round sums over rows and columns of the logits, the second computes the gradients. A rank needs
+8 n N D flops (10 with `gather`), sends 3 N D values (2 N D), and holds the features and gradients
+of two ranks at a time.
 """
 
 from dataclasses import dataclass
