@@ -7,7 +7,7 @@ A plan touches no GPU and no shard.
 import argparse
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -83,6 +83,16 @@ def make_plan(
     if found and (network or plan.world_size <= per_node):
         links = Links(found.link, network_bytes(network) if network else 0.0, per_node)
     forward_seconds = forward / (found.flops * MFUS[1]) if found else 0.0
+    about_gpu = None
+    if found:
+        useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
+        rates = {f"{mfu:.0%}": plan.world_size * found.flops * mfu / useful for mfu in MFUS}
+        about_gpu = {
+            "name": gpu,
+            "usable_bytes": limit,
+            "samples_per_second": rates,  # in bf16, whatever the recipe says
+            "days": {mfu: samples / each / 86400 for mfu, each in rates.items()},
+        }
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
         "name": config.run.name,
@@ -114,50 +124,7 @@ def make_plan(
         "samples_per_second": rate,
         "eta_seconds": samples / rate if rate else None,
         "communication": communication(resolved, links, forward_seconds, limit),
-        "gpu": {"name": gpu, **estimate(resolved, found, limit)} if found and limit else None,
-    }
-
-
-def estimate(resolved: Resolved, gpu: GPU, limit: float) -> dict[str, Any]:
-    """What `--gpu` adds to a plan: rates, days, and how `auto` would cut the batch.
-
-    limit: bytes of a rank. Speed is that of bf16, whatever the recipe says.
-    """
-    plan, architecture, config = resolved.plan, resolved.architecture, resolved.config
-    forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
-    useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
-    rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
-    samples = config.batch.sizes.before(config.steps)
-    return {
-        "usable_bytes": limit,
-        "samples_per_second": rates,
-        "days": {mfu: samples / rate / 86400 for mfu, rate in rates.items()},
-        "auto": auto_layout(resolved, limit, gpu.flops * MFUS[1] / forward),
-    }
-
-
-def auto_layout(
-    resolved: Resolved, limit: float, forwards_per_second: float
-) -> dict[str, Any] | None:
-    """What `auto` would choose on the recipe's engine; None if nothing fits."""
-    free = replace(
-        resolved,
-        given=resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"}),
-        config=resolved.config.updated(engine={"activation_checkpointing": "auto"}),
-    )
-    try:
-        layout = decide(free, limit).layout
-    except UserError:
-        return None
-    assert layout is not None
-    return {
-        "micro_size": layout.plan.micro_size,
-        "accum_steps": layout.plan.accum_steps,
-        "kept_graphs": layout.plan.kept_graphs,
-        "activation_checkpointing": layout.activation_checkpointing,
-        "bytes": layout.bytes,
-        "seconds": layout.cost / forwards_per_second,
-        "reason": layout.describe(),
+        "gpu": about_gpu,
     }
 
 
@@ -227,11 +194,7 @@ def show(plan: dict[str, Any]) -> None:
     gpu = plan["gpu"]
     if gpu is None:
         return
-    auto = gpu["auto"]
-    chosen = "nothing fits"
-    if auto is not None:
-        chosen = f"{auto['reason']}; {auto['seconds']:.3g} s a step at 40% MFU"
-    console.print(f"auto on {gpu['name']}, {gpu['usable_bytes'] / GIB:.0f} GiB usable: {chosen}")
+    console.print(f"{gpu['name']}: {gpu['usable_bytes'] / GIB:.0f} GiB usable")
     for mfu, rate in gpu["samples_per_second"].items():
         days = gpu["days"][mfu]
         console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {days:.2f} days")

@@ -56,7 +56,6 @@ class RankEnv:
     master_port: int
     found: str  # where this is from
     job: str = ""  # the same on all ranks, different for each start; empty where the port is given
-    other_ports: tuple[int, ...] = ()  # where rank 0 may serve if master_port is taken
 
     def describe(self) -> str:
         return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
@@ -192,8 +191,9 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     elif not port:
         job = ".".join(environ[name] for name in names.job if name in environ)
         job = job or str(os.getppid())
-    ports = candidates(job) if job else (port,)
-    return RankEnv(rank, world, local, local_size, host, ports[0], names.name, job, ports[1:])
+    if job:
+        port = candidates(job)[0]
+    return RankEnv(rank, world, local, local_size, host, port, names.name, job)
 
 
 def first_host(nodelist: str) -> str:

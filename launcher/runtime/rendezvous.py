@@ -15,7 +15,6 @@ import re
 import resource
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -29,7 +28,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from clip_train import dist
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import SLURM_STEP, RankEnv, backend, free_port
+from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
@@ -38,8 +37,6 @@ from launcher.slurm.scheduler import answer
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
 LATE_SECONDS = 5.0  # for gloo's own error, which names the address that it could not reach
 CAUSE_SECONDS = 20.0  # until the death of a rank is known, which may be why no group has formed
-JOB = "job"  # key in rank 0's store, by which the other ranks recognize it
-PROBE_SECONDS = 5.0  # for one port to answer
 LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
@@ -52,7 +49,7 @@ SOURCES = ("clip_train", "launcher")
 REDUCED_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 
 
-def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
+def serve(env: RankEnv, seconds: float) -> TCPStore:
     """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the
     port is taken.
 
@@ -68,10 +65,10 @@ def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
     try:
         listener = None
         if env.master_addr in LOOPBACK:
-            listener = socket.create_server(("127.0.0.1", port)).detach()
-        store = TCPStore(
+            listener = socket.create_server(("127.0.0.1", env.master_port)).detach()
+        return TCPStore(
             env.master_addr,
-            port,
+            env.master_port,
             is_master=True,
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
@@ -80,11 +77,10 @@ def serve(env: RankEnv, port: int, seconds: float) -> TCPStore:
         )
     except (RuntimeError, OSError) as e:
         raise RendezvousError(
-            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({port}): {e}; set MASTER_PORT "
-            "to another port on all ranks, or end the process that has it"
+            f"rank 0 on {node_name()} cannot listen at MASTER_PORT ({env.master_port}): {e}; "
+            "set MASTER_PORT to another port on all ranks, or end the process that has it; under "
+            "torchrun start again with another --rdzv-endpoint"
         ) from e
-    store.set(JOB, env.job)
-    return store
 
 
 def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
@@ -93,55 +89,29 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     seconds: for rank 0 to be there, and for each wait for a key.
     """
     resolve(env)
-    port = env.master_port
-    if env.other_ports:
-        ports = (port, *env.other_ports)
-        port = free_port(ports) if env.rank == 0 else find_port(env, ports, seconds)
+    server = serve(env, seconds) if env.rank == 0 else None
 
-    def client(seconds: float) -> TCPStore:
+    def client(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        return TCPStore(
-            env.master_addr, port, is_master=False, timeout=timeout, wait_for_workers=False
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
         )
+        return PrefixStore(env.job, store)  # ranks of another job change nothing here
 
-    if env.rank == 0:
-        store = serve(env, port, seconds)
-    else:
-        try:
-            store = client(seconds)
-        except DistNetworkError as e:
-            raise RendezvousError(
-                f"rank 0 was not at {env.master_addr}:{port} within launch.rendezvous_seconds "
-                f"({seconds:.0f}): {e}; does it run, and can {node_name()} reach that port?"
-            ) from e
-    heartbeat.open(client(ANSWER_SECONDS), server=store if env.rank == 0 else None)
+    try:
+        store = client(seconds)
+    except DistNetworkError as e:
+        raise RendezvousError(
+            f"rank 0 was not at {env.master_addr}:{env.master_port} within "
+            f"launch.rendezvous_seconds ({seconds:.0f}): {e}; does it run, and can {node_name()} "
+            "reach that port?"
+        ) from e
+    heartbeat.open(client(ANSWER_SECONDS), server=server)
     return store
-
-
-def find_port(env: RankEnv, ports: Sequence[int], seconds: float) -> int:
-    """Where rank 0 of this job serves; the first port if it does so nowhere within `seconds`."""
-    found: list[int] = []
-    timeout = datetime.timedelta(seconds=PROBE_SECONDS)
-
-    def look(port: int) -> None:
-        # a stranger may listen there: it refuses, serves another job, or says nothing, for which
-        # torch waits forever
-        with contextlib.suppress(RuntimeError):
-            store = TCPStore(
-                env.master_addr, port, is_master=False, timeout=timeout, wait_for_workers=False
-            )
-            if store.check([JOB]) and store.get(JOB).decode() == env.job:
-                found.append(port)
-
-    looks: dict[int, threading.Thread] = {}
-    end = time.monotonic() + seconds
-    while not found and time.monotonic() < end:
-        for port in ports:
-            if port not in looks or not looks[port].is_alive():
-                looks[port] = threading.Thread(target=look, args=(port,), daemon=True)
-                looks[port].start()
-        time.sleep(0.2)
-    return found[0] if found else ports[0]
 
 
 def resolve(env: RankEnv) -> None:
@@ -345,9 +315,15 @@ def start(
         seconds = time.monotonic() - began
         if heartbeat.wait(CAUSE_SECONDS - seconds) is not None:
             raise RemoteRankError(str(heartbeat.abort)) from e
+        absent = [
+            f"{rank} on {node_of(store, rank)}"
+            for rank in range(env.world_size)
+            if env.world_size > 1 and not store.check([f"formed/{rank}"])
+        ]
+        missing = f"missing: rank {some(absent)}" if absent else "its first all-reduce did not end"
         raise RendezvousError(
             f"the ranks have joined, but their process group did not form in {seconds:.0f} s "
-            f"(launch.group_seconds is {group_seconds:.0f}); {not_formed(env, store)}. Can their "
+            f"(launch.group_seconds is {group_seconds:.0f}); {missing}. Can their "
             "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? "
             f"`clip-train doctor --all-nodes` tries pairs of nodes. {e}"
         ) from e
@@ -371,16 +347,6 @@ def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float)
     )
     store.set(f"formed/{env.rank}", "")
     return measure_all_reduce(device)
-
-
-def not_formed(env: RankEnv, store: Store) -> str:
-    """Which ranks have not formed the process group, and where they are."""
-    absent = [
-        f"{rank} on {node_of(store, rank)}"
-        for rank in range(env.world_size)
-        if env.world_size > 1 and not store.check([f"formed/{rank}"])
-    ]
-    return f"missing: rank {some(absent)}" if absent else "its first all-reduce did not end"
 
 
 def measure_all_reduce(device: torch.device) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -43,7 +42,6 @@ from launcher.slurm.scheduler import (
     OUTAGE,
     answer,
     exclude,
-    field,
     slurm,
     update,
 )
@@ -133,7 +131,6 @@ class Controller:
         )
         nodes = ",".join(self.nodes)
         say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
-        self._comment(f"attempt {number} from step {before}")
         # an earlier attempt's must not be taken for this one's
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
@@ -173,13 +170,7 @@ class Controller:
         word = "FAILED" if decision.decision == "give up" else outcome.verdict
         reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
         notify(self.config.log.notify, self.run_dir, word, outcome.step, reason, say)
-        self._comment(f"attempt {number}: {outcome.verdict} at step {outcome.step}")
         return decision
-
-    def _comment(self, text: str) -> None:
-        """Shown by `squeue -o %k`, after the user's own comment. Best effort."""
-        own = re.sub(r" ?\[clip-train: [^]]*\]", "", field(self.job, "Comment"))
-        update(self.job, Comment=f"{own} [clip-train: {text}]".strip())
 
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""

@@ -153,7 +153,7 @@ def play(bin: Path, **commands: str) -> None:
         (bin / name).chmod(0o755)
 
 
-SHOW_JOB = 'echo "JobId=7 Comment=lab 5 [clip-train: attempt 1 from step 0]"; echo "   ExcNodeList=n8 Features=(null)"'
+SHOW_JOB = 'echo "JobId=7"; echo "   ExcNodeList=n8 Features=(null)"'
 HOSTNAMES = 'for each in $(echo "$3" | tr , " "); do echo $each; done'
 SCONTROL = f"""echo "$*" >> "$SAID"
 case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
@@ -167,12 +167,6 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
     said = (bin / "said").read_text().splitlines()
     # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
     assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
-    comments = [line for line in said if line.startswith("update JobId=7 Comment=")]
-    assert comments == [
-        "update JobId=7 Comment=lab 5 [clip-train: attempt 2 from step 0]",
-        "update JobId=7 Comment=lab 5 [clip-train: attempt 2: FAILED at step 0]",
-    ]
-    assert said.index(comments[-1]) < said.index("requeue 7")  # whatever becomes of the job
     assert "update JobId=7 StartTime=now+60" in said
     assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
 

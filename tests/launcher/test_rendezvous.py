@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore
 
-from clip_train.errors import RemoteRankError, UserError
+from clip_train.errors import RemoteRankError, RendezvousError, UserError
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import connect, meet, serve
@@ -38,12 +38,12 @@ def world(rank: int, port: int, host: str = "127.0.0.1") -> RankEnv:
 
 def test_on_one_machine_it_listens_on_loopback_alone() -> None:
     for host in ("127.0.0.1", "localhost"):
-        assert listeners(serve(world(0, 0, host), 0, 5.0).port) == ["0100007F"]
+        assert listeners(serve(world(0, 0, host), 5.0).port) == ["0100007F"]
 
 
 def test_strangers_do_not_disturb_it() -> None:
     """One speaks TLS, one HTTP, one says nothing."""
-    store = serve(world(0, 0), 0, 5.0)
+    store = serve(world(0, 0), 5.0)
     strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(3)]
     for stranger, said in zip(strangers, (HELLO, b"GET / HTTP/1.0\r\n\r\n", b""), strict=True):
         stranger.sendall(said)
@@ -128,21 +128,13 @@ def job(rank: int) -> RankEnv:
     return detect({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
 
 
-def connected(envs: list[RankEnv]) -> list[bytes]:
-    """What each rank reads that rank 0 has written."""
-    beats, stores = joining(envs)
-    stores[0].set("written", "by rank 0")
-    read = [stores[rank].get("written") for rank in (0, 1)]
-    for beat in reversed(beats):
-        beat.leave()
-    return read
-
-
-def test_where_the_port_is_taken_the_ranks_meet_at_the_next() -> None:
-    """One stranger says nothing, the other is the store of another job."""
-    first, second, *_ = (job(0).master_port, *job(0).other_ports)
-    with socket.create_server(("127.0.0.1", first)):
-        other = TCPStore("127.0.0.1", second, is_master=True, wait_for_workers=False)
-        other.set("job", "4712")
-        assert connected([job(0), job(1)]) == [b"by rank 0"] * 2
-        assert not other.check(["here"])
+def test_the_store_of_another_job_stays_as_it_was() -> None:
+    """Where both jobs have the same port: this one's rank 0 says so, and its rank 1 changes nothing."""
+    other = TCPStore("127.0.0.1", job(0).master_port, is_master=True, wait_for_workers=False)
+    with pytest.raises(RendezvousError, match="cannot listen at MASTER_PORT"):
+        connect(job(0), Heartbeat(job(0)), PATIENCE)
+    beat = Heartbeat(job(1))
+    connect(job(1), beat, PATIENCE).set("here", "1")
+    beat.claim(Failure(1, "n", "lost"))
+    assert not other.check(["here"]) and not other.check(["abort"])
+    beat.leave()
