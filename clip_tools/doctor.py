@@ -273,11 +273,11 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
 def check_shards(config: RunConfig) -> Iterator[Finding]:
     """Shards, index and a first caption of data.train and of data.val, each by itself."""
     storage = config.storage.model_copy(update={"attempts": min(3, config.storage.attempts)})
-    val = {"train": config.data.val, "train_weights": None, "resampled": False}
-    sources = {"data.train": config.data, "data.val": config.data.model_copy(update=val)}
+    sources = {"data.train": config.data}
+    for key, place in config.data.val_places.items():
+        val = {"train": place, "train_weights": None, "resampled": False}
+        sources[key] = config.data.model_copy(update=val)
     for key, data in sources.items():
-        if data.train is None:
-            continue
         name = f"{key} ({data.train})"
         last = data.train
         try:
@@ -315,7 +315,7 @@ def check_shards(config: RunConfig) -> Iterator[Finding]:
 def check_classes(config: RunConfig) -> Iterator[Finding]:
     """Have the first samples that are evaluated on labels that are classes?"""
     data = config.data
-    seen = check_labels(config.evaluate, data.val, data.caption_key, config.storage)
+    seen = check_labels(config.evaluate, data.val_places, data.caption_key, config.storage)
     if seen is not None:
         yield warning_if(
             not seen.labelled,

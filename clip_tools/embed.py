@@ -105,31 +105,34 @@ def embed_run(args: argparse.Namespace) -> int:
     """Write the features of `data.val`; under torchrun the samples are split over the ranks."""
     with as_ranks(args) as device:
         config, architecture, source, where = to_evaluate(args)
-        if config.data.val is None:
+        places = config.data.val_places
+        if not places:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
-        dist.on_main(partial(check_place, config.data.val, "data.val"))
-        index = shared_index(config, "data.val", config.data.val)
+        for key, place in places.items():
+            dist.on_main(partial(check_place, place, key))
         loaded = dist.agreed(Loaded.of, architecture, source, where, str(device))
-        loader = ValLoader(
-            config.data.val,
-            image_size=loaded.image_size,
-            context_length=architecture.text_cfg.context_length,
-            batch_size=config.evaluate.batch_size,
-            rank=dist.rank(),
-            world_size=dist.world_size(),
-            caption_key=config.data.caption_key,
-            labelled=args.images_only,
-            workers=len(os.sched_getaffinity(0)),
-            index=count_missing(index, config.storage),
-            storage=config.storage,
-            tokenizer=loaded.tokenizer,
-        )
-        store = LocalStorage(args.output)
-        written = dist.agreed(write_features, loaded, loader, store, f"{dist.rank():05d}")
-        total, invalid = dist.sum_scalars(written, len(loader.invalid))
-        if dist.is_main():
-            log(f"{where}: {total:.0f} samples embedded, {invalid:.0f} could not be used")
-            print(store.url)
+        for key, place in places.items():
+            loader = ValLoader(
+                place,
+                image_size=loaded.image_size,
+                context_length=architecture.text_cfg.context_length,
+                batch_size=config.evaluate.batch_size,
+                rank=dist.rank(),
+                world_size=dist.world_size(),
+                caption_key=config.data.caption_key,
+                labelled=args.images_only,
+                workers=len(os.sched_getaffinity(0)),
+                index=count_missing(shared_index(config, key, place), config.storage),
+                storage=config.storage,
+                tokenizer=loaded.tokenizer,
+            )
+            name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
+            store = LocalStorage(os.path.join(args.output, name))
+            written = dist.agreed(write_features, loaded, loader, store, f"{dist.rank():05d}")
+            total, invalid = dist.sum_scalars(written, len(loader.invalid))
+            if dist.is_main():
+                log(f"{where}: {total:.0f} samples embedded, {invalid:.0f} could not be used")
+                print(store.url)
     return 0
 
 

@@ -208,12 +208,15 @@ def evaluation(
     if not places:
         return None
     tokenizer = dist.agreed(tokenizer_of, architecture)
+    without_classes = config.evaluate.model_copy(update={"zero_shot_classes": None})
 
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:
         """Listed and counted once, by all ranks together."""
         folder = (
-            None if key == "data.val" else dist.on_main(partial(ImageFolder.find, places[key], key))
+            None
+            if key.startswith("data.val")
+            else dist.on_main(partial(ImageFolder.find, places[key], key))
         )
         return folder or count_missing(shared_index(config, key, places[key]), config.storage)
 
@@ -227,7 +230,7 @@ def evaluation(
                 rank=dist.rank(),
                 world_size=dist.world_size(),
                 caption_key=config.data.caption_key,
-                labelled=key != "data.val",
+                labelled=not key.startswith("data.val"),
                 index=index(key),
                 storage=config.storage,
                 tokenizer=tokenizer,
@@ -235,7 +238,14 @@ def evaluation(
             for key, place in places.items()
         }
         val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
-        out = evaluate(engine, val, config.evaluate, tokenizer, labelled)
+        out: dict[str, float] = {}
+        for key, loader in loaders.items():
+            name = key.removeprefix("data.val.")
+            if name != key:
+                seen = evaluate(engine, loader, without_classes, tokenizer)
+                out |= {f"{name}/{each}": value for each, value in seen.items()}
+        if val or labelled:
+            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled)
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():

@@ -33,6 +33,7 @@ GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_STREAM = 4  # at least, if streams do not divide the global batch
 
 Name = Annotated[str, Field(min_length=1)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 Strength = Annotated[float, Field(ge=0, le=10)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -111,8 +112,16 @@ class DataConfig(Settings):
     synthetic: 0.7}: each visit of the sample draws one, by the sample's seed, among those that it
     has. If the `.json` holds a list of captions, each visit draws one; evaluation takes all."""
 
-    val: Annotated[str | None, Silent] = None
-    """Validation shards, written like `train`; read once, in order."""
+    val: Annotated[
+        str | dict[SetName, Name] | None,
+        Allowed(
+            "text, or texts by names of letters, digits, dashes and underscores, or null",
+            example="'{coco: coco/*.tar, emoji: emoji/*.tar}'",
+        ),
+        Silent,
+    ] = None
+    """Validation shards, written like `train`; read once, in order. {coco: ..., emoji: ...}: several
+    sets, whose numbers begin with `coco/` and `emoji/`."""
 
     allow_changed_shards: Annotated[bool, Silent] = False
     """Go on from a checkpoint though shards were added, removed or changed since: begin the new
@@ -207,6 +216,12 @@ class DataConfig(Settings):
                 f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
                 f"OpenCLIP's is {type(self).model_fields[key].default}",
             )
+
+    @property
+    def val_places(self) -> dict[str, str]:
+        """The validation sets' shards by key: `data.val`, or `data.val.coco`."""
+        named = self.val if isinstance(self.val, dict) else {"": self.val}
+        return {f"data.val.{name}".rstrip("."): place for name, place in named.items() if place}
 
     @property
     def augmentation(self) -> dict[str, Any]:

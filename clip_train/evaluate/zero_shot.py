@@ -7,6 +7,7 @@ its features.
 import contextlib
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,13 +153,16 @@ class Labelled(NamedTuple):
 
 
 def check_labels(
-    config: EvaluateConfig, val: str | None, caption_key: CaptionKey, storage: StorageConfig
+    config: EvaluateConfig,
+    val: Mapping[str, str],
+    caption_key: CaptionKey,
+    storage: StorageConfig,
 ) -> Labelled | None:
     """Before training: the labels of the first samples that zero-shot is tested on. UserError if
-    one is not a class."""
+    one is not a class. val: `DataConfig.val_places`."""
     key, place = "evaluate.zero_shot_data", config.zero_shot_data
     if place is None:
-        key, place = "data.val", val
+        key, place = "data.val", val.get("data.val")
     if config.zero_shot_classes is None or place is None:
         return None
     classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)

@@ -100,9 +100,10 @@ class ProgressLine(Callback):
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
         """The main numbers, above the bar: rich redirects stderr while the bar is shown."""
+        sets = [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
         shown = [
             f"{prefix}{label} {record[prefix + name]:.{digits}}"
-            for prefix in ("", "ema_")
+            for prefix in dict.fromkeys(["", "ema_", *sets])
             for name, label, digits in HEADLINE
             if prefix + name in record
         ]

@@ -146,7 +146,11 @@ class Run:
             self.failed_saves = record.get("checkpoint_failures", self.failed_saves)
         self.evaluations = list(self._records("eval.jsonl"))
         for record in self.evaluations:
-            scores = {name: value for name, value in record.items() if name not in NO_CURVE}
+            scores = {
+                name: value
+                for name, value in record.items()
+                if name.rpartition("/")[2] not in NO_CURVE
+            }
             add_numbers(self.eval_curves, record["step"], scores)
         self.step: int = self.last.get("step", 0)
         known = self.starts[-1].get("steps") if self.starts else None

@@ -91,6 +91,14 @@ class RunConfig(Settings):
             f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce and "
             f"loss.exchange=gather, not with {self.loss.kind} and {self.loss.exchange}",
         )
+        yield (
+            isinstance(self.data.val, dict)
+            and self.evaluate.zero_shot_classes is not None
+            and self.evaluate.zero_shot_data is None,
+            f"evaluate.zero_shot_classes ({shown(self.evaluate.zero_shot_classes)}) with several "
+            f"sets in data.val ({', '.join(self.data.val or ())}): set evaluate.zero_shot_data to "
+            "the one with labels",
+        )
         if self.run.epochs is not None and self.data.num_samples is None:
             return  # `resolve` counts them
         yield (
@@ -146,11 +154,8 @@ class RunConfig(Settings):
     @property
     def evaluated_on(self) -> dict[str, str]:
         """What is evaluated on, by key."""
-        places = {
-            "data.val": self.data.val,
-            "evaluate.zero_shot_data": self.evaluate.zero_shot_data,
-        }
-        return {key: place for key, place in places.items() if place is not None}
+        labelled = self.evaluate.zero_shot_data
+        return self.data.val_places | ({"evaluate.zero_shot_data": labelled} if labelled else {})
 
     @property
     def run_dir(self) -> Path:

@@ -171,13 +171,13 @@ def look_at_data(
         collect(check_place, place, key)
     if not problems:
         data = config.data
-        collect(check_labels, config.evaluate, data.val, data.caption_key, config.storage)
+        collect(check_labels, config.evaluate, data.val_places, data.caption_key, config.storage)
     return source
 
 
 def check_place(place: str, key: str) -> None:
     """UserError, RankError where what is to be evaluated on is not there."""
-    if key == "data.val" or ImageFolder.find(place, key) is None:
+    if key.startswith("data.val") or ImageFolder.find(place, key) is None:
         existing(place, key)
 
 

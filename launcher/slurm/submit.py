@@ -177,7 +177,9 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
         ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
         value = recipe.get(section, {}).get(key)
-        if isinstance(value, str) and value != IMAGENET:
+        if isinstance(value, dict):
+            recipe[section][key] = {name: absolute(each, base) for name, each in value.items()}
+        elif isinstance(value, str) and value != IMAGENET:
             recipe[section][key] = absolute(value, base)
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote):

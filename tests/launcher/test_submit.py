@@ -214,6 +214,8 @@ def test_relative_paths_are_frozen_absolute(here, tmp_path):
     assert f"remote: {tmp_path}/all/small" in frozen_recipe(config, tmp_path)
     config = load_config("recipe.yaml", ["checkpoint.remote=s3://all/small"])
     assert "remote: s3://all/small" in frozen_recipe(config, tmp_path)
+    config = load_config("recipe.yaml", ["data.val={a: 'shards/*.tar', b: 's3://b/x.tar'}"])
+    assert f"a: {tmp_path}/shards/*.tar\n    b: s3://b/x.tar" in frozen_recipe(config, tmp_path)
 
 
 def test_offline(here, capsys):
