@@ -37,7 +37,7 @@ def contrastive_step(
 
     Clearing gradients before and stepping the optimizer afterwards is the caller's. Under
     DistributedDataParallel `.grad` is then the same on all ranks, under `fully_shard` each rank has
-    its shard of it.
+    its shard of it. A ZeRO engine holds it where its own `step` expects it.
 
     Args:
         model: `model(*inputs, **named)` -> (image_features [b, D], text_features [m b, D], both
@@ -94,6 +94,10 @@ def contrastive_step(
             "a submodule, and whose forward does what the function does, so that its gradients are "
             "summed over ranks",
         ),
+        (
+            scaler is not None and hasattr(model, "coalesce_grad_reduction"),
+            f"scaler: {type(model).__name__} scales by itself; take it out",
+        ),
         *wrapper_rules(model),
     ]
     for message in broken(rules):
@@ -109,19 +113,30 @@ def contrastive_step(
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
     engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler)
     kept = min(kept_graphs, engine.most_graphs)
-    output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
+    with engine.one_reduction():
+        output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
     return output.loss
 
 
 def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
     """What holds where `model`, or a module in it, cannot be stepped, and the message."""
+    engine: Any = model
+    if hasattr(model, "set_gradient_accumulation_boundary"):
+        yield (
+            not hasattr(model, "coalesce_grad_reduction")
+            or not engine.managed_gradient_accumulation()
+            or engine.dp_world_size != dist.world_size(),
+            f"model is {type(model).__name__}, whose reductions cannot be put off to the step's "
+            "end: it needs coalesce_grad_reduction, managed_gradient_accumulation true, and all "
+            "ranks as data-parallel ones",
+        )
     for module in model.modules() if isinstance(model, nn.Module) else ():
         name, ranks = type(module).__name__, dist.world_size()
         yield (
             is_sharded(module, "FullyShardedDataParallel")
-            or hasattr(module, "set_gradient_accumulation_boundary"),
+            or (module is not model and hasattr(module, "set_gradient_accumulation_boundary")),
             f"model holds {name}, which reduces gradients in its own way: wrap the plain module "
-            "with DistributedDataParallel or fully_shard, or use the trainer",
+            "with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
         )
         if is_sharded(module):
             cast(Any, module).reshard()  # an evaluation may have left it whole
@@ -197,17 +212,26 @@ class ModuleEngine:
         modules = list(module.modules())
         self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self.sharded = [m for m in modules if is_sharded(m)]
+        self.zero: Any = model if hasattr(model, "coalesce_grad_reduction") else None
         inside = {p for m in self.ddp for p in m.parameters()}
         inside |= {p for p in parameters if hasattr(p, "device_mesh")}
-        self.averages = bool(self.ddp or self.sharded)
-        self.outside = (
-            [p for p in parameters if p.requires_grad and p not in inside] if self.averages else []
-        )
+        wrapped = bool(self.ddp or self.sharded)
+        self.averages = wrapped or self.zero is not None
+        self.outside = [p for p in parameters if wrapped and p.requires_grad and p not in inside]
         self.held_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
             p.grad = None
         self.backwards_left = k
         self.most_graphs = max(1, k - 1) if self.ddp else k
+
+    def one_reduction(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step of a ZeRO engine that would reduce in each backward, as stages 2 and 3."""
+        if self.zero is None:
+            return contextlib.nullcontext()
+        # `step()` then updates, whatever number of micro-batches the engine was told
+        self.zero.set_gradient_accumulation_boundary(True)
+        by_backward = self.zero.zero_optimization_partition_gradients()
+        return self.zero.coalesce_grad_reduction() if by_backward else contextlib.nullcontext()
 
     def _quiet(self) -> contextlib.ExitStack:
         """Without a reduction, except for the last micro-batch."""
@@ -246,7 +270,10 @@ class ModuleEngine:
         if self.averages:  # over ranks, and these are shares of a sum
             total = total * dist.world_size()
         with self._quiet():
-            total.backward()
+            if self.zero is None:
+                total.backward()
+            else:
+                self._backward_of_zero(total, last)
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
@@ -256,6 +283,14 @@ class ModuleEngine:
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
                 p.grad += before
+
+    def _backward_of_zero(self, total: Tensor, last: bool) -> None:
+        self.zero.set_gradient_accumulation_boundary(last)
+        self.zero.backward(total, scale_wrt_gas=False)
+        if self.zero.zero_optimization():
+            # With kept graphs no forward does this between two backwards, and stage 3 would
+            # overwrite the first one's gradient.
+            self.zero.optimizer.clear_backward_seen_flag()
 
 
 def as_features(out: Any) -> Features:

@@ -458,6 +458,16 @@ class EngineOfItsOwn(Towers):
         """Engines that divide and reduce gradients in their own backward have it."""
 
 
+class ZeroEngine(EngineOfItsOwn):
+    dp_world_size = 1
+
+    def coalesce_grad_reduction(self):
+        """They have this where a step's backwards can share one reduction."""
+
+    def managed_gradient_accumulation(self):
+        return False
+
+
 def test_mistakes_are_explained():
     images, texts = samples(6)
     with pytest.raises(ValueError, match=r"inputs have \{0: 5, 1: 6\} samples"):
@@ -473,6 +483,12 @@ def test_mistakes_are_explained():
         contrastive_step(Towers(), images, texts, micro_size=0)
     with pytest.raises(ValueError, match="model holds EngineOfItsOwn, which reduces"):
         contrastive_step(Adapter(EngineOfItsOwn()), images, texts, micro_size=2)
+    for engine in (EngineOfItsOwn(), ZeroEngine()):
+        with pytest.raises(ValueError, match=r"model is \w*Engine\w*, whose reductions"):
+            contrastive_step(engine, images, texts, micro_size=2)
+    with pytest.raises(ValueError, match="scaler: ZeroEngine scales by itself"):
+        scaler = torch.amp.GradScaler("cpu")
+        contrastive_step(ZeroEngine(), images, texts, micro_size=2, scaler=scaler)
     with pytest.raises(ValueError, match="the model must return"):
         contrastive_step(lambda i, t: (i, t["a"]), images, texts, micro_size=2)
     with pytest.raises(ValueError, match="the model must return"):
