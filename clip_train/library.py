@@ -273,7 +273,8 @@ class ModuleEngine:
             if self.zero is None:
                 total.backward()
             else:
-                self._backward_of_zero(total, last)
+                self.zero.set_gradient_accumulation_boundary(last)
+                self.zero.backward(total, scale_wrt_gas=False)
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
@@ -283,14 +284,6 @@ class ModuleEngine:
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
                 p.grad += before
-
-    def _backward_of_zero(self, total: Tensor, last: bool) -> None:
-        self.zero.set_gradient_accumulation_boundary(last)
-        self.zero.backward(total, scale_wrt_gas=False)
-        if self.zero.zero_optimization():
-            # With kept graphs no forward does this between two backwards, and stage 3 would
-            # overwrite the first one's gradient.
-            self.zero.optimizer.clear_backward_seen_flag()
 
 
 def as_features(out: Any) -> Features:
