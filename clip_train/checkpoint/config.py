@@ -4,9 +4,9 @@ import contextlib
 import errno
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
@@ -20,6 +20,8 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 
 class CheckpointConfig(Settings):
     """When to save and where, how much to keep, what to resume from."""
+
+    removed: ClassVar = {"takeover": (False, True)}
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after every so many optimizer steps; null: never by steps. Where the disk still takes
@@ -74,14 +76,6 @@ class CheckpointConfig(Settings):
 
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Data of saves that were never committed are removed when they are older than this."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed_keys(cls, section: Any) -> Any:
-        """Recipes in checkpoints and run directories of earlier versions have `takeover`."""
-        if isinstance(section, dict):
-            return {key: value for key, value in section.items() if key != "takeover"}
-        return section
 
     @field_validator("remote")
     @classmethod

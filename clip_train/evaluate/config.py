@@ -1,8 +1,8 @@
 """The recipe's `evaluate` section."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from clip_train.settings import Allowed, ImportPath, Rules, Settings, shown
 
@@ -11,6 +11,8 @@ IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagene
 
 class EvaluateConfig(Settings):
     """The evaluations, their data and their times: docs/evaluation.md."""
+
+    removed: ClassVar = {"linear_probe": (None,)}
 
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""
@@ -37,14 +39,6 @@ class EvaluateConfig(Settings):
     ] = Field([])
     """Evaluations of your own, by import path: each gets the features of all samples, and returns
     numbers by name (docs/extending.md)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed_keys(cls, section: Any) -> Any:
-        """Recipes of earlier versions, in checkpoints and runs, have `linear_probe: null`."""
-        if isinstance(section, dict) and section.get("linear_probe", True) is None:
-            return {key: value for key, value in section.items() if key != "linear_probe"}
-        return section
 
     def rules(self) -> Rules:
         yield (

@@ -31,12 +31,10 @@ class ProgressLine(Callback):
         total_steps: int,
         *,
         start_step: int = 0,
-        every_steps: int = 1,
         every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
-        self._every = every_steps
         self._every_seconds = every_seconds
         self._clock = clock
         self._printed: float | None = None  # when the last line was, in seconds
@@ -72,8 +70,6 @@ class ProgressLine(Callback):
         self._first = False
         self._saves |= {name: record[name] for name in SAVES if name in record}
         last = step >= self._total
-        if step % self._every and not last:
-            return
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=self._describe(record))
             return

@@ -96,7 +96,7 @@ def test_the_same_recipe() -> None:
 
 def test_what_the_curve_cannot_tell_passes_in_silence() -> None:
     silent = {
-        "log": {"every_steps": 7},
+        "log": {"batch_digest": True},
         "data": {"workers": 3},
         "run": {"name": "b"},
         "launch": {"hang_save_seconds": 9},

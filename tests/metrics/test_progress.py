@@ -56,14 +56,18 @@ def test_the_first_step_does_not_count_in_the_eta(caplog: pytest.LogCaptureFixtu
 
 def test_what_became_of_saves_stays_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    progress = ProgressLine(100, every_seconds=0.0, every_steps=2, clock=lambda: now[0])
-    progress.after_step(record(2))
+    progress = ProgressLine(100, every_seconds=2.0, clock=lambda: now[0])
     failed = {"checkpoint_failures": 0}
-    progress.after_step(record(3) | {"checkpoint_step": 3} | failed)  # a step without a line
-    progress.after_step(record(4))
-    progress.after_step(record(6) | {"checkpoint_failures": 1})
-    progress.after_step(record(8) | {"checkpoint_failures": 2})
-    progress.after_step(record(10) | {"checkpoint_step": 9} | failed)
+    for step, more in (
+        (2, {}),
+        (3, {"checkpoint_step": 3} | failed),  # a step without a line
+        (4, {}),
+        (6, {"checkpoint_failures": 1}),
+        (8, {"checkpoint_failures": 2}),
+        (10, {"checkpoint_step": 9} | failed),
+    ):
+        now[0] = step
+        progress.after_step(record(step) | more)
     ends = [line.split("ETA ")[1].split(maxsplit=1)[1:] for line in caplog.messages]
     saved = "saved at 3"
     assert ends == [
@@ -84,7 +88,7 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    progress = ProgressLine(4, start_step=1, every_steps=2)
+    progress = ProgressLine(4, start_step=1)
     for step in (2, 3, 4):
         progress.after_step(record(step))
     print("saved [bold]", file=sys.stderr)  # as the log does
