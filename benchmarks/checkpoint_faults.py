@@ -24,6 +24,7 @@ from common import finish, parser
 
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.restore import describe_skipped
 from clip_train.errors import ClipTrainError
 from tests.checkpoint.eyes import damaged_in, newest_in
 from tests.checkpoint.parts import bits, cut, whole
@@ -93,8 +94,9 @@ class Life:
         for (name, slot), want in whole(found.step).items() if found else ():
             if bits(found.reader.read(name, slot, 0, want.numel())) != bits(want):
                 return f"{found.step}, but {slot} of {name} differs"
-        skipped = "".join(f" (passed over {each})" for each in found.skipped) if found else ""
-        return f"{found.step}{skipped}" if found else "nothing"
+        skipped = describe_skipped(found.skipped) if found else []
+        passed = "".join(f" (passed over {each})" for each in skipped)
+        return f"{found.step}{passed}" if found else "nothing"
 
 
 def nothing(life: Life) -> None:

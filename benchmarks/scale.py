@@ -158,7 +158,7 @@ def request_of(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.truncate(at)
-    state = manifest.encode_state({"step": STEP}) if rank == 0 else None
+    state = {"step": STEP} if rank == 0 else None
     request = SaveRequest(
         STEP, PREFIX, EPOCH, rank, world_size, at, fragments, state=state, created="now"
     )

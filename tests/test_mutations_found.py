@@ -17,7 +17,7 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
-from clip_train.checkpoint.writer import Event, Message, Settings, Writer
+from clip_train.checkpoint.writer import Event, Message, Writer
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
@@ -87,8 +87,8 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     memory.reserve(plan.num_bytes).result()
     memory.fill(plan)
     held, messages = acquire(LocalStorage(tmp_path)), queue.SimpleQueue[Message]()
-    policy = Policy(CheckpointConfig(), held)
-    writer = Writer(Settings(str(tmp_path), True, policy), memory.fd, messages.put)
+    policy = Policy(CheckpointConfig(), held, str(tmp_path))
+    writer = Writer(policy, memory.fd, messages.put)
     writer.local = storage
     prefix = manifest.attempt_prefix(1, 2)
     writer.receive(SaveRequest(2, prefix, 1, 0, 1, plan.num_bytes, plan.fragments, {}))
@@ -97,4 +97,4 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     memory.close()
     resumed = CheckpointManager(CheckpointConfig(), tmp_path).resume()
     assert resumed is not None
-    assert (resumed.step, resumed.skipped) == (1, [])
+    assert (resumed.step, resumed.skipped) == (1, {})

@@ -294,15 +294,22 @@ def list_commits(storage: Storage) -> list[CommitRef]:
     return sorted((ref for ref in refs if ref is not None), reverse=True)
 
 
-def read_small(storage: Storage, name: str, parse: Callable[[bytes], T]) -> T:
-    """`parse` of a small file; a ValueError may be a bit that flipped on the way: it is read again.
+def read_small(
+    storage: Storage,
+    name: str,
+    parse: Callable[[bytes], T],
+    start: int = 0,
+    end: int | None = None,
+) -> T:
+    """`parse` of a small file, or of bytes [start, end) of another; a ValueError may be a bit that
+    flipped on the way: it is read again.
 
     DamagedError, FormatError, OSError.
     """
     why = ""
     for _ in range(READS):
         try:
-            return parse(storage.read_bytes(name))
+            return parse(storage.read_bytes(name, start, end))
         except FileNotFoundError:
             raise DamagedError(f"{storage.url}/{name} is missing") from None
         except ValueError as e:
@@ -334,7 +341,7 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
     marker = read_commit(storage, ref)
 
     name = f"{marker.prefix}/{manifest.MANIFEST}"
-    check = partial(manifest.verified, sha256=marker.manifest_sha256, where="its commit marker")
+    check = partial(manifest.verified, sha256=marker.manifest_sha256)
     data = read_small(storage, name, check)
     try:
         whole = Manifest(**manifest.check_format(json.loads(data)))
@@ -342,7 +349,7 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
             raise ValueError(f"it has {len(whole.files)} files, not {whole.world_size}")
     except ValueError as e:
         raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
-    check = partial(manifest.verified, sha256=whole.layout_sha256, where="its manifest")
+    check = partial(manifest.verified, sha256=whole.layout_sha256)
     layout_name = f"{marker.prefix}/{manifest.LAYOUT}"
     layout = read_small(storage, layout_name, check)
     check_sizes(storage, marker.prefix, whole.files)

@@ -17,6 +17,7 @@ from clip_train.checkpoint.reader import PARALLEL_BLOCKS, fetch_block
 from clip_train.checkpoint.restore import (
     Places,
     Resumed,
+    describe_skipped,
     list_places,
     resolve,
 )
@@ -86,7 +87,7 @@ def open_to_look(
                 f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}"
             )
     found, skipped = resolve(places, only)
-    reasons = "".join(f"\n  {each}" for each in skipped)
+    reasons = "\n  ".join(["", *describe_skipped(skipped)])
     if found is None:
         why = f"there is no whole checkpoint under {where}{reasons}"
         raise UserError(f"{why}; train first, or correct the place")

@@ -1,6 +1,7 @@
 """What the trainer calls: is a save due, save, what became of earlier saves, resume."""
 
 import contextlib
+import json
 import logging
 import math
 import time
@@ -29,7 +30,7 @@ from clip_train.checkpoint.restore import (
 )
 from clip_train.checkpoint.retention import Policy, check_space, free_bytes
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
-from clip_train.checkpoint.writer import Event, Message, Settings
+from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
@@ -88,7 +89,7 @@ class CheckpointManager:
         self._schedule = Schedule(config, clock)
         self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
         self._damaged: set[CommitRef] = set()  # this run's newer ones that were passed over
-        self._settings: Settings | None = None  # once `begin` has taken a lease
+        self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
         self._step = -1  # of the last snapshot, or resumed from
@@ -120,7 +121,7 @@ class CheckpointManager:
         """
         own = Places(self.storage if self._shared else None, self.remote)
         resumed, damaged = select(self.config.resume, own, self.storage, self._log)
-        self._damaged = {each.ref for each in damaged}
+        self._damaged = set(damaged)
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
             best = resumed.state.get("keep_best", {})
@@ -139,15 +140,16 @@ class CheckpointManager:
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
-        if self._settings is not None:
+        if self._policy is not None:
             return
         main = self.remote or self.storage
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(acquire, main, others))
         self._memory = SharedMemory()
-        policy = Policy(self.config, held, self._protect, self._damaged)
-        self._settings = Settings(str(self.folder), self._shared, policy)
-        self._writer = dist.agreed(WriterProcess, self._settings, self._memory.fd)
+        self._policy = Policy(
+            self.config, held, str(self.folder), self._shared, self._protect, self._damaged
+        )
+        self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
 
     def prepare(
         self,
@@ -236,7 +238,7 @@ class CheckpointManager:
 
         What is sent between ranks has the same size for any number of them.
         """
-        assert self._memory is not None and self._settings is not None
+        assert self._memory is not None and self._policy is not None
         self._schedule.saved(step)
         self._step, self._snapshots = step, self._snapshots + 1
         request: SaveRequest | None = None
@@ -247,14 +249,14 @@ class CheckpointManager:
             if dist.is_main() and self._fatal is not None:
                 raise CheckpointError(self._fatal)
             if self._writer is None:
-                self._writer = WriterProcess(self._settings, self._memory.fd)
+                self._writer = WriterProcess(self._policy, self._memory.fd)
             if dist.is_main() and self._scores:
                 values = {ref.name: value for ref, value in self._scores.items()}
                 state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
             plan = make_plan()
             self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
             self._memory.fill(plan)
-            epoch = self._settings.policy.lease.epoch
+            epoch = self._policy.lease.epoch
             request = SaveRequest(
                 step=step,
                 prefix=manifest.attempt_prefix(epoch, step, self._snapshots),
@@ -263,7 +265,7 @@ class CheckpointManager:
                 world_size=dist.world_size(),
                 size=plan.num_bytes,
                 fragments=plan.fragments,
-                state=manifest.encode_state(state) if dist.is_main() else None,
+                state=json.loads(json.dumps(state)) if dist.is_main() else None,
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 scores=dict(self._scores) if dist.is_main() else None,
             )
@@ -291,14 +293,14 @@ class CheckpointManager:
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         """Take the evaluation's results at `step`, for `checkpoint.keep_best`."""
-        if self.config.keep_best is None or self._settings is None:
+        if self.config.keep_best is None or self._policy is None:
             return
         name = self.config.keep_best.removeprefix("-")
         if name not in values:
             known = ", ".join(sorted(values))
             self._log(f"checkpoint.keep_best ({name}): the evaluation has only {known}")
         elif math.isfinite(values[name]):
-            self._scores[CommitRef(self._settings.policy.lease.epoch, step)] = values[name]
+            self._scores[CommitRef(self._policy.lease.epoch, step)] = values[name]
 
     # -- what became of it
 
@@ -476,4 +478,4 @@ class CheckpointManager:
             self._writer.close()
         if self._memory is not None:
             self._memory.close()
-        self._writer, self._memory, self._settings = None, None, None
+        self._writer, self._memory, self._policy = None, None, None

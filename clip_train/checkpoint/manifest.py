@@ -123,10 +123,10 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def verified(data: bytes, sha256: str, where: str) -> bytes:
-    """ValueError for data without this sha256. where: what names it."""
+def verified(data: bytes, sha256: str) -> bytes:
+    """ValueError for data without this sha256."""
     if sha256_of(data) != sha256:
-        raise ValueError(f"it does not have the sha256 in {where}")
+        raise ValueError("it does not have its sha256")
     return data
 
 
@@ -257,16 +257,3 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
         ),
         1,
     )
-
-
-def encode_state(value: Any, where: str = "state") -> Any:
-    """The trainer's state as JSON can hold it, deeply copied; tuples become lists. TypeError, which
-    names the place.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: encode_state(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(f"{where}: cannot be kept as JSON: {type(value).__name__}")

@@ -11,7 +11,8 @@ from multiprocessing import Pipe
 from clip_train import dist
 from clip_train.checkpoint.commit import SaveRequest, explain
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.writer import Message, Settings
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.writer import Message
 from clip_train.errors import CheckpointError
 
 _EXIT_SECONDS = 10.0  # for a process whose socket is closed to be gone
@@ -72,7 +73,7 @@ class WriterProcess:
     memory_fd: the memory of the snapshots.
     """
 
-    def __init__(self, settings: Settings, memory_fd: int) -> None:
+    def __init__(self, policy: Policy, memory_fd: int) -> None:
         """CheckpointError if no process can be started."""
         try:
             self._connection, theirs = Pipe()
@@ -92,9 +93,9 @@ class WriterProcess:
         except OSError as e:
             raise CheckpointError(f"no checkpoint writer can be started: {explain(e)}") from e
         self.ended: str | None = None  # how, once that is known
-        self.send(settings)
+        self.send(policy)
 
-    def send(self, message: Settings | SaveRequest | None) -> None:
+    def send(self, message: Policy | SaveRequest | None) -> None:
         """A save, or None to finish. If the process has ended, `receive` finds out."""
         with contextlib.suppress(OSError):
             self._connection.send(message)

@@ -4,7 +4,6 @@ A rank reads local files, completed from the remote store. Every block is verifi
 it is given out. Where all ranks see one folder, they share hashing and fetching.
 """
 
-import errno
 import hashlib
 import itertools
 import json
@@ -18,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,13 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import READS, DamagedError, Found, in_parallel, readable
+from clip_train.checkpoint.commit import (
+    DamagedError,
+    Found,
+    in_parallel,
+    read_small,
+    readable,
+)
 from clip_train.checkpoint.manifest import BLOCK_BYTES, Block
 from clip_train.checkpoint.snapshot import DTYPES
 from clip_train.errors import CheckpointError, UserError
@@ -126,18 +132,8 @@ def parse_layout(layout: bytes, sizes: list[int]) -> Layout:
 
 def fetch_block(storage: Storage, prefix: str, block: Block) -> bytes:
     """One block, verified. DamagedError, OSError."""
-    where = f"{storage.url}/{prefix}/{block.name}"
-    try:
-        for _ in range(READS):
-            data = storage.read_bytes(f"{prefix}/{block.name}", block.start, block.end)
-            if hashlib.sha256(data).hexdigest() == block.sha256:
-                return data
-    except FileNotFoundError:
-        raise DamagedError(f"{where} is missing") from None
-    raise DamagedError(
-        f"{where} does not have its sha256 in bytes {block.start} to {block.end}: one has changed "
-        "since"
-    )
+    check = partial(manifest.verified, sha256=block.sha256)
+    return read_small(storage, f"{prefix}/{block.name}", check, block.start, block.end)
 
 
 class FragmentReader:
@@ -197,33 +193,29 @@ class FragmentReader:
         mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
         if len(self._blocks) == world_size:
             mine = self._blocks[rank]  # its own file
-        why: str | None = None
-        error: Exception | None = None
-        try:
-            self._verify(mine)
-        except DamagedError as e:
-            why = str(e)
-        except Exception as e:
-            error = e
-        dist.raise_agreed(error)
-        damaged = [each for each in dist.gather_objects(why) if each is not None]
-        if damaged:
-            return damaged[0]
-        if self._shared:
+
+        def damage() -> str | None:
+            try:
+                self._verify(mine)
+            except DamagedError as e:
+                return str(e)
+            return None
+
+        damaged = next(filter(None, dist.gather_objects(dist.agreed(damage))), None)
+        if self._shared and damaged is None:
             self._ready.update(blocks)
-        return None
+        return damaged
 
     def _verify(self, blocks: Iterable[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         unknown = sorted({block for block in blocks if block not in self._ready})
-        before, began = self.fetched, time.monotonic()
-        next_line = began + _PROGRESS_SECONDS
+        began = said = time.monotonic()
         for done, _ in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
             now = time.monotonic()
-            if self.fetched > before and now >= next_line and done < len(unknown):
-                next_line, left = now + _PROGRESS_SECONDS, (now - began) * (len(unknown) / done - 1)
+            if now >= said + _PROGRESS_SECONDS and done < len(unknown):
+                said, left = now, (now - began) * (len(unknown) / done - 1)
                 self._log(
-                    f"fetching the checkpoint of step {self._found.commit.step}: {done} of rank "
+                    f"reading the checkpoint of step {self._found.commit.step}: {done} of rank "
                     f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
 
@@ -248,12 +240,11 @@ class FragmentReader:
         try:
             _write_block(path, self._sizes[block.file], block.start, data)
         except OSError as e:
-            what, remedy = "cannot write at", "mend it, or set run.dir"
-            if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                what = "the disk is full at"
-                remedy = "make room there, or lower checkpoint.keep_last"
-            where = f"{path}, to which the checkpoint of step {self._found.commit.step} is fetched"
-            raise CheckpointError(f"{what} {where} ({type(e).__name__}: {e}): {remedy}") from e
+            raise CheckpointError(
+                f"cannot write {path}, to which the checkpoint of step {self._found.commit.step} "
+                f"is fetched ({type(e).__name__}: {e}): make room there, or mend the disk, or set "
+                "run.dir"
+            ) from e
         with self._counting:
             self.fetched += len(data)
             self._ready.add(block)

@@ -40,14 +40,8 @@ _LISTINGS = 5  # how often the selection is started again
 Log = Callable[[str], None]
 
 
-class Skipped(NamedTuple):
-    """A committed checkpoint that is not whole."""
-
-    ref: CommitRef
-    reason: str
-
-    def __str__(self) -> str:
-        return f"step {self.ref.step}: {self.reason}"
+Skipped = dict[CommitRef, str]
+"""Committed checkpoints that are not whole, newest first, and why."""
 
 
 class Places(NamedTuple):
@@ -70,7 +64,7 @@ class Resumed:
     ref: CommitRef  # its marker
     in_remote: bool = False  # it is committed in the remote store
     own: bool = True  # it is this run's, not from another place
-    skipped: list[Skipped] = field(default_factory=list)  # newer ones that are not whole
+    skipped: Skipped = field(default_factory=dict)  # newer ones
     fetched: int = 0  # bytes that came from the remote store, over all ranks
 
     def describe(self) -> str:
@@ -79,8 +73,8 @@ class Resumed:
         if self.fetched:
             got = f"{self.fetched / 1e6:,.1f} MB fetched"
         lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
-        lines += [f"  passed over    {each}" for each in self.skipped or ("nothing",)]
-        return "\n".join(lines)
+        reasons = describe_skipped(self.skipped) or ["nothing"]
+        return "\n".join([*lines, *(f"  passed over    {each}" for each in reasons)])
 
 
 def is_shared(storage: LocalStorage) -> bool:
@@ -105,7 +99,7 @@ def is_shared(storage: LocalStorage) -> bool:
 
 def select(
     mode: str, places: Places, cache: LocalStorage | None, log: Log
-) -> tuple[Resumed | None, list[Skipped]]:
+) -> tuple[Resumed | None, Skipped]:
     """The checkpoint to resume, None for a fresh start; and this run's damaged ones. Collective.
 
     mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
@@ -118,7 +112,7 @@ def select(
     UserError for a path that holds no checkpoints, or names one of this run's.
     """
     if mode == "never":
-        return None, []
+        return None, {}
     other: str | None = None
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
@@ -146,7 +140,7 @@ def select(
         what = _describe_damage(places, skipped)
         remedy = "set checkpoint.resume to auto to start fresh"
         raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
-    return replace(found, own=False), []
+    return replace(found, own=False), {}
 
 
 def places_at(root: str) -> Places:
@@ -160,11 +154,15 @@ def _root_of(storage: Storage) -> str:
     return storage.root.resolve().as_posix() if isinstance(storage, LocalStorage) else storage.url
 
 
-def _describe_damage(places: Places, skipped: list[Skipped]) -> str:
+def describe_skipped(skipped: Skipped) -> list[str]:
+    return [f"step {ref.step}: {reason}" for ref, reason in skipped.items()]
+
+
+def _describe_damage(places: Places, skipped: Skipped) -> str:
     where = " and ".join(each.url for each in places if each is not None)
     if not skipped:
         return f"there is no checkpoint under {where}"
-    reasons = "".join(f"\n  {each}" for each in skipped)
+    reasons = "\n  ".join(["", *describe_skipped(skipped)])
     return f"none of the checkpoints under {where} is whole:{reasons}"
 
 
@@ -184,7 +182,7 @@ def resolve(
     only: CommitRef | None = None,
     cache: LocalStorage | None = None,
     log: Log = lambda text: None,
-) -> tuple[Resumed | None, list[Skipped]]:
+) -> tuple[Resumed | None, Skipped]:
     """The newest whole checkpoint, and the newer ones that are not whole. Collective.
 
     Rank 0 looks, all ranks share hashing and fetching and get the same answer.
@@ -197,20 +195,20 @@ def resolve(
     for _ in range(_LISTINGS):
         listed = dist.on_main(list_places, places)
         resumed: Resumed | None = None
-        skipped: list[Skipped] = []
+        skipped: Skipped = {}
         for ref, urls in listed.items():
             if only is not None and ref != only:
                 continue
             found = dist.on_main(_read_small_files, places, ref, urls)
             if isinstance(found, str):
-                skipped.append(Skipped(ref, found))
+                skipped[ref] = found
                 continue
             folder, remote = _folders(places, urls, cache, found.url, found.commit.prefix)
             shared = local is not None and cache is not None
             reader = dist.agreed(FragmentReader, found, folder, remote, shared=shared, log=log)
             damage = reader.verify_all() if cache is not None else None
             if damage is not None:
-                skipped.append(Skipped(ref, damage))
+                skipped[ref] = damage
                 continue
             if local is not None and cache is not None and found.url != local.url:
                 dist.on_main(copy_commit, found.files, local)  # all files are there now
@@ -230,7 +228,7 @@ def resolve(
             )
             break
         listed = dist.on_main(list_places, places) if skipped else {}
-        if all(each.ref in listed for each in skipped):
+        if skipped.keys() <= listed.keys():
             break
         # a process that still runs has removed one while we looked: there are newer ones
     return resumed, skipped

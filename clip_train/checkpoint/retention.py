@@ -21,12 +21,14 @@ HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other
 
 @dataclass(frozen=True)
 class Policy:
-    """What stays. protect: stays always (the one resumed from). damaged: do not count as kept."""
+    """What stays, and where: the first message to a checkpoint writer."""
 
     config: CheckpointConfig
     lease: Lease = NO_LEASE  # the writer's
-    protect: set[CommitRef] = field(default_factory=set)
-    damaged: set[CommitRef] = field(default_factory=set)
+    folder: str = ""
+    shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
+    protect: set[CommitRef] = field(default_factory=set)  # stay always (the one resumed from)
+    damaged: set[CommitRef] = field(default_factory=set)  # do not count as kept
 
 
 def kept(
@@ -93,9 +95,6 @@ def apply_retention(
             if storage.exists(ref.name) and is_named({ref: prefix_of(storage, ref)}, ref, attempt):
                 continue
         _remove(storage, attempt, files)
-    for entry in storage.list("preflight"):
-        if now - entry.modified >= orphan_grace:
-            storage.delete(entry.name)
 
 
 def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:

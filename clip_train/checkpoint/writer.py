@@ -53,15 +53,6 @@ _HASHING_THREADS = 4
 _LONGEST_PAUSE = 60.0  # seconds between tries of an upload
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The first message to a checkpoint writer."""
-
-    folder: str
-    shared: bool  # all ranks see `folder`, so checkpoints are committed there too
-    policy: Policy
-
-
 class Event(Enum):
     """What a checkpoint writer tells its rank."""
 
@@ -112,11 +103,11 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
 class Writer:
     """One rank's saves. send: takes messages for the rank; called from any thread."""
 
-    def __init__(self, settings: Settings, memory_fd: int, send: Callable[[Message], None]) -> None:
-        self.settings, self.policy = settings, settings.policy
-        self._timeout = 60 * settings.policy.config.save_timeout_minutes  # seconds
-        self.local = LocalStorage(settings.folder)
-        remote = settings.policy.config.remote
+    def __init__(self, policy: Policy, memory_fd: int, send: Callable[[Message], None]) -> None:
+        self.policy = policy
+        self._timeout = 60 * policy.config.save_timeout_minutes  # seconds
+        self.local = LocalStorage(policy.folder)
+        remote = policy.config.remote
         self.remote: Storage | None = open_storage(remote) if remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
@@ -147,7 +138,7 @@ class Writer:
 
     def _save_locally(self, request: SaveRequest) -> str | None:
         """Returns where it is committed; None: it is going to be uploaded."""
-        shared, local = self.settings.shared, self.local
+        shared, local = self.policy.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
         staged = local.path(f"{manifest.staged_name(request.prefix)}+{name}")
         try:
@@ -240,7 +231,7 @@ class Writer:
         text = job.result() if error is None else explain(error)
         self._report(_ENDS.get(type(error), Event.FAILED), text, request)
         self._active.discard(request.prefix)
-        if not self.settings.shared and request.entry is not None:
+        if not self.policy.shared and request.entry is not None:
             with contextlib.suppress(OSError):
                 request.path.unlink()
         if error is None:
@@ -248,7 +239,7 @@ class Writer:
                 self._tidy(self.remote, request.scores)
                 self._tidy(self.local, request.scores)  # what has been uploaded may now go
         elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
-            if self.settings.shared and request.entry is None:  # else it may be committed locally
+            if self.policy.shared and request.entry is None:  # else it may be committed locally
                 with contextlib.suppress(OSError):
                     put_rank_manifest(self.local, request, error)
             if self.remote is not None:
@@ -277,7 +268,7 @@ class Writer:
         """
         try:
             with self._tidying:
-                if store is self.local and not self.settings.shared:
+                if store is self.local and not self.policy.shared:
                     remove_leftovers(self.local, self.policy.lease.epoch)
                 elif scores is not None:
                     apply_retention(store, self.policy, scores, set(self._active))

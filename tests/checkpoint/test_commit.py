@@ -43,10 +43,10 @@ class Shop(LocalStorage):
             self.third_look()
         return super().list(prefix)
 
-    def read_bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         if "/_rank" in name:
             self.asked[name] += 1
-        return super().read_bytes(name)
+        return super().read_bytes(name, start, end)
 
 
 def request(rank: int) -> SaveRequest:

@@ -76,7 +76,7 @@ def test_a_disk_that_fills_up_is_not_taken_for_the_store(
         patched.setattr(os, call, full)
         with pytest.raises(
             CheckpointError,
-            match=f"the disk is full at {re.escape(str(tmp_path / 'new'))}/.*make room",
+            match=f"cannot write {re.escape(str(tmp_path / 'new'))}/.*No space left.*make room",
         ):
             manager(tmp_path, "new").resume()
     assert manager(tmp_path, "new").resume() is not None

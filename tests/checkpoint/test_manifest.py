@@ -1,5 +1,4 @@
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,6 @@ from clip_train.checkpoint.manifest import (
     add_checksum,
     attempt_prefix,
     check_format,
-    encode_state,
     parse_checked,
     parse_prefix,
     sha256_of,
@@ -42,28 +40,6 @@ def test_names() -> None:
     assert attempt_prefix(7, 1200) == attempt_prefix(7, 1200) != attempt_prefix(7, 1200, 2)
     assert parse_prefix(attempt_prefix(7, 1200, 12)) == CommitRef(7, 1200)
     assert CommitRef(1, 10) > CommitRef(0, 99)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"cursors": {"0": {"block": 3}, "12": {"block": 4}}, "samples": 10**15},
-        {"loss": 0.1 + 0.2, "best": math.inf, "none": None, "flag": True, "list": [1, [2.5, "é"]]},
-        {"empty": {}, "digits are a string": {"0": 1}},
-    ],
-)
-def test_state_comes_back(state: dict) -> None:
-    back = json.loads(json.dumps(encode_state(state)))
-    assert back == state
-    assert [type(v) for v in back.values()] == [type(v) for v in state.values()]
-
-
-@pytest.mark.parametrize(
-    "value", [{1: 0, "a": 0}, {1: 0}, {(1,): 0}, {"x": object()}, {"x": {1, 2}}, {True: 1}]
-)
-def test_state_that_json_cannot_hold(value: object) -> None:
-    with pytest.raises(TypeError, match="state"):
-        encode_state(value)
 
 
 def test_manifest_and_commit_come_back() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Resumed, Skipped
+from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from launcher.config.recipe import RunConfig, check_config, known_keys
 from launcher.config.resume import at_resume, compare_with
@@ -72,8 +72,8 @@ def test_what_makes_it_another_run() -> None:
 
 def test_the_whole_message() -> None:
     """Step, source, what was passed over, layout, samples seen."""
-    older = Skipped(CommitRef(0, 60), "rank00001.safetensors is missing")
-    found = replace(resumed(2), skipped=[older], fetched=3_000_000)
+    older = {CommitRef(0, 60): "rank00001.safetensors is missing"}
+    found = replace(resumed(2), skipped=older, fetched=3_000_000)
     config = recipe(engine={"zero_stage": 3, "precision": "bf16"}, optim={"lr": 0.5})
     assert "\n".join([found.describe(), *compare_with(config, found, 1)]) == (
         "resuming from step 40\n"
