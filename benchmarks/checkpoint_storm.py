@@ -193,7 +193,7 @@ class Storm:
 
     def is_at(self, moment: str, done: int) -> bool:
         if moment == "writing":
-            return any((self.checkpoints / "tmp").glob("*"))
+            return any(self.checkpoints.rglob("*.safetensors.*.part"))
         return self.asked(MOMENTS[moment][1]) > done
 
     def asked(self, expression: str | None) -> int:

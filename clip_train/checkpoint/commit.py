@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from clip_train.checkpoint import manifest
@@ -147,7 +146,6 @@ class SaveRequest:
     since: float = field(default_factory=time.monotonic)  # seconds
     newer_since: float = math.inf  # when the next save began
     entry: FileEntry | None = None  # once it is written, as is
-    path: Path = Path()  # of the file on this rank's disk
 
 
 def put_rank_manifest(

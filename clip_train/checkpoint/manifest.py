@@ -7,6 +7,7 @@
         _LAYOUT.bin                      which fragment is where, in the files of all ranks
         _MANIFEST.json                   all ranks' files, and the trainer's state
     commit/e000007-s0000001200.json      written last: without it there is no checkpoint
+    tmp/ckpt/...                         an attempt that was fetched to resume from, until a save
 
 The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot in
 that process. Every process that is going to write takes the next epoch. A writer whose epoch is no
@@ -33,6 +34,7 @@ _PREFIX = re.compile(r"ckpt/s(\d{10,})/e(\d{6,})-[0-9a-f]+")
 
 MANIFEST = "_MANIFEST.json"
 LAYOUT = "_LAYOUT.bin"
+FETCHED = "tmp/"  # before an attempt's folder
 Natural = Annotated[int, Field(strict=True, ge=0)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # in its own folder
 
@@ -65,16 +67,6 @@ def parse_prefix(prefix: str) -> CommitRef | None:
     """Which commit an attempt's folder is meant for; None if it is no such folder."""
     match = _PREFIX.fullmatch(prefix)
     return CommitRef(int(match[2]), int(match[1])) if match else None
-
-
-def attempt_of(name: str) -> str:
-    """The attempt's folder that a file lies in, or belongs to while it is staged."""
-    return "/".join(name.removeprefix("tmp/").replace("+", "/").split("/")[:3])
-
-
-def staged_name(prefix: str) -> str:
-    """How an attempt's files begin while they are written; their folder while fetched."""
-    return f"tmp/{prefix.replace('/', '+')}"
 
 
 def lease_name(epoch: int) -> str:

@@ -260,4 +260,4 @@ def _folders(
         remote = None
     if local is not None and (cache is not None or is_local):
         return local.path(prefix), remote
-    return cache.path(manifest.staged_name(prefix)) if cache is not None else None, remote
+    return cache.path(manifest.FETCHED + prefix) if cache is not None else None, remote

@@ -8,10 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import NO_LEASE, Lease, check, list_commits, prefix_of
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.checkpoint.manifest import CommitRef, attempt_of, parse_prefix
+from clip_train.checkpoint.manifest import FETCHED, CommitRef, parse_prefix
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
@@ -94,7 +93,7 @@ def apply_retention(
             # a marker may have appeared since the commits were listed
             if storage.exists(ref.name) and is_named({ref: prefix_of(storage, ref)}, ref, attempt):
                 continue
-        _remove(storage, attempt, files)
+        _remove(storage, attempt)
 
 
 def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
@@ -103,11 +102,11 @@ def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
     """
     files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
     if isinstance(storage, LocalStorage):
-        entries = storage.list("ckpt", unfinished=True) + storage.list("tmp", unfinished=True)
+        entries = storage.list("ckpt", unfinished=True) + storage.list(FETCHED)
     else:
         entries = storage.list("ckpt")
     for entry in entries:
-        attempt = attempt_of(entry.name)
+        attempt = "/".join(entry.name.removeprefix(FETCHED).split("/")[:3])
         ref = parse_prefix(attempt)
         if ref is not None:
             files[ref, attempt].append(entry)
@@ -119,21 +118,19 @@ def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -
     return ref in named and named[ref] in (attempt, None)
 
 
-def _remove(storage: Storage, attempt: str, files: list[Entry]) -> None:
+def _remove(storage: Storage, attempt: str) -> None:
     storage.delete_tree(attempt)
     if isinstance(storage, LocalStorage):
-        storage.delete_tree(manifest.staged_name(attempt))
-        for entry in files:  # those in tmp/
-            storage.delete(entry.name)
+        storage.delete_tree(FETCHED + attempt)
         with contextlib.suppress(OSError):  # the step has another attempt
             storage.path(attempt).parent.rmdir()
 
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> None:
-    """On a disk that not all ranks share: remove what was staged or fetched before. OSError."""
-    for (ref, attempt), files in attempts(storage).items():
+    """On a disk that not all ranks share: remove what was written or fetched before. OSError."""
+    for ref, attempt in attempts(storage):
         if ref.epoch < epoch and not storage.exists(ref.name):
-            _remove(storage, attempt, files)
+            _remove(storage, attempt)
 
 
 def free_bytes(folder: Path) -> int:

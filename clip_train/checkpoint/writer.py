@@ -23,7 +23,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
     LATE_SECONDS,
     FencedError,
@@ -140,22 +139,13 @@ class Writer:
         """Returns where it is committed; None: it is going to be uploaded."""
         shared, local = self.policy.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
-        staged = local.path(f"{manifest.staged_name(request.prefix)}+{name}")
         try:
             check_space(local.root, request.size, free_bytes(local.root))
-            staged.parent.mkdir(parents=True, exist_ok=True)
-            blocks = copy_hashed(self._memory_fd, staged, request.size)
-            request.path = staged
-            if shared:
-                local.put_file(staged, f"{request.prefix}/{name}", move=True)  # which fsyncs it
-                request.path = local.path(f"{request.prefix}/{name}")
+            with local.writing(f"{request.prefix}/{name}") as part:
+                blocks = copy_hashed(self._memory_fd, part, request.size)
             request.entry = FileEntry(name, request.size, blocks, request.rank)
             if shared:
                 put_rank_manifest(local, request)
-        except Exception:
-            with contextlib.suppress(OSError):
-                staged.unlink()
-            raise
         finally:
             self._report(Event.WRITTEN, "", request)
         where = ""
@@ -189,11 +179,11 @@ class Writer:
         It is tried until it succeeds or a newer save waits. FencedError, RefusedError.
         """
         assert self.remote is not None and request.entry is not None
-        uploaded = False
+        name, uploaded = f"{request.prefix}/{request.entry.name}", False
         for tries in itertools.count(1):
             try:
                 if not uploaded:
-                    self.remote.put_file(request.path, f"{request.prefix}/{request.entry.name}")
+                    self.remote.put_file(self.local.path(name), name)
                     put_rank_manifest(self.remote, request)
                     uploaded = True
                 if request.rank > 0:
@@ -233,7 +223,7 @@ class Writer:
         self._active.discard(request.prefix)
         if not self.policy.shared and request.entry is not None:
             with contextlib.suppress(OSError):
-                request.path.unlink()
+                self.local.delete(f"{request.prefix}/{request.entry.name}")
         if error is None:
             if self.remote is not None:
                 self._tidy(self.remote, request.scores)

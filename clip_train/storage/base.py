@@ -45,10 +45,9 @@ class Storage(ABC):
         """Return the size in bytes. FileNotFoundError; OSError."""
 
     @abstractmethod
-    def put_file(self, local_path: str | os.PathLike, name: str, *, move: bool = False) -> None:
+    def put_file(self, local_path: str | os.PathLike, name: str) -> None:
         """Store a local file under `name`, whole or not at all, and replace what was there.
 
-        move: remove the local file afterwards; a local store renames it instead of copying.
         FileNotFoundError (the local file); OSError: then nothing was published.
         """
 

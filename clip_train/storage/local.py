@@ -60,15 +60,18 @@ class LocalStorage(Storage):
             raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
         return data
 
-    def put_file(self, local_path: str | os.PathLike, name: str, *, move: bool = False) -> None:
-        source, target = Path(local_path), self.path(name)
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Yield a path to write to; then the file is stored under `name`, whole. OSError."""
+        target = self.path(name)
         with _part_of(target) as part:
-            same_disk = source.stat().st_dev == target.parent.stat().st_dev
-            written = source if move and same_disk else shutil.copyfile(source, part)
-            _fsync(written)
-            os.replace(written, target)
-        if move:
-            source.unlink(missing_ok=True)
+            yield part
+            _fsync(part)
+            os.replace(part, target)
+
+    def put_file(self, local_path: str | os.PathLike, name: str) -> None:
+        with self.writing(name) as part:
+            shutil.copyfile(local_path, part)
 
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         target = self.path(name)

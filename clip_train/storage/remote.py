@@ -203,14 +203,12 @@ class RemoteStorage(Storage):
             return self.read_bytes(name) == data  # an attempt of ours whose answer was lost
         return True
 
-    def put_file(self, local_path: str | os.PathLike, name: str, *, move: bool = False) -> None:
+    def put_file(self, local_path: str | os.PathLike, name: str) -> None:
         size = os.stat(local_path).st_size
         self.wait(f"writing {name}", partial(self.put, self.key(name), Path(local_path), False))
         stored = self.size(name)
         if stored != size:
             raise OSError(errno.EIO, f"{self.url}/{name}: {stored} of {size} bytes are stored")
-        if move:
-            os.unlink(local_path)
 
     def delete(self, *names: str) -> None:
         keys = [self.key(name) for name in names]

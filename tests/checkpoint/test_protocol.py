@@ -144,14 +144,12 @@ def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -
         for attempt in attempts:
             (tmp_path / attempt).mkdir(parents=True)
             (tmp_path / attempt / "rank00001.safetensors").write_bytes(b"half")
-        (tmp_path / "tmp" / f"{attempts[0].replace('/', '+')}+rank00000.safetensors").write_bytes(
-            b"half"
-        )
+        (tmp_path / attempts[0] / ".rank00000.safetensors.0123.part").write_bytes(b"half")
 
     storage = Interrupted(tmp_path, "list", "ckpt", begins)
     apply_retention(storage, epoch_0(tmp_path), {})
     assert len(list((tmp_path / "ckpt/s0000000002").glob("*/rank00001.safetensors"))) == 2
-    assert len(list((tmp_path / "tmp").iterdir())) == 1 and not over.exists()
+    assert len(list(tmp_path.rglob("*.part"))) == 1 and not over.exists()
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_chosen(tmp_path: Path) -> None:

@@ -22,20 +22,20 @@ def marker_of(epoch: int, step: int, prefix: str) -> bytes:
 
 
 def test_a_disk_of_ones_own_is_cleared_of_what_earlier_processes_left(tmp_path: Path) -> None:
-    """Files staged or fetched before go; saves under way and committed ones stay."""
+    """Files written or fetched before go; saves under way and committed ones stay."""
     storage = LocalStorage(tmp_path)
     committed_there, left, under_way = attempt(1, "a"), attempt(2, "b"), attempt(3, "c", epoch=1)
     marker = CommitRef(0, 1).name
     storage.put_bytes(marker, marker_of(0, 1, committed_there))
     for prefix in (committed_there, left, under_way):
         storage.put_bytes(f"{prefix}/rank00001.safetensors", b"1")
-        storage.put_bytes(f"{manifest.staged_name(prefix)}/rank00000.safetensors", b"1")
+        storage.put_bytes(f"{manifest.FETCHED}{prefix}/rank00000.safetensors", b"1")
     remove_leftovers(storage, 1)
     names = {entry.name for entry in [*storage.list("ckpt"), *storage.list("tmp")]}
     assert names == {
         f"{place}/rank0000{rank}.safetensors"
         for prefix in (committed_there, under_way)
-        for rank, place in ((1, prefix), (0, manifest.staged_name(prefix)))
+        for rank, place in ((1, prefix), (0, manifest.FETCHED + prefix))
     }
     assert storage.exists(marker) and not storage.path(left).parent.exists()
 

@@ -81,7 +81,7 @@ def assert_whole(folder: Path, steps: set[int]) -> None:
     assert set(found) == steps
     assert {path.parent for path in (folder / "ckpt").glob("*/*/*")} == set(found.values())
     assert set((folder / "ckpt").glob("*/*")) == set(found.values())
-    assert not list((folder / "tmp").glob("*"))
+    assert not list(folder.rglob("*.part"))
 
 
 def assert_readable(folder: Path, step: int) -> None:

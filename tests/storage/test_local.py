@@ -60,15 +60,14 @@ def test_the_root_cannot_be_deleted(storage: LocalStorage) -> None:
         storage.delete_tree("")
 
 
-@pytest.mark.parametrize("move", [False, True])
-def test_put_file(storage: LocalStorage, tmp_path: Path, move: bool) -> None:
+def test_put_file(storage: LocalStorage, tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.write_bytes(b"content")
-    storage.put_file(local, "x/y", move=move)
-    assert local.exists() is not move
+    storage.put_file(local, "x/y")
+    assert local.exists()
     assert files_below(storage.root) == {"x/y": b"content"}
     with pytest.raises(FileNotFoundError):
-        storage.put_file(tmp_path / "absent", "x/z", move=move)
+        storage.put_file(tmp_path / "absent", "x/z")
     assert files_below(storage.root) == {"x/y": b"content"}
 
 
