@@ -21,8 +21,7 @@ from clip_tools.transformers_export import (
     huggingface_files,
 )
 from clip_train import dist
-from clip_train.checkpoint.inspect import list_checkpoints, open_to_look
-from clip_train.checkpoint.restore import Resumed
+from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_to_look
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET

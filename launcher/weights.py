@@ -18,9 +18,8 @@ from typing import TypeVar
 
 from clip_train import dist
 from clip_train.checkpoint.config import locate
-from clip_train.checkpoint.inspect import open_to_look
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, places_at
+from clip_train.checkpoint.restore import Places, open_to_look, places_at
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import parse_saved

@@ -282,8 +282,7 @@ class Found:
     commit: Commit
     manifest: Manifest
     layout: bytes  # LAYOUT
-    files: dict[str, bytes] = field(default_factory=dict)  # all small files as stored, marker last
-    url: str = ""  # of the store they were read from
+    url: str  # of the store they were read from
 
 
 def list_commits(storage: Storage) -> list[CommitRef]:
@@ -348,17 +347,9 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
     except ValueError as e:
         raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
     check = partial(manifest.verified, sha256=whole.layout_sha256)
-    layout_name = f"{marker.prefix}/{manifest.LAYOUT}"
-    layout = read_small(storage, layout_name, check)
+    layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
     check_sizes(storage, marker.prefix, whole.files)
-    files = {layout_name: layout, name: data, ref.name: manifest.add_checksum(asdict(marker))}
-    return Found(ref, marker, whole, layout, files, storage.url)
-
-
-def copy_commit(files: dict[str, bytes], target: Storage) -> None:
-    """Commit a checkpoint in `target`, which has its data. files: `Found.files`. OSError."""
-    for name, data in files.items():
-        target.put_bytes(name, data)
+    return Found(ref, marker, whole, layout, storage.url)
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint.inspect import open_to_look
-from clip_train.checkpoint.restore import Places
+from clip_train.checkpoint.restore import Places, open_to_look
 from clip_train.errors import CheckpointError
 from clip_train.storage.local import LocalStorage
 from launcher.cli.main import main

@@ -178,7 +178,7 @@ def test_what_another_process_left_goes_after_the_grace(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Path) -> None:
+def test_a_manifest_that_flips_on_its_way_is_read_again(tmp_path: Path) -> None:
     """From a store whose client verifies nothing."""
     Run(tmp_path / "a").save(1)
     once = [True]
@@ -192,9 +192,5 @@ def test_a_manifest_that_flips_on_its_way_to_the_disk_is_read_again(tmp_path: Pa
                 else data
             )
 
-    remote, local = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
     found = commit.read_found(Flipping(tmp_path / "a"), CommitRef(0, 1))
-    name = f"{found.commit.prefix}/rank00000.safetensors"
-    local.put_file(remote.path(name), name)
-    commit.copy_commit(found.files, local)
-    assert not once and set(committed(tmp_path / "b")) == {1} and damaged_in(tmp_path / "b") == []
+    assert not once and found.manifest.step == 1

@@ -39,7 +39,6 @@ def test_it_is_in_both_places_and_comes_back_from_either(
         and f"source         {url}/ckpt/" in again.describe()
         and "MB fetched" in again.describe()
     )
-    assert set(committed(tmp_path / "b")) == {2}  # from now on it is there too
 
     proxy.requests.clear()
     warm = assert_is(Run(tmp_path / "a", url).resume(), 2)
@@ -129,8 +128,7 @@ def test_no_secret_is_told_or_kept(
 
 @pytest.mark.full
 def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) -> None:
-    from clip_train.checkpoint.inspect import list_checkpoints, open_to_look
-    from clip_train.checkpoint.restore import places_at
+    from clip_train.checkpoint.restore import list_checkpoints, open_to_look, places_at
 
     run = Run(tmp_path, url, keep_last=3, orphan_grace_minutes=10.0)
     assert run.save(1) and run.save(2) and run.save(3)
