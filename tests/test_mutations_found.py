@@ -64,9 +64,9 @@ class DyingStorage(LocalStorage):
         self.count()
         return super().put_bytes(*args, **kwargs)
 
-    def put_file(self, *args: Any, **kwargs: Any) -> None:
+    def writing(self, name: str) -> Any:
         self.count()
-        super().put_file(*args, **kwargs)
+        return super().writing(name)
 
     def count(self) -> None:
         if self.left == 0:

@@ -223,7 +223,10 @@ class Writer:
         self._active.discard(request.prefix)
         if not self.policy.shared and request.entry is not None:
             with contextlib.suppress(OSError):
-                self.local.delete(f"{request.prefix}/{request.entry.name}")
+                path = self.local.path(f"{request.prefix}/{request.entry.name}")
+                path.unlink()
+                path.parent.rmdir()  # unless it has another rank's
+                path.parent.parent.rmdir()
         if error is None:
             if self.remote is not None:
                 self._tidy(self.remote, request.scores)

@@ -207,16 +207,16 @@ def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
     ):
         (tmp_path / "ckpt" / prefix).mkdir(parents=True, exist_ok=True)
         age(tmp_path / "ckpt" / prefix / "rank00000.safetensors", minutes)
-    age(tmp_path / "tmp" / "ckpt+s0000000005+e000000-1+rank00000.safetensors", 11)
+    age(tmp_path / "ckpt/s0000000005/e000000-1/.rank00001.safetensors.0123.part", 11)
     age(tmp_path / "ckpt/s0000000010/e000000-2/._MANIFEST.json.0123.part", 11)
-    age(tmp_path / "tmp" / "somebody's file", 11)
+    age(tmp_path / "ckpt" / "somebody's file", 11)
     run.save(20)
     kept = {p.parent.relative_to(tmp_path).as_posix() for p in (tmp_path / "ckpt").glob("*/*/*")}
     whole_ones = {p.relative_to(tmp_path).as_posix() for p in committed(tmp_path).values()}
     assert kept == whole_ones | {"ckpt/s0000000099/e000000-2"}
     assert set(committed(tmp_path)) == {10, 20}
     assert not (tmp_path / "ckpt/s0000000005").exists()
-    assert [p.name for p in (tmp_path / "tmp").iterdir()] == ["somebody's file"]
+    assert (tmp_path / "ckpt" / "somebody's file").exists()
 
 
 def age(path: Path, minutes: float) -> None:
@@ -265,17 +265,12 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
     def save(step: int) -> Saved:
         return run.manager.save(step, [], {}, {}, wait=True)
 
-    def break_it() -> None:
-        (tmp_path / "tmp").rmdir()
-        (tmp_path / "tmp").write_bytes(b"in the way")
-
-    break_it()
+    for step in (2, 4, 5):
+        (tmp_path / "ckpt" / f"s{step:010d}").write_bytes(b"in the way")
     assert save(2) is Saved.FAILED
     assert "checkpoint of step 2 failed (1 in a row): FileExistsError" in run.said[0]
     assert str(committed(tmp_path)[1]) in run.said[0]
-    (tmp_path / "tmp").unlink()
     run.save(3)  # success starts the count anew
-    break_it()
     assert save(4) is Saved.FAILED
     with pytest.raises(
         CheckpointError, match=r"step 5 failed \(2 in a row\).*last good one is .*s0000000003"
@@ -323,8 +318,7 @@ def test_the_outcome_is_heard_at_a_later_step(tmp_path: Path) -> None:
     assert run.start(1)
     run.until(lambda: "checkpoint_step" in run.numbers)
     assert run.numbers["checkpoint_step"] == 1 and set(committed(tmp_path)) == {1}
-    shutil.rmtree(tmp_path / "tmp")
-    (tmp_path / "tmp").write_bytes(b"in the way")
+    (tmp_path / "ckpt/s0000000002").write_bytes(b"in the way")
     assert run.start(2)  # on its way
     with pytest.raises(CheckpointError, match=r"step 2 failed \(1 in a row\)"):
         run.until(lambda: False)
