@@ -118,7 +118,6 @@ class Writer:
         self._remote_jobs = ThreadPoolExecutor(1)
         self._changed = threading.Condition()  # notified of a new `_upload_request`
         self._upload_request: SaveRequest | None = None  # the newest whose upload may begin
-        self._upload_job: Future[str] | None = None  # its upload
 
     def receive(self, request: SaveRequest | None) -> None:
         """From the rank; None: finish. Never waits for a disk or a store."""
@@ -164,11 +163,9 @@ class Writer:
             return where
         with self._changed:
             self._upload_request = request
-            if self._upload_job is not None:
-                self._upload_job.cancel()  # if it has not begun
-            self._upload_job = self._remote_jobs.submit(self._upload, request)
             self._changed.notify_all()
-        self._upload_job.add_done_callback(partial(self._ended, request))
+        job = self._remote_jobs.submit(self._upload, request)
+        job.add_done_callback(partial(self._ended, request))
         return None
 
     # -- the remote store
@@ -176,9 +173,13 @@ class Writer:
     def _upload(self, request: SaveRequest) -> str:
         """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
-        It is tried until it succeeds or a newer save waits. FencedError, RefusedError.
+        It is tried until it succeeds or a newer save waits. FencedError, RefusedError;
+        SupersededError: a newer save waits already.
         """
-        assert self.remote is not None and request.entry is not None
+        newest = self._upload_request
+        assert self.remote is not None and request.entry is not None and newest is not None
+        if newest is not request:
+            raise SupersededError(f"superseded by step {newest.step} before its upload began")
         name, uploaded = f"{request.prefix}/{request.entry.name}", False
         for tries in itertools.count(1):
             try:
@@ -210,14 +211,9 @@ class Writer:
 
     def _ended(self, request: SaveRequest, job: Future[Any]) -> None:
         """Report how a save has ended: it is not going to be committed any more, in any store."""
-        error: BaseException | None
-        if job.cancelled():
-            newer = self._upload_request.step if self._upload_request is not None else 0
-            error = SupersededError(f"superseded by step {newer} before its upload began")
-        else:
-            error = job.exception()
-            if error is None and job.result() is None:
-                return
+        error = job.exception()
+        if error is None and job.result() is None:
+            return
         text = job.result() if error is None else explain(error)
         self._report(_ENDS.get(type(error), Event.FAILED), text, request)
         self._active.discard(request.prefix)
