@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 import time
 import weakref
 import zlib
@@ -162,7 +161,6 @@ class FragmentReader:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.path = f"{remote.url}/{found.commit.prefix}" if remote is not None else str(folder)
         self.fetched = 0
-        self._counting = threading.Lock()
         self._found, self._folder, self._remote = found, folder, remote
         self._shared, self._log = shared, log
         self._sizes = [entry.size for entry in found.manifest.files]
@@ -210,7 +208,8 @@ class FragmentReader:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         unknown = sorted({block for block in blocks if block not in self._ready})
         began = said = time.monotonic()
-        for done, _ in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
+        for done, fetched in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
+            self.fetched += fetched
             now = time.monotonic()
             if now >= said + _PROGRESS_SECONDS and done < len(unknown):
                 said, left = now, (now - began) * (len(unknown) / done - 1)
@@ -219,8 +218,11 @@ class FragmentReader:
                     f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
                 )
 
-    def _ensure(self, block: Block) -> None:
-        """One block is whole on this disk, or fetched. DamagedError, CheckpointError."""
+    def _ensure(self, block: Block) -> int:
+        """One block is whole on this disk, or fetched; returns the bytes that were fetched.
+
+        DamagedError, CheckpointError.
+        """
         path = self._folder / block.name
         data, problem = b"", "does not have its sha256: a byte has changed since it was written"
         with readable(str(self._folder)):
@@ -232,7 +234,7 @@ class FragmentReader:
                 problem = "is missing"
         if hashlib.sha256(data).hexdigest() == block.sha256:
             self._ready.add(block)
-            return
+            return 0
         if self._remote is None:
             raise DamagedError(f"{path} {problem}; take an older checkpoint, or another copy of it")
         with readable(self._remote.url):
@@ -245,9 +247,8 @@ class FragmentReader:
                 f"is fetched ({type(e).__name__}: {e}): make room there, or mend the disk, or set "
                 "run.dir"
             ) from e
-        with self._counting:
-            self.fetched += len(data)
-            self._ready.add(block)
+        self._ready.add(block)
+        return len(data)
 
     # -- reading
 
