@@ -282,7 +282,7 @@ class Found:
     commit: Commit
     manifest: Manifest
     layout: bytes  # LAYOUT
-    url: str  # of the store they were read from
+    url: str = ""  # of the store they were read from
 
 
 def list_commits(storage: Storage) -> list[CommitRef]:

@@ -93,4 +93,4 @@ def test_kills_in_the_middle_of_saving(tmp_path: Path, trials: int, at_least: in
     run.manager.close()
     with_files = {path.parent for path in (tmp_path / "ckpt").glob("*/*/*")}
     assert with_files == set(committed(tmp_path).values()) and len(with_files) <= 3
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list((tmp_path / "ckpt").rglob("*.part"))
