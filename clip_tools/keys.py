@@ -1,10 +1,12 @@
-"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page.
+"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page; and the
+options of a function or class that `PREFIX` names, as `loss.kind=examples.losses.siglip`.
 
 `clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and
 keys. The script holds all of it, so that a Tab starts no Python.
 """
 
 import argparse
+import inspect
 import itertools
 from typing import Any
 
@@ -12,7 +14,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, as_yaml
+from clip_train.settings import POSITIONAL, Allowed, as_yaml, options_key, options_model
 from launcher.cli.options import SHELLS, VERBS
 from launcher.config.recipe import RunConfig, known_keys, nearest, section_model
 
@@ -26,8 +28,10 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def run(args: argparse.Namespace) -> int:
-    prefix = args.prefix or ""
+    prefix, _, path = (args.prefix or "").partition("=")
     rows = [describe(name, field) for name, field in known_keys() if name.startswith(prefix)]
+    if path and prefix in POSITIONAL:
+        rows = options_of(prefix, path)
     if not rows:
         raise UserError(f"no key begins with {prefix}; {nearest(prefix)}")
     if not args.markdown:
@@ -54,6 +58,19 @@ def describe(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
     words = [each.words for each in field.metadata if isinstance(each, Allowed)]
     allowed = words[0] if words else type_of(TypeAdapter(field.rebuild_annotation()).json_schema())
     return name, default, allowed, " ".join((field.description or "").split())
+
+
+def options_of(key: str, path: str) -> list[tuple[str, str, str, str]]:
+    """The same of each option that the function or class at `path` takes. UserError."""
+    return [
+        (
+            f"{options_key(key)}.{name}",
+            "required" if field.is_required() else repr(field.get_default()),
+            inspect.formatannotation(field.annotation),
+            field.description or "",
+        )
+        for name, field in options_model(key, path).model_fields.items()
+    ]
 
 
 def type_of(schema: dict[str, Any]) -> str:

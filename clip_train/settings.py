@@ -6,10 +6,13 @@ An error is pydantic's own message with the key, the value, the default and what
 """
 
 import importlib
+import inspect
 import math
+import re
 import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
@@ -19,6 +22,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -152,6 +156,9 @@ def _kinds(annotation: Any) -> set[Any]:
 
 # -- a user's own code
 
+# What such a function is called with before its options; classes, but optimizers, with nothing.
+POSITIONAL = {"loss.kind": 5, "schedule.name": 3, "optim.name": 2, "data.aug_own": 1}
+
 
 def import_path(
     key: str, path: str, base: type = object, remedy: str = "install it, or correct the path"
@@ -179,18 +186,64 @@ def call_imported(
     options: Mapping[str, Any],
     *arguments: Any,
     base: type = object,
-    options_key: str = "",
 ) -> Any:
     """Call what `path` names with these arguments and the section's `options`. UserError."""
     call = import_path(key, path, base)
+    checked = checked_options(key, path, options)
     try:
-        return call(*arguments, **options)
+        return call(*arguments, **checked)
     except (TypeError, ValueError) as e:
-        options_key = options_key or f"{key.partition('.')[0]}.options"
         raise UserError(
-            f"{key} ({path}) cannot be used with {options_key} ({shown(dict(options))}): {e}; "
+            f"{key} ({path}) cannot be used with {options_key(key)} ({shown(dict(options))}): {e}; "
             "correct them"
         ) from e
+
+
+def options_key(key: str) -> str:
+    """The key that holds the keyword arguments of what `key` names."""
+    return "data.aug_own_options" if key == "data.aug_own" else f"{key.partition('.')[0]}.options"
+
+
+@cache
+def options_model(key: str, path: str) -> type[BaseModel]:
+    """The options that the function or class at `path`, the value of `key`, takes: its `Options`, or
+    its keyword arguments, which are checked where they are annotated; any where they are not known.
+
+    UserError for a path that leads to nothing.
+    """
+    found = import_path(key, path)
+    own = getattr(found, "Options", None)
+    if isinstance(own, type) and issubclass(own, BaseModel):
+        return own
+    taken = 0 if isinstance(found, type) and key != "optim.name" else POSITIONAL[key]
+    try:
+        parameters = [*inspect.signature(found, eval_str=True).parameters.values()][taken:]
+        fields: dict[str, Any] = {
+            p.name: (
+                Any if p.annotation is p.empty else p.annotation,
+                ... if p.default is p.empty else p.default,
+            )
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        loose = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        config = ConfigDict(extra="allow" if loose else "forbid", arbitrary_types_allowed=True)
+        return create_model("Options", __config__=config, **fields)
+    except (TypeError, ValueError, NameError, RuntimeError):  # written in C, or beyond pydantic
+        return create_model("Options", __config__=ConfigDict(extra="allow"))
+
+
+def checked_options(key: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` as `options_model` reads them. UserError: every mistake, with value and remedy."""
+    model = options_model(key, path)
+    try:
+        return dict(model.model_validate(dict(options)))
+    except ValidationError as e:
+        known = ", ".join(model.model_fields) or "none"
+        lines = explain(e, model, dict(options), unknown=f"{path} takes {known}".format)
+        names = "|".join(map(re.escape, {**model.model_fields, **options}))
+        within = partial(re.sub, rf"(^|set |or )(?=(?:{names})[ .=:])", rf"\1{options_key(key)}.")
+        raise UserError(f"{key} ({path}): " + "; ".join(map(within, lines))) from None
 
 
 # -- errors
@@ -306,5 +359,8 @@ def clipped(text: str) -> str:
 def as_yaml(value: Any) -> str:
     """On one line."""
     plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=1_000_000, allow_unicode=True)
+    try:
+        text = yaml.safe_dump(plain, default_flow_style=True, width=1_000_000, allow_unicode=True)
+    except yaml.representer.RepresenterError:  # the default of an option, such as a tensor
+        return repr(value)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -26,7 +26,7 @@ from clip_train import dist
 from clip_train.contrastive.exchange import Pairs, share_counts, texts_by_image
 from clip_train.contrastive.tiles import AUTO_SIDE, accumulation_dtype, auto_side
 from clip_train.errors import UserError
-from clip_train.settings import broken, shown
+from clip_train.settings import broken, checked_options, shown
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 FEATURES = ("image", "text", "logit_scale", "logit_bias")
@@ -52,7 +52,7 @@ class FunctionLoss(Objective):
         cls, path: str, function: Callable[..., Tensor], options: Mapping[str, Any], tile: int
     ) -> "FunctionLoss":
         """`function` as the recipe names it, tried on four samples. UserError."""
-        loss = cls(function, options, tile)
+        loss = cls(function, checked_options("loss.kind", path, options), tile)
         here = f"loss.kind ({path}) with loss.options ({shown(dict(options))})"
         g = torch.Generator().manual_seed(0)
         image, text = F.normalize(torch.randn(2, 4, 8, generator=g), dim=-1).requires_grad_()

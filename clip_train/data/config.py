@@ -120,8 +120,8 @@ class DataConfig(Settings):
         ),
         Silent,
     ] = None
-    """Validation shards, written like `train`; read once, in order. {coco: ..., emoji: ...}: several
-    sets, whose numbers begin with `coco/` and `emoji/`."""
+    """Validation shards, written like `train`; read once, in order. {coco: ..., emoji: ...}:
+    several sets, whose numbers begin with `coco/` and `emoji/`."""
 
     allow_changed_shards: Annotated[bool, Silent] = False
     """Go on from a checkpoint though shards were added, removed or changed since: begin the new

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clip_train.errors import UserError
-from clip_train.settings import call_imported, import_path
+from clip_train.settings import call_imported, checked_options, import_path
 
 CROP_TRIES = 10
 ERASED = torch.tensor([122, 116, 104], dtype=torch.uint8)[:, None, None]  # CLIP's mean
@@ -45,8 +45,8 @@ def own_augmentation(
         return None
     found = import_path("data.aug_own", path)
     if isinstance(found, type):
-        return call_imported("data.aug_own", path, options, options_key="data.aug_own_options")
-    return functools.partial(found, **options)
+        return call_imported("data.aug_own", path, options)
+    return functools.partial(found, **checked_options("data.aug_own", path, options))
 
 
 def seeded(own: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:

@@ -11,7 +11,7 @@ from clip_train.engine import MovingAverage
 from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
-from clip_train.settings import import_path, shown
+from clip_train.settings import checked_options, import_path, shown
 
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
 # join parameters. parameters: whole ones.
@@ -57,8 +57,9 @@ def try_out(config: OptimConfig) -> Needs:
     whole = nn.Parameter(drawn[0].clone())
     rows: list[Tensor] = [nn.Parameter(row.clone()) for row in drawn[0].split(1)]
     path, make = config.name, find_class(config.name)
+    options = checked_options("optim.name", path, config.options)
     try:
-        optimizer = make([whole, *rows], lr=config.lr, **config.options)
+        optimizer = make([whole, *rows], lr=config.lr, **options)
         group = optimizer.param_groups[0]
         fresh = dict(group)
         for gradient in drawn[1:]:
@@ -167,7 +168,8 @@ def build_optimizer(
             return find_class(LION, remedy="pip install lion-pytorch")(groups, lr, betas)
         case "muon":
             return MuonAdamW(groups, lr, **adam)
-    return find_class(config.name)(groups, lr=lr, **config.options)
+    options = checked_options("optim.name", config.name, config.options)
+    return find_class(config.name)(groups, lr=lr, **options)
 
 
 def needs(config: OptimConfig) -> Needs:

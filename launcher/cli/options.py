@@ -94,6 +94,7 @@ VERBS = {
         """\
     clip-train keys                                         all of them
     clip-train keys optim                                   those that begin with it
+    clip-train keys loss.kind=my_package.losses.margin      the options of that function or class
     clip-train keys --markdown > docs/recipe.md             the page of the documentation""",
         positions=("prefix?",),
         options=(("markdown", None, "as a page with a table for each section"),),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from clip_train import dist
 from clip_train.callbacks import Callback
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.exchange import share_counts
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import UserError
@@ -19,6 +23,7 @@ from clip_train.metrics.skipped import Skipped
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, TextConfig, VisionConfig
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
+from clip_train.settings import checked_options
 from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
 from launcher.cli.main import main
 from tests import tolerances
@@ -26,6 +31,7 @@ from tests.launcher.conftest import metrics, run
 
 MODEL = f"model.name={__name__}.Bag"
 LOSS = f"loss.kind={__name__}.Distance"
+BOUNDED, ANNOTATED = f"loss.kind={__name__}.bounded", f"loss.kind={__name__}.annotated"
 HALF_LIFE = f"schedule.name={__name__}.half_life"
 
 
@@ -42,6 +48,35 @@ class Distance(Objective):
         loss = dist.all_reduce_sum(self.weight / N * difference.double().square().sum())
         no_scale = features["logit_scale"] * 0
         return LossOutput(loss, named_features(d_image, -d_image, no_scale))
+
+
+class Bounds(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    margin: float = Field(0.25, gt=0, le=1, description="of the cosines")
+    kind: Literal["hinge", "square"]
+
+
+def bounded(image, text, scale, bias, rows, **options):
+    assert options == {"margin": 0.5, "kind": "hinge"}, options
+    return (image - text).square().sum() * options["margin"]
+
+
+bounded.Options = Bounds
+
+
+def annotated(
+    image, text, scale, bias, rows, *, power: int, start: tuple[float, int] = (0.5, 2), mode=None
+):
+    assert isinstance(power, int) and isinstance(start, tuple), (power, start)
+    return (image - text).abs().pow(power).sum()
+
+
+def told(image, text, scale, bias, rows, mode: torch.Tensor = torch.ones(1)):  # noqa: B008
+    return image.sum()
+
+
+def tilted(image: torch.Tensor, share: float = 0.5) -> torch.Tensor:
+    return image
 
 
 class Biased(Distance):
@@ -238,11 +273,39 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         (("model.name=torch.nn.Linear",), "not a subclass of clip_train.models.config.Archit"),
         ((f"{LOSS}s",), "cannot be imported: module 'tests.launcher.test_own_code' has no"),
         (("loss.kind=torch.nn.Linear",), "is not a subclass of clip_train.task.Objective"),
-        ((LOSS, "loss.options={height: 2}"), "cannot be used with loss.options ({height: 2})"),
+        (
+            (LOSS, "loss.options={height: 2}"),
+            f"loss.options.height (2): there is no such key; {__name__}.Distance takes weight",
+        ),
+        (
+            (BOUNDED, "loss.options={margin: 2, kind: hinge}"),
+            "loss.options.margin (2) must be less than or equal to 1; set loss.options.margin=0.25 (the",
+        ),
+        (
+            (BOUNDED, "loss.options={margin: 1}"),
+            "loss.options.kind is missing; add it to the recipe, or loss.options.kind=... to the command",
+        ),
+        (
+            (ANNOTATED, "loss.options={power: x, start: [1, 2, 3], mode: {}}"),
+            "loss.options.power ('x') must be a valid integer",
+        ),
+        (
+            (ANNOTATED, "loss.options={power: x, start: 1}"),
+            "; loss.options.start (1) must be a valid tuple",
+        ),
+        (
+            ("optim.name=torch.optim.RMSprop", "optim.options={alpha: high, beta: 1}"),
+            "optim.options.alpha ('high') must be a valid number, unable to parse string as a number; "
+            "set optim.options.alpha=0.99 (the default) or another; optim.options.beta (1): there is",
+        ),
+        (
+            (f"data.aug_own={__name__}.tilted", "data.aug_own_options={share: much}"),
+            "data.aug_own_options.share ('much') must be a valid number",
+        ),
         (("loss.options={weight: 2}",), "need an import path as loss.kind (it is info_nce)"),
         ((LOSS, "model.init_logit_bias=-10"), "does not use: set model.init_logit_bias=null"),
         ((f"loss.kind={__name__}.Biased",), "needs a model with a bias, and"),
-        ((HALF_LIFE,), "cannot be used with schedule.options ({})"),
+        ((HALF_LIFE,), "schedule.options.half is missing; add it to the recipe"),
         (("schedule.options={half: 2}",), "need an import path as schedule.name (it is cosine)"),
         (("log.callbacks=[probe]",), "log.callbacks"),
         (("data.aug_own=torch.flatten",), "returned torch.uint8 [12288] for uint8 [3, 64, 64]"),
@@ -254,6 +317,26 @@ def test_other_verbs_take_both(recipe, verb, capsys):
 def test_mistakes_are_said_before_anything_is_built(recipe, capsys, overrides, said):
     assert main(["plan", str(recipe), *overrides]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_options_as_they_are_declared(capsys):
+    """With the defaults of the model, and in the declared types; `keys` lists them."""
+    for kind, options in (
+        (BOUNDED, {"margin": "0.5", "kind": "hinge"}),
+        (ANNOTATED, {"power": "2", "start": [1, 2]}),
+    ):
+        build_loss(LossConfig(kind=kind.partition("=")[2], options=options))
+    assert main(["keys", BOUNDED]) == main(["keys", ANNOTATED]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "loss.options.margin\t0.25\tfloat. of the cosines"
+    assert out[1].startswith("loss.options.kind\trequired\t")
+    assert [line.split("\t")[0].rpartition(".")[2] for line in out[2:]] == [
+        "power",
+        "start",
+        "mode",
+    ]
+    with pytest.raises(UserError, match=r"loss.options.mode \(true\) must be"):
+        checked_options("loss.kind", f"{__name__}.told", {"mode": True})
 
 
 def test_a_callback_that_is_none_is_refused():
