@@ -192,7 +192,9 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
         )
 
     def teach(micro_batch: MicroBatch) -> Features:
-        return named_features(*teacher(micro_batch.images, micro_batch.texts))
+        # each alone: a CoCa writes no captions then
+        image, *_ = teacher(micro_batch.images, None)
+        return named_features(image, *teacher(None, micro_batch.texts)[1:])
 
     return build_loss(config.loss, teach), digest
 

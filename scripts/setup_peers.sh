@@ -16,7 +16,8 @@ pip "torch==2.13.0"
 # Without dependencies: it would replace a CPU torch by the CUDA one it was built with. Its Python half
 # runs beside either (tests/peers/torchvision_shim.py).
 pip --no-deps "torchvision==0.28.0" "open_clip_torch==3.3.0" "timm>=1.0.17"
-pip ftfy huggingface-hub transformers regex safetensors tqdm pyyaml numpy pillow "pytest>=8"
+# The last transformers with which OpenCLIP 3.3.0 generates captions is 4.55.
+pip ftfy huggingface-hub "transformers<4.56" regex safetensors tqdm pyyaml numpy pillow "pytest>=8"
 # OpenCLIP's towers on this project's engines (tests/peers/test_engines.py).
 pip "deepspeed==0.19.8"
 # Loops of one's own in other libraries (examples/).

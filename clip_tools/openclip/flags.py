@@ -137,8 +137,6 @@ NOTES = {
     "horovod": "torchrun, srun or mpirun",
     "ddp-static-graph": "of DDP, no engine here (`engine.kind`)",
     "no-set-device-rank": "seen by itself",
-    "coca-caption-loss-weight": "CoCa's captioner is not trained: its contrastive loss alone",
-    "coca-contrastive-loss-weight": "the only loss",
     "remote-sync-frequency": "each checkpoint is uploaded as it is saved",
     "remote-sync-protocol": "of the URL",
     "use-bnb-linear": "`engine.linear=int8` is its like, by torchao",

@@ -35,5 +35,5 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
             objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
         else:
             objective = FunctionLoss.named(config.kind, found, config.options, tile)
-    objective.matmul = config.matmul
+    objective.matmul, objective.weights = config.matmul, config.weights
     return objective

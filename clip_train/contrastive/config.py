@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from clip_train.settings import (
     IMPORT_PATH,
@@ -43,6 +43,11 @@ class LossConfig(Settings):
     bank_mode: Literal["negatives", "contaccum"] = "negatives"
     """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well,
     as in the paper (arXiv 2406.12356)?"""
+    caption_weight: NonNegativeFloat = 2.0
+    """A CoCa's: the factor of its captions' cross-entropy, a mean over the tokens of the global
+    batch. 0 trains no decoder: also set model.freeze=['text_decoder.*']."""
+    contrastive_weight: NonNegativeFloat = 1.0
+    """A CoCa's: the factor of the contrastive loss; 0 trains the captions alone."""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
     rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""
@@ -62,6 +67,14 @@ class LossConfig(Settings):
             f"loss.exchange (ring) needs loss.kind info_nce or sigmoid (it is {self.kind}): others "
             "gather the features; set loss.exchange=gather",
         )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """As `Objective.weights`."""
+        return {
+            "contrastive_loss": self.contrastive_weight,
+            "caption_loss": self.caption_weight,
+        }
 
     @property
     def is_imported(self) -> bool:

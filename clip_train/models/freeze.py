@@ -59,9 +59,7 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
 
     Locked towers are unlocked from the top by OpenCLIP's groups: the last norm with the last block.
     """
-    depth = depths(names)
-    # A CoCa's decoder: no loss here writes captions.
-    frozen = {name for name in names if name.startswith("text_decoder.")}
+    depth, frozen = depths(names), set[str]()
     locks = {
         "image": (config.lock_image, config.lock_image_unlocked_groups),
         "text": (config.lock_text, config.lock_text_unlocked_layers),

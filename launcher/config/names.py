@@ -30,6 +30,8 @@ SAME = {
     "lock-text-unlocked-layers": "model.lock_text_unlocked_layers",
     "grad-clip-norm": "optim.grad_clip_norm",
     "wd-exclude": "optim.no_decay",
+    "coca-caption-loss-weight": "loss.caption_weight",
+    "coca-contrastive-loss-weight": "loss.contrastive_weight",
 }
 # What users of OpenCLIP and of Hugging Face write.
 OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {

@@ -13,6 +13,7 @@ import torch
 
 from clip_train.batch import BatchPlan, plan_batch
 from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import (
     SourceSummary,
     check_source,
@@ -194,7 +195,9 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     cancel one. UserError for an import path that does not lead to a loss.
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
-    takes_bias = build_loss(config.loss).takes_bias
+    takes_bias, weights = build_loss(config.loss).takes_bias, config.loss.weights
+    own_losses = isinstance(architecture, Architecture) and architecture.own is not None
+    captions = getattr(architecture, "multimodal_cfg", None) is not None
     rules = [
         (
             takes_bias and bias is None,
@@ -205,6 +208,17 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
             not takes_bias and bias is not None,
             f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) does not "
             "use: set model.init_logit_bias=null, or loss.kind=sigmoid",
+        ),
+        (
+            weights != LossConfig().weights and not captions and not own_losses,
+            f"loss.caption_weight ({weights['caption_loss']}) and loss.contrastive_weight "
+            f"({weights['contrastive_loss']}) are factors of a CoCa's two losses, and {name} has "
+            "one: set loss.caption_weight=2 and loss.contrastive_weight=1, or take them out",
+        ),
+        (
+            not any(weights.values()),
+            "loss.caption_weight and loss.contrastive_weight are both 0: nothing would be trained; "
+            "set one of them to 1",
         ),
     ]
     return broken(rules)

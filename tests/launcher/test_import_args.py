@@ -104,6 +104,7 @@ MEANT = {
     },
     "README.md, Resuming from a checkpoint": {"model.name": "RN50", "checkpoint.resume": None},
     "README.md, Fine Tuning CoCa": {
+        "loss.contrastive_weight": 0, "loss.caption_weight": 1,
         "model.name": "open_clip:coca_ViT-L-14", "optim.lr": 1e-5, "log.wandb": True, "run.epochs": 1,
     },
     "README.md, Training with pre-trained language models as text encoder": {

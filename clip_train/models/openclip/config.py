@@ -134,9 +134,7 @@ class OpenCLIPArchitecture(Described):
     embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionKeys
     text_cfg: TextKeys
-    multimodal_cfg: dict[str, Any] | None = (
-        None  # of a CoCa's decoder, which is kept and not trained
-    )
+    multimodal_cfg: dict[str, Any] | None = None  # of a CoCa's decoder, which writes captions
     custom_text: bool = False  # the text tower is a module of its own, `text`
     quick_gelu: bool = False
     init_logit_scale: float = math.log(1 / 0.07)
@@ -175,11 +173,6 @@ class OpenCLIPArchitecture(Described):
             (
                 bool(hf_name),
                 f"without model.init_from the text tower {hf_name} starts from random weights",
-            ),
-            (
-                self.multimodal_cfg is not None,
-                f"the decoder of {self.open_clip} is kept as it is: only the contrastive part is "
-                "trained",
             ),
         ]
         return broken(rules)

@@ -17,11 +17,12 @@ from timm.layers import BatchNormAct2d as TimmBatchNormAct2d
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
-from clip_train.models.blocks import Outputs, check_size, normalised, outputs
+from clip_train.models.blocks import Outputs, at_least_float32, check_size, normalised, outputs
 from clip_train.models.drawing import undrawn_buffers
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 
@@ -64,16 +65,16 @@ class Contrastive(nn.Module):
         sample_seeds: Tensor | None = None,
     ) -> Outputs:
         """As `CLIP.forward`, but texts are whole, [b, context_length]. Needs no `sample_seeds`."""
-        image = None
-        if images is not None:
-            check_size(images, self.architecture.vision_cfg.image_size)
-            wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
-            means, stds = self.architecture.image_mean, self.architecture.image_std
-            channels = [
-                normalised(images[:, c], means[c], stds[c], wide) for c in range(len(means))
-            ]
-            image = self.encode_image(torch.stack(channels, dim=1))
+        image = None if images is None else self.encode_image(self.pixels(images))
         return outputs(self, image, None if texts is None else self.encode_text(texts))
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """uint8, or already normalised float, [b, 3, H, W] -> float, normalised."""
+        check_size(images, self.architecture.vision_cfg.image_size)
+        wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
+        means, stds = self.architecture.image_mean, self.architecture.image_std
+        channels = [normalised(images[:, c], means[c], stds[c], wide) for c in range(len(means))]
+        return torch.stack(channels, dim=1)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Contrastive:
         """Buffers that no checkpoint holds (masks, rotations) are computed again."""
@@ -97,9 +98,48 @@ class CustomText(Contrastive, open_clip.CustomTextCLIP):
 
 
 class Captioner(Contrastive, open_clip.CoCa):
-    """A CoCa, whose decoder (`text_decoder`) takes no part."""
+    """A CoCa (arXiv 2205.01917): its decoder, `text_decoder`, guesses each next token of a text."""
 
     text_decoder: Any
+    _encode_image: Callable[..., tuple[Tensor, Tensor]]
+    _encode_text: Callable[..., tuple[Tensor, Tensor]]
+    context_length: int
+    pad_id: int  # of the tokens that no caption loss counts
+
+    def forward(
+        self,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        sample_seeds: Tensor | None = None,
+    ) -> Any:
+        """As `Contrastive.forward`; of images with their texts also "caption_loss" (`Features`)."""
+        if images is None or texts is None:
+            return super().forward(images, texts)
+        image, seen = self._encode_image(self.pixels(images), normalize=False)
+        text, read = self._encode_text(texts, normalize=False)
+        logits = at_least_float32(self.text_decoder(seen, read[:, :-1]))  # [b, L - 1, vocabulary]
+        wanted, ignored = texts[:, 1:], self.pad_id
+        terms = F.cross_entropy(
+            logits.transpose(1, 2), wanted, ignore_index=ignored, reduction="none"
+        )
+        counts = (wanted != ignored).sum(dim=1).to(terms)
+        losses = torch.stack([terms.sum(dim=1), counts], dim=1)
+        return *outputs(self, image, text), {"caption_loss": losses}
+
+    @torch.no_grad()
+    def captions(self, images: Tensor, start: int, end: int) -> Tensor:
+        """uint8 [b, 3, H, W] -> int64 [b, L], with L at most the context length: greedy decoding.
+
+        Each is `start`, the tokens that the decoder thinks most likely, `end`, and padding.
+        """
+        _, seen = self._encode_image(self.pixels(images))
+        texts = torch.full((len(images), 1), start, device=images.device)
+        ended = torch.zeros_like(texts, dtype=torch.bool)
+        while texts.shape[1] < self.context_length and not ended.all():
+            logits = self.text_decoder(seen, self._encode_text(texts)[1])[:, -1:]
+            texts = torch.cat([texts, logits.argmax(dim=2).masked_fill(ended, self.pad_id)], dim=1)
+            ended = ended | (texts[:, -1:] == end)
+        return texts
 
 
 def build(
@@ -148,6 +188,7 @@ def build(
             f"({type(e).__name__}: {e}); choose another model, or correct the JSON"
         ) from e
     model.architecture = architecture
+    _use_one_dtype(model)
     if norm == "group":
         _use_group_norms(model.visual)
     for name, each in model.named_modules():
@@ -169,6 +210,18 @@ def build(
                 lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:])
             )
     return model
+
+
+def _dtype(model: Contrastive) -> torch.dtype:
+    """That it computes in, asked within its forward."""
+    return model.logit_scale.dtype
+
+
+def _use_one_dtype(model: Contrastive) -> None:
+    """Its towers ask a block for it, whose weights FSDP holds in fp32 until the block's forward."""
+    for each in model.modules():
+        if isinstance(each, open_clip.transformer.Transformer):
+            each.get_cast_dtype = partial(_dtype, model)
 
 
 def _use_group_norms(tower: Any) -> None:
