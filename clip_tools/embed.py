@@ -60,7 +60,7 @@ class Loaded:
         return crop_for_evaluation(pixels.permute(2, 0, 1), self.image_size)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """uint8 [b, 3, S, S] -> float32 [b, D], normalized."""
+        """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D], normalized."""
         return IMAGE_TEXT.encode(self.model, "image", images.to(self.device)).float()
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
@@ -125,6 +125,8 @@ def embed_run(args: argparse.Namespace) -> int:
                 index=count_missing(shared_index(config, key, place), config.storage),
                 storage=config.storage,
                 tokenizer=loaded.tokenizer,
+                stages=config.data.stages,
+                inputs=config.data.inputs,
             )
             name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
             store = LocalStorage(os.path.join(args.output, name))

@@ -55,6 +55,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
 from launcher.weights import find_run, holds_weights, recipe_in, weights_here
 
+OWN_CODE = ("data.inputs", "data.stages")
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
 # The recipe of weights without a run: keys that are required, and of no use here.
 NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
@@ -138,7 +139,7 @@ def to_evaluate(
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
         return (
             config,
-            model.architecture(),
+            config.architecture(model),
             dist.agreed(partial(initial_weights, model, config.run.seed, say)),
             weights,
         )
@@ -180,13 +181,13 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
         return config, found
     recipe_there = found.state["recipe"]
     said = {override.partition("=")[0] for override in overrides}
-    for name in LOOKED_AT if is_remote(place) else ():
+    for name in (*OWN_CODE, *(LOOKED_AT if is_remote(place) else ())):
         section, key = name.split(".")
         url = recipe_there[section].get(key)
-        # whoever may write there must not choose what is opened here
+        # whoever may write there must not choose what is opened or imported here
         if url not in (None, IMAGENET) and name not in said:
             raise UserError(
-                f"the recipe in {found.path} names {name}={url}, which is opened only if you say "
+                f"the recipe in {found.path} names {name}={url}, which is used only if you say "
                 f"so: add {name}={url}, another, or {name}=null"
             )
     if "evaluate.functions" not in said:  # code is imported only if the command line names it

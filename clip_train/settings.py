@@ -38,8 +38,8 @@ Matmul = Literal["highest", "tf32", "bf16x3"]
 """How the loss multiplies matrices (`clip_train.contrastive.matmul`)."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
-ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}$")]
-"""The path of a user's own code: my_package.module.name."""
+ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]
+"""The path of a user's own code: my_package.module.name, or my_package.module:name."""
 Rules = Iterator[tuple[bool, str]]
 """For each rule, whether the values break it, and the message: field, value and remedy."""
 
@@ -167,7 +167,7 @@ def import_path(
 
     base: what it must be a subclass of; object: it may be anything. UserError.
     """
-    module, _, name = path.rpartition(".")
+    module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:

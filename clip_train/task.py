@@ -49,7 +49,9 @@ class Batch:
     Ranks hold contiguous shares of it, one after another, whatever their number.
     """
 
-    images: Tensor  # uint8 [n, 3, H, W], not normalised: the model does that on the device
+    # uint8 [n, 3, H, W], not normalised: the model does that on the device; with `data.inputs`
+    # [n, B], the bytes of their values (`clip_train.inputs.unpack`)
+    images: Tensor
     texts: Tensor  # int64 [n, context_length]
     sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
@@ -149,7 +151,7 @@ def text_lengths(texts: Tensor, end_id: int | None = None) -> list[int]:
 class MicroBatch:
     """What goes through the model at once."""
 
-    images: Tensor  # uint8 [b, 3, H, W]
+    images: Tensor  # uint8 [b, 3, H, W], or [b, B], as in `Batch`
     texts: Tensor  # int64 [b, L], L at most context_length
     sample_seeds: Tensor  # int64 [b]
     # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
@@ -296,7 +298,8 @@ class Task:
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
         """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs.
 
-        name "image": uint8 [b, 3, H, W]; "text": int64 [b, context_length].
+        name "image": uint8 [b, 3, H, W], or [b, B] as in `Batch`; "text": int64 [b,
+        context_length].
         """
         if name == "image":
             return model(inputs, None)[0]

@@ -236,6 +236,8 @@ def evaluation(
                 index=index(key),
                 storage=config.storage,
                 tokenizer=tokenizer,
+                stages=config.data.stages if key.startswith("data.val") else None,
+                inputs=config.data.inputs,
             )
             for key, place in places.items()
         }

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from clip_train.data import decode, index
 from clip_train.data.config import existing
 from clip_train.data.index import ShardEntry, look_up
+from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
@@ -92,7 +93,7 @@ def run_index(
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
     damaged = {url: entry.damage for url, entry in entries.items()}
     refuse(damaged, "are damaged, and were counted up to there")
-    if invalid.total() == samples:
+    if invalid.total() == samples and set(invalid) != {"no image"}:  # `data.inputs` need none
         names = [", ".join(result.names) for result in indexed.values() if result.names]
         raise DataError(
             f"no sample of {num} shards can be used; the first has {[*names, 'nothing'][0]}: name "
@@ -174,9 +175,10 @@ def index_shard(
             hashed = HashedFile(url, file, block_bytes)
             try:
                 for sample in iter_samples(io.BufferedReader(hashed)):
-                    reason = decode.why_invalid(sample, caption_key)
-                    if reason is not None:
-                        invalid[OUT_OF_ORDER if sample.key in seen else reason] += 1
+                    try:
+                        decode.usable_caption(sample, caption_key)
+                    except InvalidSample as e:
+                        invalid[OUT_OF_ORDER if sample.key in seen else str(e)] += 1
                     seen.add(sample.key)
                     if not samples:
                         keys = decode.metadata(sample.members)

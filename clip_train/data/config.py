@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.index import ShardIndex, look_up
+from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import (
     SYNTHETIC,
     Reading,
@@ -20,7 +21,16 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
-from clip_train.settings import Allowed, ImportPath, Refused, Rules, Settings, Silent, as_yaml
+from clip_train.settings import (
+    Allowed,
+    ImportPath,
+    Refused,
+    Rules,
+    Settings,
+    Silent,
+    as_yaml,
+    shown,
+)
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -176,6 +186,24 @@ class DataConfig(Settings):
     aug_own_options: Annotated[dict[str, Any], Refused] = Field({})
     """The keyword arguments of data.aug_own, the function or the class."""
 
+    inputs: Annotated[
+        dict[Name, Literal["image"] | ImportPath] | None,
+        Allowed(
+            "names with import paths or image, such as {audio: my_package.decode.waveform}, or null"
+        ),
+        Refused,
+    ] = None
+    """What a model of your own gets instead of images, by name: functions from a sample's members
+    to an array whose shape and dtype they declare; `image` is the image (docs/extending.md)."""
+
+    stages: Annotated[
+        list[ImportPath] | None,
+        Allowed("a list of import paths, or null", example="'[my_package.stages.clean]'"),
+        Refused,
+    ] = None
+    """Stages of webdataset's, such as `clean = webdataset.map(f)`, through which each sample of
+    data.train and data.val goes before it is decoded. One that drops a sample makes it invalid."""
+
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides where its crop still has as many pixels as the
     model sees: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
@@ -195,6 +223,11 @@ class DataConfig(Settings):
             bool(self.aug_own_options) and self.aug_own is None,
             f"data.aug_own_options ({as_yaml(self.aug_own_options)}) need data.aug_own; take them "
             "out",
+        )
+        yield (
+            self.kind == "synthetic" and self.inputs is not None,
+            f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has no "
+            "files; set data.inputs=null, or data.kind=shards",
         )
         sources = len(split_sources(self.train))
         for key in ("train_weights", "resampled"):
@@ -319,16 +352,17 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
         try:
             entry = index.entries.get(shard)
             reading = Reading(storage, entry.checksums if entry else None)
-            return SourceSummary(*_first_sample(shard, reading, config.caption_key), index)
+            return SourceSummary(*_first_sample(shard, reading, config), index)
         except UserError as e:
             mistakes.append(e)
     raise mistakes[0]
 
 
-def _first_sample(shard: str, reading: Reading, caption_key: Any) -> tuple[str, str]:
+def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str, str]:
     """Its key and its caption. UserError where it cannot be used."""
     from clip_train.data import decode  # imports torch: a recipe is read without
 
+    caption_key, stages = config.caption_key, config.stages or ()
     try:
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
@@ -342,9 +376,10 @@ def _first_sample(shard: str, reading: Reading, caption_key: Any) -> tuple[str, 
             f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt "
             "in a tar"
         )
-    reason = decode.why_invalid(sample, caption_key)
-    if reason is None:
-        return sample.key, decode.caption(sample.members, caption_key)
+    try:
+        return sample.key, decode.usable_caption(sample, caption_key, stages, config.inputs)
+    except InvalidSample as e:
+        reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
     keys = ", ".join(map(str, decode.metadata(sample.members))) or "none that can be read"
     raise UserError(

@@ -5,10 +5,11 @@ JPEG is decoded by simplejpeg, all other formats by Pillow.
 """
 
 import bisect
+import contextlib
 import io
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import TarSample
+from clip_train.errors import ClipTrainError, UserError
+from clip_train.inputs import IMAGE, Input, layout_of
+from clip_train.settings import import_path
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
@@ -31,18 +35,20 @@ MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is
 STRIP_PIXELS = 1 << 22
 DRAWS = 1 << 63  # a sample's seed is below it
 
+Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
+"""A stage of webdataset's, such as webdataset.map(f): from samples to samples."""
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
 """As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw
 them with."""
 
 
-def image_bytes(members: Mapping[str, Any]) -> bytes:
-    """The image member's content. InvalidSample."""
+def image_bytes(members: Mapping[str, Any]) -> Any:
+    """The image member's content, or what a stage has decoded it to. InvalidSample."""
     for extension in IMAGE_EXTENSIONS:
         if extension in members:
             if members[extension] is None:
                 raise InvalidSample("member is too large")
-            if not members[extension]:
+            if isinstance(members[extension], bytes) and not members[extension]:
                 raise InvalidSample("image is empty")
             return members[extension]
     if any(e.rpartition(".")[2] in IMAGE_EXTENSIONS for e in members if not e.startswith("__")):
@@ -132,17 +138,73 @@ def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, A
     return {}
 
 
-def why_invalid(sample: TarSample, caption_key: CaptionKey) -> str | None:
-    """Why this sample cannot be used; None if it can, as far as one can see without
-    decoding its image."""
+def usable_caption(
+    sample: TarSample,
+    caption_key: CaptionKey,
+    stages: Sequence[Stage | str] = (),
+    inputs: Mapping[str, str] | None = None,
+) -> str:
+    """The caption of a sample that can be used, as far as one can see without decoding its image.
+
+    stages, inputs: as `data.stages` and `data.inputs`; they run. InvalidSample.
+    """
     if sample.duplicate:
-        return "duplicate key"
+        raise InvalidSample("duplicate key")
+    fields = staged({**sample.members, "__key__": sample.key, "__seed__": 0}, stages)
+    layout = [each for each in layout_of(inputs, 1) if each.path != IMAGE]
+    own_inputs(fields, layout, image_bytes)
+    return caption(fields, caption_key)
+
+
+@contextlib.contextmanager
+def invalid_if_failing(what: str) -> Iterator[None]:
+    """An error of a user's own code makes its sample invalid, by the error's type."""
     try:
-        image_bytes(sample.members)
-        captions(sample.members, caption_key)
-    except InvalidSample as e:
-        return str(e)
-    return None
+        yield
+    except (InvalidSample, ClipTrainError):
+        raise
+    except Exception as e:
+        raise InvalidSample(f"{what}: {type(e).__name__}") from e
+
+
+def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[str, Any]:
+    """A sample after the user's stages, or their import paths, each of which gets it alone.
+    InvalidSample where a stage fails, or gives nothing; UserError where it gives several."""
+    fields = dict(members)
+    for stage in stages:
+        what = stage if isinstance(stage, str) else getattr(stage, "__name__", "a stage")
+        with invalid_if_failing(f"data.stages ({what})"):
+            call = import_path("data.stages", stage) if isinstance(stage, str) else stage
+            made = [dict(each) for each in call([fields])]
+        if not made:
+            raise InvalidSample(f"data.stages ({what}) dropped it")
+        if len(made) > 1:
+            raise UserError(
+                f"data.stages ({what}) must map one sample to one, and made {len(made)} of "
+                f"{members['__key__']}; its place in the order is one"
+            )
+        fields = made[0]
+    return fields
+
+
+def own_inputs(
+    fields: Mapping[str, Any], layout: Sequence[Input], image: Callable[[Mapping[str, Any]], Tensor]
+) -> Tensor:
+    """The row of a sample, uint8 [B]: what `data.inputs` names. Without a layout: `image(fields)`.
+    InvalidSample, UserError."""
+    if not layout:
+        return image(fields)
+    parts = []
+    for name, path, shape, dtype, _ in layout:
+        with invalid_if_failing(f"data.inputs.{name}"):
+            call = image if path == IMAGE else import_path(f"data.inputs.{name}", path)
+            value = call(fields)
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        if (tensor.shape, tensor.dtype) != (shape, getattr(torch, dtype)):
+            was = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
+            raise InvalidSample(f"data.inputs.{name}: not {dtype} {list(shape)}") from was
+        parts.append(tensor.contiguous().flatten().view(torch.uint8))
+    return torch.cat(parts)
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -153,19 +215,24 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
 
 
-def decode_image(data: bytes, divisor: int = 1) -> Tensor:
+def decode_image(data: Any, divisor: int = 1) -> Tensor:
     """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
 
     Args:
+        data: bytes; or what a stage has made of them: a Pillow image, or an array uint8 [H, W, 3].
         divisor: 1, 2, 4 or 8. JPEGs that simplejpeg decodes are decoded at this fraction of their
             sides, rounded up: most of the inverse DCT is left out.
 
     Raises:
         InvalidSample: damaged, cut off, of an unknown kind, or with more than MAX_PIXELS.
     """
-    pixels = _decode_jpeg(data, divisor) if data[:2] == b"\xff\xd8" else None
-    if pixels is None:
-        pixels = _decode_other(data)
+    if not isinstance(data, bytes):
+        pixels = _strip_to_rgb(data) if isinstance(data, Image.Image) else np.asarray(data)
+    else:
+        jpeg = _decode_jpeg(data, divisor) if data[:2] == b"\xff\xd8" else None
+        pixels = _decode_other(data) if jpeg is None else jpeg
+    if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+        raise InvalidSample("image is not uint8 [H, W, 3]")
     # memory stays [H, W, 3]: interpolate is fastest on that
     return torch.from_numpy(pixels).permute(2, 0, 1)
 

@@ -6,10 +6,11 @@ at 512 px, and within 54 dB PSNR of it. Color augmentation is torchvision's Colo
 Grayscale on Pillow's operations, as in OpenCLIP's `--aug-cfg`.
 """
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +50,26 @@ def own_augmentation(
     return functools.partial(found, **checked_options("data.aug_own", path, options))
 
 
-def seeded(own: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:
-    """`own(image)`, whatever it draws from Python's, NumPy's or torch's generator: a function of
-    the image and the seed. uint8 [3, S, S] -> the same. UserError for anything else."""
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Whatever is drawn within from Python's, NumPy's or torch's generator follows the seed."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # CUDA's are left alone
     try:
-        out = own(image)
+        yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+def augmented(own: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:
+    """`own(image)`, a function of the image and the seed. uint8 [3, S, S] -> the same. UserError
+    for anything else."""
+    with seeded(seed):
+        out = own(image)
     if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
         what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise UserError(
@@ -122,7 +130,7 @@ class TrainTransform:
                 picture = picture.convert("L").convert("RGB")
             out = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         if self.own is not None:
-            out = seeded(self.own, out.contiguous(), sample_seed)
+            out = augmented(self.own, out.contiguous(), sample_seed)
         if self.erase_prob and rng.random() < self.erase_prob:
             top, left, height, width = self.rectangle(rng)
             out = out.clone()

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
+from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, own_augmentation
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
@@ -29,8 +30,9 @@ from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
-from clip_train.data.worker import Piece, PieceStream, Stage, shared_images
+from clip_train.data.worker import Piece, PieceStream, shared_images
 from clip_train.errors import DataError, UserError
+from clip_train.inputs import layout_of, row_shape
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -61,9 +63,9 @@ class TrainLoader(Iterator[Batch]):
         index: of `data.train`, with all counts; None: it is looked up, and shards without a count
             are counted here.
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
-        stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), each
-            of which must map one sample (a dict of bytes) to one. They travel to the workers: they
-            must be picklable.
+        stages: webdataset stages between reading and decoding (such as `webdataset.map(f)`), after
+            those of `config.stages`. Each maps one sample (a dict of bytes) to one, or drops it,
+            which counts as invalid. They travel to the workers: they must be picklable.
         storage: how patiently remote shards are read.
         tokenizer: picklable; None: CLIP's own.
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
@@ -119,9 +121,11 @@ class TrainLoader(Iterator[Batch]):
             own=own_augmentation(config.aug_own, config.aug_own_options),
             **config.augmentation,
         )
+        self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
         self._stream = PieceStream(
-            self.order, files, parts, step, transform,
-            tokenizer or Tokenizer(context_length), config.caption_key, tuple(stages),
+            self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
+            config.caption_key, (*(config.stages or ()), *stages), self.layout,
+            row_shape(self.layout, image_size),
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
@@ -172,11 +176,11 @@ class TrainLoader(Iterator[Batch]):
         round_, turn = divmod(self.step - self._stream.start, self._turns)
         num = len(self._stream.workers) // self._turns
         pieces = [self._next_piece(self._pieces) for _ in range(num)]
-        memory, S = self._stream.memory, self._stream.transform.image_size
+        memory = self._stream.memory
         counts = [len(piece.keys) for piece in pieces]
         images = pieces[0].images
         if images is None or self._pin_memory:
-            shape = (sum(counts), 3, S, S)
+            shape = (sum(counts), *self._stream.row)
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
             for number, part in enumerate(images.split(counts)):
                 made = pieces[number].images
@@ -231,7 +235,6 @@ class TrainLoader(Iterator[Batch]):
             return iter(self._stream)
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
-        S = self._stream.transform.image_size
         if self._turns > 1:  # else no two workers read the same bytes
             streams = -(-self.streams // self._world_size) + 1  # of a rank, at most
             count = streams * len(self._stream.files)
@@ -241,7 +244,7 @@ class TrainLoader(Iterator[Batch]):
             budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
             slots = max(SPARE_BLOCKS, min(window, budget // count))
             self._stream.caches = [BlockCache(slots) for _ in range(count)]
-        self._stream.memory = shared_images(len(workers), self._prefetch, largest, S)
+        self._stream.memory = shared_images(len(workers), self._prefetch, largest, self._stream.row)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clip_train.batch import share_of
 from clip_train.data import decode
-from clip_train.data.decode import CaptionKey
+from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.images import crop_for_evaluation
 from clip_train.data.index import ShardIndex, index_of
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
@@ -22,6 +22,7 @@ from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, Item, SegmentReader, count_missing
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
+from clip_train.inputs import layout_of
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
@@ -30,7 +31,7 @@ from clip_train.storage.urls import is_remote, local_path
 class ValBatch:
     """Up to `batch_size` validation samples."""
 
-    images: Tensor  # uint8 [b, 3, S, S], not normalized
+    images: Tensor  # uint8 [b, 3, S, S], not normalized; with inputs [b, B], as in `Batch`
     texts: Tensor  # int64 [t, context_length]: the captions of the first image, then of the second
     captions: list[list[str]]  # b lists with t captions in all; empty for some labelled images
     keys: list[str]
@@ -113,6 +114,7 @@ class ValLoader:
         workers: threads that decode (the decoders release Python's lock); at least one.
         index: of these shards, with all counts; None: it is looked up, and shards without a count
             are counted here. An `ImageFolder` is its own index.
+        stages, inputs: as `data.stages` and `data.inputs`; here nothing is seeded.
 
     Raises:
         UserError: nothing matches.
@@ -135,6 +137,8 @@ class ValLoader:
         index: ShardIndex | ImageFolder | None = None,
         storage: StorageConfig | None = None,
         tokenizer: Tokenize | None = None,
+        stages: Sequence[Stage | str] | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         storage = storage or StorageConfig()
         if index is None:
@@ -152,6 +156,7 @@ class ValLoader:
         self.workers = max(1, workers)
         self.invalid: list[Invalid] = []  # in this rank's share, when it was last read
         self.image_size = image_size
+        self.stages, self.layout = stages or (), layout_of(inputs, image_size)
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
         self._tokenizer = tokenizer or Tokenizer(context_length)
 
@@ -197,22 +202,26 @@ class ValLoader:
             begin, end = begin - count, end - count
 
     def _decode(self, item: Item) -> tuple[Tensor, list[str], Fields] | Invalid:
-        """The image, its captions (at least one, unless images are labelled), and the sample's
+        """Its row, its captions (at least one, unless images are labelled), and the sample's
         members."""
         if isinstance(item, Invalid):
             return item
         try:
-            data = decode.image_bytes(item)
+            fields = {**decode.staged(item, self.stages), "__key__": item["__key__"]}
             try:
-                texts = list(itertools.chain(*decode.captions(item, self.caption_key).values()))
+                texts = list(itertools.chain(*decode.captions(fields, self.caption_key).values()))
             except InvalidSample:
                 if not self.labelled:
                     raise
                 texts = []
-            image = crop_for_evaluation(decode.decode_image(data), self.image_size)
+            row = decode.own_inputs({**fields, "__seed__": None}, self.layout, self._image)
         except InvalidSample as e:
             return Invalid(str(e), item["__url__"], item["__key__"])
-        return image, texts, item
+        return row, texts, fields
+
+    def _image(self, fields: Mapping[str, Any]) -> Tensor:
+        """uint8 [3, S, S]. InvalidSample."""
+        return crop_for_evaluation(decode.decode_image(decode.image_bytes(fields)), self.image_size)
 
 
 def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:

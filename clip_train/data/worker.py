@@ -4,6 +4,7 @@ the batch.
 This module runs inside the loader's workers. Their images are in shared memory.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,35 +22,35 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import decode
-from clip_train.data.decode import CaptionKey
-from clip_train.data.images import TrainTransform, synthetic_sample
+from clip_train.data.decode import CaptionKey, Stage
+from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Fields, Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
-from clip_train.errors import ClipTrainError, DataError, UserError
+from clip_train.errors import ClipTrainError, DataError
+from clip_train.inputs import Input
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 
-Stage = Callable[[Iterable[Fields]], Iterable[Fields]]  # such as webdataset.map(f)
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
 MAX_OPEN_STREAMS = 64
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
 
 
-def shared_images(workers: int, prefetch: int, capacity: int, image_size: int) -> Tensor:
-    """uint8 [workers, slots, capacity, 3, S, S] in shared memory, filled by workers over and over.
+def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ...]) -> Tensor:
+    """uint8 [workers, slots, capacity, *row] in shared memory, filled by workers over and over.
 
     Sent through the loader's queue, every piece would be copied once more, into fresh pages that
     the kernel has to clear: a quarter of the whole cost of a 256 px image. A worker fills its slots
     in turn. It is asked for its k-th piece when the trainer has fetched piece k - prefetch, and the
     trainer is done with that one before it fetches the next: prefetch + 1 slots are enough.
 
-    capacity: samples in the largest piece.
+    capacity: samples in the largest piece. row: as `PieceStream.row`.
     """
-    shape = (workers, prefetch + 1, capacity, 3, image_size, image_size)
+    shape = (workers, prefetch + 1, capacity, *row)
     # as torch's own collate allocates
     storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
@@ -59,7 +60,7 @@ def shared_images(workers: int, prefetch: int, capacity: int, image_size: int) -
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor | None  # uint8 [p, 3, S, S]; None where they are in `shared_images`
+    images: Tensor | None  # uint8 [p, *row]; None where they are in `shared_images`
     texts: Tensor  # int64 [p, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
@@ -78,7 +79,9 @@ class PieceStream(IterableDataset):
     transform: TrainTransform
     tokenizer: Tokenize
     caption_key: CaptionKey
-    stages: Sequence[Stage]  # each maps one sample to one
+    stages: Sequence[Stage | str]  # or their import paths; each maps one sample to one or none
+    layout: Sequence[Input]  # of `data.inputs`
+    row: tuple[int, ...]  # `row_shape` of the layout
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -106,14 +109,13 @@ class PieceStream(IterableDataset):
             yield packed((error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
-        S = self.transform.image_size
         readers: dict[int, StreamReader] = {}
         used: dict[int, int] = {}  # stream -> the last step that has needed it
         # steps are counted among those whose turn it is here
         for step, shares in enumerate(self.workers[worker].steps(self.start)):
             count = sum(map(len, shares.values()))
             if self.memory is None:
-                images = torch.empty((count, 3, S, S), dtype=torch.uint8)
+                images = torch.empty((count, *self.row), dtype=torch.uint8)
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
             keys: list[str] = []
@@ -150,7 +152,7 @@ class PieceStream(IterableDataset):
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
     ) -> tuple[Tensor, str, str]:
-        """Image [3, S, S], caption and key of the first one that decodes. The first of all goes
+        """Its row, caption and key of the first one that decodes. The first of all goes
         into `invalid` if it cannot be used; the others have places of their own, where they are
         counted."""
         tried: list[Invalid] = []
@@ -162,34 +164,28 @@ class PieceStream(IterableDataset):
             if url.startswith(SYNTHETIC):
                 return *synthetic_sample(seed, self.transform.image_size), key
             try:
-                fields = self._staged(item) if self.stages else item
-                data = decode.image_bytes(fields)
-                caption = decode.caption(fields, self.caption_key, draw=seed)
-                size = decode.jpeg_size(data) if self.transform.scaled_decode else None
-                divisor = self.transform.divisor(*size, seed) if size else 1
-                image = self.transform(decode.decode_image(data, divisor), seed, size)
+                with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
+                    row, caption = self._decoded(item, seed)
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return image, caption, key
+            return row, caption, key
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
-    def _staged(self, fields: Fields) -> Fields:
-        """The sample after the user's stages, which see only samples with an image and a caption.
-        InvalidSample."""
-        decode.image_bytes(fields)
-        decode.captions(fields, self.caption_key)
-        samples: Iterable[Fields] = [dict(fields)]
-        for stage in self.stages:
-            samples = stage(samples)
-        made = list(samples)
-        if len(made) != 1:
-            raise UserError(
-                f"a data stage must map one sample to one, and made {len(made)} of "
-                f"{fields['__key__']}"
-            )
-        return made[0]
+    def _decoded(self, item: Fields, seed: int) -> tuple[Tensor, str]:
+        """The row and the caption of a sample. InvalidSample."""
+        fields = decode.staged(item, self.stages) if self.stages else item
+        row = decode.own_inputs({**fields, "__seed__": seed}, self.layout, self._image)
+        return row, decode.caption(fields, self.caption_key, draw=seed)
+
+    def _image(self, fields: Mapping[str, Any]) -> Tensor:
+        """uint8 [3, S, S]. InvalidSample."""
+        data, seed = decode.image_bytes(fields), fields["__seed__"]
+        scaled = self.transform.scaled_decode and isinstance(data, bytes)
+        size = decode.jpeg_size(data) if scaled else None
+        divisor = self.transform.divisor(*size, seed) if size else 1
+        return self.transform(decode.decode_image(data, divisor), seed, size)
 
 
 def packed(made: Piece | tuple[Exception, str]) -> Tensor:

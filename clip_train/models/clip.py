@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError, UserError
+from clip_train.inputs import row_shape, unpacked_first
 from clip_train.models.blocks import (
     Block,
     Outputs,
@@ -187,12 +188,21 @@ def build_model(
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
     build_own = CLIP if architecture.own is None else type(architecture).build
-    return build_own(
+    model = build_own(
         architecture,
         dropout=dropout,
         patch_dropout=patch_dropout,
         activation_checkpointing=activation_checkpointing,
     )
+    if architecture.inputs:
+        model.register_forward_pre_hook(partial(unpacked_first, architecture.inputs))
+    return model
+
+
+def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
+    """The shape of one sample in `Batch.images`, uint8."""
+    # OpenCLIP's models have images alone
+    return row_shape(getattr(architecture, "inputs", ()), architecture.vision_cfg.image_size)
 
 
 @cache
@@ -215,14 +225,15 @@ def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) 
     sample, and one more for each time the sample goes forward again.
     """
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
-    side, length = vision.image_size, architecture.text_cfg.context_length
+    length, sample = architecture.text_cfg.context_length, shape_of_sample(architecture)
     with torch.device("meta"):
         model = build_model(architecture.model_copy(update={"vision_cfg": vision}))
         model.eval().requires_grad_(False)
         for module in model.modules():
             if type(module).__name__.startswith("PatchDropout"):  # timm's and OpenCLIP's, too
                 module.train()
-        images, texts = torch.zeros(1, 3, side, side), torch.zeros(1, length, dtype=torch.int64)
+        images = torch.zeros(1, *sample, dtype=torch.uint8)
+        texts = torch.zeros(1, length, dtype=torch.int64)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(images, texts, torch.zeros(1, dtype=torch.int64))
     return float(counter.get_total_flops())

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from clip_train.errors import UserError, missing
+from clip_train.inputs import Input
 from clip_train.models.openclip.config import (
     PREFIX,
     Described,
@@ -159,6 +160,7 @@ class Architecture(Described):
     image_mean: tuple[float, float, float] = IMAGE_MEAN
     image_std: tuple[float, float, float] = IMAGE_STD
     own: str | None = None  # the import path of a subclass, where `model.name` is one
+    inputs: tuple[Input, ...] = ()  # of `data.inputs`, for a model of your own
 
     def build(self, **options: Any) -> nn.Module:
         """Build a model of your own. A subclass returns any module with the `forward` of `CLIP`.

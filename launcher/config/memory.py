@@ -5,6 +5,7 @@ becomes.
 engine is built. It knows sizes only (fake tensors).
 """
 
+import math
 from dataclasses import replace
 from functools import cache, partial
 
@@ -16,7 +17,7 @@ from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory, Profile, Room, choose
 from clip_train.memory.probe import fake_profile
-from clip_train.models.clip import build_model, count_parameters
+from clip_train.models.clip import build_model, count_parameters, shape_of_sample
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_towers, trained_parameters
 from clip_train.optim.optimizer import moment_bytes
@@ -52,7 +53,7 @@ def estimate_memory(
     )  # which every rank holds, as it does the memory banks
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
-    sample = 3 * architecture.vision_cfg.image_size**2 + 8 * architecture.text_cfg.context_length
+    sample = math.prod(shape_of_sample(architecture)) + 8 * architecture.text_cfg.context_length
     return replace(
         held,
         parameters=held.parameters
@@ -66,9 +67,9 @@ def estimate_memory(
 
 def micro_batch(architecture: AnyArchitecture, device: torch.device, size: int) -> MicroBatch:
     """Any one of that size."""
-    side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
     return MicroBatch(
-        torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device),
+        torch.zeros(size, *sample, dtype=torch.uint8, device=device),
         torch.zeros(size, length, dtype=torch.int64, device=device),
         torch.arange(size, device=device),
     )

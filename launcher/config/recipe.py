@@ -20,11 +20,21 @@ from clip_train.data.config import DataConfig, existing
 from clip_train.data.index import index_of
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import EvaluateConfig
+from clip_train.inputs import layout_of
 from clip_train.metrics.config import LogConfig
-from clip_train.models.config import ModelConfig
+from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
-from clip_train.settings import LARGEST, Allowed, Refused, Rules, Settings, Silent, explain, shown
+from clip_train.settings import (
+    LARGEST,
+    Allowed,
+    Refused,
+    Rules,
+    Settings,
+    Silent,
+    explain,
+    shown,
+)
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
 from launcher.config.names import OTHER_NAMES
@@ -99,6 +109,11 @@ class RunConfig(Settings):
             f"sets in data.val ({', '.join(self.data.val or ())}): set evaluate.zero_shot_data to "
             "the one with labels",
         )
+        yield (
+            self.model.teacher is not None and self.data.inputs is not None,
+            f"model.teacher ({self.model.teacher}) sees images, and the samples have data.inputs "
+            f"({shown(self.data.inputs)}); set model.teacher=null",
+        )
         if self.run.epochs is not None and self.data.num_samples is None:
             return  # `resolve` counts them
         yield (
@@ -123,6 +138,20 @@ class RunConfig(Settings):
             f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
             "average would be the initial weights; lower it, or set optim.ema_warmup=true",
         )
+
+    def architecture(self, model: ModelConfig | None = None) -> AnyArchitecture:
+        """The model's, which gets `data.inputs`. model: instead of this recipe's. UserError."""
+        architecture, inputs = (model or self.model).architecture(), self.data.inputs
+        if inputs is None:
+            return architecture
+        if getattr(architecture, "own", None) is None:
+            raise UserError(
+                f"data.inputs ({shown(inputs)}) need a model of your own, and model.name "
+                f"({self.model.name}) gets images: set model.name to the import path of one, or "
+                "data.inputs=null"
+            )
+        layout = layout_of(inputs, architecture.vision_cfg.image_size)
+        return architecture.model_copy(update={"inputs": layout})
 
     @property
     def chosen(self) -> list[str]:

@@ -21,7 +21,7 @@ from clip_train.data.config import (
     resolve_block,
     resolve_streams,
 )
-from clip_train.data.images import own_augmentation, seeded
+from clip_train.data.images import augmented, own_augmentation
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
@@ -109,7 +109,7 @@ def resolve(
             return None
 
     model = config.model
-    architecture = collect(model.architecture)
+    architecture = collect(config.architecture)
     if architecture is not None:
         numbered_layers = (
             not architecture.layered and config.optim.layer_decay != 1,
@@ -229,7 +229,7 @@ def augmentation_mistakes(config: RunConfig) -> list[str]:
     own = own_augmentation(config.data.aug_own, config.data.aug_own_options)
     try:
         if own is not None:
-            seeded(own, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
+            augmented(own, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
     except Exception as e:
         where = f"data.aug_own ({config.data.aug_own})"
         return [f"{where} failed on an image of 64 pixels: {type(e).__name__}: {e}; correct it"]

@@ -53,7 +53,7 @@ REFUSED = """run.seed model.name model.image_size model.patch_dropout model.drop
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
-data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options
+data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options data.inputs data.stages
 data.scaled_decode
 batch.global_size batch.schedule loss.kind loss.options optim.name"""
 
@@ -152,6 +152,8 @@ def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
         "aug_erase_prob",
         "aug_own",
         "aug_own_options",
+        "inputs",
+        "stages",
         "scaled_decode",
     ):
         del then["data"][key]

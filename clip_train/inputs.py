@@ -1,0 +1,80 @@
+"""The named inputs of a sample, `data.inputs`. Those of one sample are the bytes of one row.
+
+So shared memory, micro-batches and digests treat them as they treat images. The model gets them
+back as tensors, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from clip_train.errors import UserError
+from clip_train.settings import import_path
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    from torch import Tensor, nn
+
+IMAGE = "image"  # in place of an import path: the image as it is without `data.inputs`
+
+
+class Input(NamedTuple):
+    """One input of every sample, as its function declares it."""
+
+    name: str
+    path: str  # of the function, or IMAGE
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it
+    nbytes: int
+
+
+def layout_of(paths: Mapping[str, str] | None, image_size: int) -> tuple[Input, ...]:
+    """What `data.inputs` names. UserError for a function that does not declare what it returns."""
+    import torch
+
+    layout = []
+    # a tensor declares as much as a function does
+    image = torch.empty(row_shape((), image_size), dtype=torch.uint8, device="meta")
+    for name, path in (paths or {}).items():
+        key = f"data.inputs.{name}"
+        function = image if path == IMAGE else import_path(key, path)
+        shape: Any = getattr(function, "shape", None)
+        kind: Any = getattr(function, "dtype", None)
+        known = isinstance(shape, tuple) and isinstance(kind, torch.dtype)
+        if not known or min((1, *shape)) < 1:
+            raise UserError(
+                f"{key} ({path}) must be a function that declares what it returns: after it write "
+                f"its .shape = (16000,), a tuple (now {shape}), and .dtype = torch.float32 (now "
+                f"{kind})"
+            )
+        dtype = str(kind).removeprefix("torch.")
+        layout.append(Input(name, path, tuple(shape), dtype, prod(shape) * kind.itemsize))
+    return tuple(layout)
+
+
+def row_shape(layout: Sequence[Input], image_size: int) -> tuple[int, ...]:
+    """A sample's shape in `Batch.images`: [3, S, S], or [B] bytes where inputs are named."""
+    image = (3, image_size, image_size)
+    return (sum(each.nbytes for each in layout),) if layout else image
+
+
+def unpack(rows: Tensor, layout: Sequence[Input]) -> dict[str, Tensor]:
+    """uint8 [n, B] -> by name the inputs of n samples, [n, *shape]. Works on any device."""
+    import torch
+
+    parts = rows.split([each.nbytes for each in layout], dim=1)
+    return {
+        each.name: part.clone(memory_format=torch.contiguous_format)  # else it may not be aligned
+        .view(getattr(torch, each.dtype))
+        .view(len(rows), *each.shape)
+        for part, each in zip(parts, layout, strict=True)
+    }
+
+
+def unpacked_first(
+    layout: Sequence[Input], module: nn.Module, arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """A hook before a model's forward: its first argument, rows or None, becomes named inputs."""
+    rows, *others = arguments
+    return (None if rows is None else unpack(rows, layout), *others)
