@@ -23,13 +23,13 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_627,
-    "functions": 1_326,
+    "statements": 15_758,
+    "functions": 1_338,
     "walruses": 0,
     "lambdas": 47,
     "statements in a module": 330,
     "lines over 100 characters": 0,
-    "modules in a folder": 13,
+    "modules in a folder": 14,
 }
 
 WORDS = (
