@@ -301,7 +301,7 @@ def build_trainer(
         skipped=skipped,
     )
     outcome.trainer = trainer
-    watchdog.committed = lambda: checkpoints.last_good
+    watchdog.committed = lambda: checkpoints.last_good.step if checkpoints.last_good else None
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():

@@ -1,8 +1,6 @@
 """The `engine` section of a recipe, the same for every engine; what one of them cannot do, its own
 package refuses."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -81,7 +79,7 @@ class EngineConfig(Settings):
 
     def on(
         self, bf16: bool, gpus: int = 0, per_node: int = 8, compiles: bool = False
-    ) -> EngineConfig:
+    ) -> "EngineConfig":
         """With values in place of `auto`, and sums that follow them.
 
         bf16: whether the devices are GPUs that compute in it. gpus: the ranks, if each has one.

@@ -6,18 +6,15 @@ Output and gradient of the input are products of rounded matrices, the weight's 
 by itself, and so is a weight: what shares a micro-batch with a sample does not change its features,
 nor its part of a gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from clip_train.errors import UserError
 from clip_train.settings import broken
 from launcher.engines.config import EngineConfig
-
-if TYPE_CHECKING:  # a recipe is read without torch
-    from torch import nn
 
 MULTIPLE = 16  # of both sides of a weight: the tensor cores' tiles
 CAPABILITY = {
@@ -38,8 +35,6 @@ def mistakes_here(config: EngineConfig) -> list[str]:
     """What this machine lacks for `config.linear`."""
     if config.linear is None:
         return []
-    import torch
-
     least = CAPABILITY[config.linear]
     seen, other, found = "no GPU is visible", "", (0, 0)
     if torch.cuda.is_available():
@@ -66,7 +61,6 @@ def convert(model: nn.Module, kind: str, emulate: bool) -> None:
     their names.
 
     emulate: round as fp8 does, and multiply in fp32. UserError where nothing can be converted."""
-    from torch import nn
 
     def fits(module: nn.Module, name: str = "") -> bool:
         if not isinstance(module, nn.Linear) or not module.weight.requires_grad:

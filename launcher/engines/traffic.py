@@ -4,16 +4,12 @@ tests/engine/test_wire.py compares it with a recorder, to the byte. Calls of les
 norms and statuses, are left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a recipe is read without torch
-    from torch import nn
+from torch import nn
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 

@@ -6,8 +6,6 @@ has ended. It ends the rank after another one has failed
 this rank waited for others or is the one that hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import faulthandler
@@ -22,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from clip_train.callbacks import Callback
 from clip_train.settings import Seconds, Settings
@@ -32,9 +29,6 @@ from launcher.runtime.environment import detect, launcher_pid
 from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
-
-if TYPE_CHECKING:
-    from clip_train.checkpoint.manager import LastGood
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 # For a rank to end by itself once another one has failed.
@@ -107,8 +101,8 @@ class Watchdog(Callback):
     ) -> None:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
-        # the newest committed checkpoint, once there is a trainer
-        self.committed: Callable[[], LastGood | None] = lambda: None
+        # the newest committed step, once there is a trainer
+        self.committed: Callable[[], int | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
@@ -195,11 +189,11 @@ class Watchdog(Callback):
 
     def _write_progress(self) -> None:
         """For the batch script: it counts attempts that have come no further."""
-        good = self.committed()
-        if self.run_dir is not None and good is not None and good.step != self._progress:
+        step = self.committed()
+        if self.run_dir is not None and step not in (None, self._progress):
             with contextlib.suppress(OSError):  # again in a moment
-                LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{good.step}\n".encode())
-                self._progress = good.step
+                LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{step}\n".encode())
+                self._progress = step
 
     def _fire(self, seconds: float) -> None:
         where, waiting = position(sys._current_frames().get(self._main or 0))

@@ -39,7 +39,6 @@ from launcher.runtime.verdict import (
 from launcher.slurm.attempts import Decision, History, Outcome, decide, explain
 from launcher.slurm.scheduler import (
     NO_ARRAY,
-    OUTAGE,
     answer,
     exclude,
     slurm,
@@ -250,8 +249,7 @@ class Controller:
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
                     update(self.job, StartTime=f"now+{round(seconds)}")
                 return 0  # which no longer matters: the job waits already
-            # its words for an outage differ, so it is asked whether slurmctld is there, too
-            up = "is UP" in answer("scontrol", "ping") and not OUTAGE.search(failed)
+            up = "is UP" in answer("scontrol", "ping")  # the words for an outage differ
             refusals = refusals + 1 if up else 0
             if refusals == 3:  # right after a restart of slurmctld one may pass
                 say(f"Slurm refuses to requeue the job ({failed}): submit it again to resume")

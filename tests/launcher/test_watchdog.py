@@ -19,7 +19,6 @@ import torch
 from torch.distributed import Store
 
 from clip_train import dist
-from clip_train.checkpoint.manager import LastGood
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import StopRequest
 from launcher.runtime.environment import RankEnv
@@ -51,7 +50,7 @@ def test_the_stop_file_and_progress(tmp_path):
     stop = StopRequest()
     watchdog = Watchdog(LaunchConfig(), stop, run_dir=tmp_path, environ={})
     steps = iter([3])
-    watchdog.committed = lambda: LastGood(next(steps, 5), "")
+    watchdog.committed = lambda: next(steps, 5)
     watchdog.start()
     try:
         assert until(
@@ -83,7 +82,7 @@ def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
     watchdog = Watchdog(
         LaunchConfig(), StopRequest(), run_dir=tmp_path / ("x" * 300), environ={}
     )  # ENAMETOOLONG
-    watchdog.committed = lambda: beats.append(1) or LastGood(len(beats), "")
+    watchdog.committed = lambda: beats.append(1) or len(beats)
     watchdog.start()
     try:
         assert until(lambda: len(beats) > 2)

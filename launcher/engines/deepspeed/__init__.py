@@ -15,7 +15,6 @@ from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import (
     build_ds_config,
-    reduce_bucket_elements,
     reduces_once,
     zero_number,
 )
@@ -90,13 +89,15 @@ class DeepSpeedKind(EngineKind):
         master = 0 if stage == 0 else 4
         optimizer = (master + moment_bytes) * trained / (W if stage >= 1 else 1)
         bucketed = accumulation if stage == 1 else word
+        # elements of the buffer through which stages 1 to 3 send gradients
+        bucket = zero_number(config, "reduce_bucket_size", 500_000_000) if stage else 0
         sent = 4 if config.reduce_dtype == "fp32" else 2
         return Memory(
             parameters=word * P / (W if stage == 3 else 1),
             gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
             optimizer=0 if config.offload == "optimizer" else optimizer,
             # the bucket, and its copy in the type that is sent
-            buffers=(bucketed + (sent if sent != bucketed else 0)) * reduce_bucket_elements(config),
+            buffers=(bucketed + (sent if sent != bucketed else 0)) * bucket,
         )
 
     def traffic(

@@ -75,14 +75,6 @@ def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     return path.name, base
 
 
-def reduce_bucket_elements(config: EngineConfig) -> int:
-    """Elements of the buffer through which ZeRO 1 to 3 send gradients; DeepSpeed's default is
-    5e8."""
-    if config.zero_stage == 0:
-        return 0
-    return zero_number(config, "reduce_bucket_size", 500_000_000)
-
-
 def zero_number(config: EngineConfig, key: str, default: int) -> int:
     """zero_optimization.`key` in the base JSON. default: DeepSpeed's."""
     said = load_base(config)[1].get("zero_optimization", {}).get(key, default)

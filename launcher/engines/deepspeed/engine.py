@@ -5,8 +5,6 @@ DeepSpeed's own count of micro-batches is not used: each backward says whether i
 so their number is free. The two factors that DeepSpeed would add are undone here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -60,7 +58,7 @@ def build_engine(
     make_optimizer: MakeOptimizer,
     device: torch.device,
     facts: Facts,
-) -> DeepSpeedEngine:
+) -> "DeepSpeedEngine":
     """At stage 3 the model is born partitioned (`zero.Init`). Weights at this point are whatever
     `make_model` drew: load the initial or resumed ones with `load_fragments`, so that they are the
     same at every stage."""

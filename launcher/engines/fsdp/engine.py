@@ -5,8 +5,6 @@ shared out (all of them, a node's, or 1, which is data parallelism), and whether
 parameters of a unit are given back after its forward (`engine.zero_stage: 3`) or with the step's
 last backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -42,15 +40,13 @@ def build_engine(
     make_optimizer: MakeOptimizer,
     device: torch.device,
     facts: Facts,
-) -> FSDPEngine:
+) -> "FSDPEngine":
     """The weights are garbage until `load_fragments`: no rank ever holds the whole model."""
     W = dist.world_size()
     ranks = 1 if config.zero_stage == 0 else config.shard_ranks or W
     with torch.device("meta"):
         model = make_model()
-    _refuse_parameters(model)
-    if config.zero_stage == 3:
-        _refuse_whole_towers(model)
+    _refuse(model, config.zero_stage)
     if config.linear is not None:
         convert(model, config.linear, emulate=device.type == "cpu")
     copies: dict[str, int] = (
@@ -103,7 +99,8 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _refuse_parameters(model: nn.Module) -> None:
+def _refuse(model: nn.Module, stage: int) -> None:
+    """UserError for a model that FSDP cannot hold."""
     names = [name for name, _ in model.named_parameters()]
     shared = sorted(
         {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(names)
@@ -118,11 +115,8 @@ def _refuse_parameters(model: nn.Module) -> None:
             raise UserError(
                 f"engine.kind (fsdp) cannot hold the parameter {name}: it is 0-d; give it shape [1]"
             )
-
-
-def _refuse_whole_towers(model: nn.Module) -> None:
     for tower, count in towers_without_units(model, Engine.task).items():
-        if count > LARGEST_WHOLE:
+        if stage == 3 and count > LARGEST_WHOLE:
             raise UserError(
                 f"engine.zero_stage (3) with engine.kind=fsdp shards the blocks that repeat in a "
                 f"model, and none repeat in the {tower} tower: all ranks would gather all its "
