@@ -25,7 +25,6 @@ from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_to_loo
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
-from clip_train.models import hub
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
 from clip_train.models.openclip.config import PREFIX
@@ -110,7 +109,7 @@ def to_evaluate(
     `overrides` say what to measure. UserError, CheckpointError.
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
-    bare = weights is None and dist.on_main(partial(are_weights, place))
+    bare = weights is None and dist.on_main(partial(holds_weights, place))
     if weights is not None and place.endswith(".json") and "embed_dim" in read_recipe(place):
         overrides, bare = [f"model.name={place}", *overrides], True  # a model, not a recipe
     if weights is None and not bare:
@@ -143,11 +142,6 @@ def to_evaluate(
             dist.agreed(partial(initial_weights, model, config.run.seed, say)),
             weights,
         )
-
-
-def are_weights(place: str) -> bool:
-    """Whether `place` holds weights alone, and not a run."""
-    return hub.is_on_hub(place) or holds_weights(place)
 
 
 def described(weights: str, place: str) -> str:

@@ -110,8 +110,8 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
 
 
 def holds_weights(place: str) -> bool:
-    """Whether it is a file of weights or an export's folder; else it is a run's."""
-    if place.endswith(_SUFFIXES):
+    """Whether it is a file of weights, an export's folder or on a hub; else it is a run's."""
+    if place.endswith(_SUFFIXES) or hub.is_on_hub(place):
         return True
     storage = open_storage(place)
     return any(storage.exists(name) for name in WEIGHTS_NAMES)

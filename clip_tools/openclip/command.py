@@ -133,14 +133,6 @@ def _flags(words: list[str]) -> dict[str, Any]:
     return vars(found)
 
 
-def literal(text: str) -> Any:
-    """As OpenCLIP takes a value of `--aug-cfg`: what Python does not read is text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
     notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
@@ -195,12 +187,13 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
 
 
 def as_value(given: Any) -> Any:
-    """A number where it is one; `4e8` is a whole number where OpenCLIP wants one."""
+    """As Python reads it, else as it is; `4e8` is a whole number where OpenCLIP wants one."""
     try:
-        number = float(given)
-    except (ValueError, TypeError):  # a text, a list, nothing
+        value = ast.literal_eval(given)
+    except (ValueError, SyntaxError):  # a text, a list, nothing
         return given
-    return int(number) if number.is_integer() and "." not in str(given) else number
+    is_whole = isinstance(value, float) and value.is_integer() and "." not in given
+    return int(value) if is_whole else value
 
 
 def whole(name: str, given: Any) -> int:
@@ -419,7 +412,7 @@ def _places(keys: Keys, flags: Flags) -> None:
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
     """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
-    given = {name: literal(value) for name, _, value in (each.partition("=") for each in settings)}
+    given = {name: as_value(value) for name, _, value in (each.partition("=") for each in settings)}
     timm = given.pop("use_timm", False)
     idle = {"color_jitter_prob", "gray_scale_prob"} if timm else {"ratio"}
     if not timm and not given.get("color_jitter_prob"):

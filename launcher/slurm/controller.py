@@ -136,10 +136,6 @@ class Controller:
         status = self._run_ranks(command, number)
         outcome = self._outcome(status, before)
         seconds = time.time() - started
-        lost = 0.0 if outcome.verdict == "DONE" else seconds
-        with contextlib.suppress(OSError):
-            if lost and outcome.step > before:  # only the time since the last commit is lost
-                lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
         hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
         decision = self._end(
             number,
@@ -147,7 +143,6 @@ class Controller:
             seconds=round(seconds, 1),
             status=status,
             gpu_hours=round(hours * seconds, 3),
-            gpu_hours_lost=round(hours * max(lost, 0.0), 3),
         )
         return self._act(decision, outcome)
 

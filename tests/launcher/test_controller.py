@@ -236,13 +236,13 @@ def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypa
     assert process.returncode == 0 and requeued(bin) and "status 5" in out, out
     assert (tmp_path / "notified").read_text() == "CRASHED run 0\n"
     end = history(tmp_path / "run")[-1]
-    assert end["gpu_hours"] >= 2 and end["gpu_hours_lost"] == end["gpu_hours"]  # 3,600 GPUs
+    assert end["gpu_hours"] >= 2  # 3,600 GPUs
     (tmp_path / "run" / "metrics.jsonl").touch()
     told = subprocess.run(
         [sys.executable, "-m", "launcher", "watch", "--once", str(tmp_path / "run")],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert f"GPU-hours: {end['gpu_hours']:,.1f}, lost:" in told.stdout, told
+    assert f"GPU-hours: {end['gpu_hours']:,.1f}" in told.stdout, told
 
 
 def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):

@@ -16,12 +16,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from clip_tools.embed import load
-from clip_tools.inspect import are_weights, check_names, described
+from clip_tools.inspect import check_names, described
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import load_openclip
 from launcher.runtime.verdict import read_verdict
+from launcher.weights import holds_weights
 from tests import tolerances
 from tests.data.shards import jpeg
 from tests.documents import ROOT, code_lines, own_arguments
@@ -254,13 +255,13 @@ def test_what_a_place_says_of_the_model(tmp_path):
         "open_clip:ViT-B-32/laion2b_s34b_b79k",
         str(tmp_path / "weights.safetensors"),
     )
-    assert all(map(are_weights, known))
+    assert all(map(holds_weights, known))
     assert described(str(tmp_path / "x.pt"), "open_clip:ViT-B-32/laion2b_s34b_b79k") == "ViT-B-32"
     assert (
         described(str(tmp_path / "x.pt"), "open_clip:ViT-B-16-SigLIP/webli")
         == "open_clip:ViT-B-16-SigLIP"
     )
-    assert not are_weights("my.yaml") and not are_weights(str(tmp_path))
+    assert not holds_weights("my.yaml") and not holds_weights(str(tmp_path))
     with pytest.raises(
         UserError,
         match=r"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name=ViT-B-32",
