@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,22 @@ class Loaded:
         """b texts -> float32 [b, D], normalized."""
         tokens = self.tokenizer(list(texts)).to(self.device)
         return IMAGE_TEXT.encode(self.model, "text", tokens).float()
+
+    @torch.no_grad()
+    def captions(self, images: Tensor) -> list[str]:
+        """uint8 [b, 3, S, S] -> a caption for each, by greedy decoding. UserError for a model that
+        is no CoCa."""
+        model: Any = self.model
+        if not hasattr(model, "captions"):
+            raise UserError(
+                f"{self.source} is not a CoCa: it has no decoder that writes captions; train one "
+                "with model.name=open_clip:coca_ViT-B-32"
+            )
+        from clip_train.models.openclip.model import decoded
+
+        start, end = self.tokenizer([""])[0, :2].tolist()
+        rows = model.captions(images.to(self.device), start, end)[:, 1:].tolist()
+        return decoded(model.architecture, [row[: [*row, end].index(end)] for row in rows])
 
 
 def load(

@@ -218,6 +218,23 @@ VERBS = {
             EMA,
         ),
     ),
+    "caption": Verb(
+        "clip_tools.captions:run",
+        "captions of the images in a folder, by a CoCa",
+        """\
+    Print a line of JSON for each image in --images and the folders below it: its file, and the
+    caption that the model's decoder writes. PLACE is as for evaluate.""",
+        """\
+    clip-train caption runs/coca --images photos > captions.jsonl
+    clip-train caption open_clip:coca_ViT-B-32/laion2b_s13b_b90k --images photos""",
+        positions=("place", "overrides"),
+        options=(
+            ("images", "DIR", "the folder (default: the current one)", "."),
+            ("weights", "PLACE", "weights instead of the run's newest checkpoint"),
+            STEP,
+            EMA,
+        ),
+    ),
     "export": Verb(
         "clip_tools.inspect:export_run",
         "weights for OpenCLIP or transformers, as safetensors",

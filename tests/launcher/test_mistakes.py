@@ -148,6 +148,14 @@ MISTAKES = {
         ["model.init_logit_bias=-10"],
         ["model.init_logit_bias", "loss.kind=sigmoid"],
     ),
+    "a caption's weight without a decoder": (
+        ["loss.caption_weight=1"],
+        ["loss.caption_weight (1.0)", "loss.contrastive_weight (1.0)", "set loss.caption_weight=2"],
+    ),
+    "no loss at all": (
+        ["loss.caption_weight=0", "loss.contrastive_weight=0"],
+        ["are both 0", "set one of them to 1"],
+    ),
     "a ring for a softmax": (
         ["loss.exchange=ring", "loss.kind=memory_bank"],
         ["loss.exchange (ring)", "set loss.exchange=gather"],

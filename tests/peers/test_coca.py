@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
@@ -14,11 +16,12 @@ from clip_train import dist
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
 from clip_train.models.clip import build_model
-from clip_train.models.config import AnyArchitecture
+from clip_train.models.config import AnyArchitecture, load_architecture
 from clip_train.models.weights import export_openclip
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from clip_train.task import Batch
+from launcher.cli.main import main
 from tests.covering import pairwise
 from tests.engine.layouts import engine_at
 from tests.peers.test_openclip_models import architecture_of, inputs
@@ -154,3 +157,40 @@ def test_captions_are_openclips(tmp_path: Path):
     ours = model.captions(images, 49406, end)
     assert int((ours != 0).sum(dim=1).min()) < 8
     assert torch.equal(ours[:, :-1], expected[:, :-1])  # OpenCLIP puts an end in the last place
+
+
+def test_the_verb_writes_openclips_captions_of_a_folder(tmp_path: Path, capsys):
+    """An oracle in a loop over OpenCLIP's forward, one image at a time. What cannot be read is named."""
+    architecture = architecture_of("coca", tmp_path)
+    export = export_openclip(model_of(architecture).state_dict(), architecture, tmp_path / "export")
+    images, _, _ = inputs(architecture, 5)
+    names = ["b/1.png", "a.png", "b/2.png", "b/c/3.png", "4.png"]
+    for name, image in zip(names, images, strict=True):
+        file = tmp_path / "photos" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(file)
+    Path(file.parent, "broken.png").write_bytes(b"")
+    Path(file.parent, "notes.txt").write_text("no image")
+    assert main(["caption", str(export), "--images", str(tmp_path / "photos")]) == 1
+    out, err = capsys.readouterr()
+    told = {line["file"]: line["caption"] for line in map(json.loads, out.splitlines())}
+    assert "broken.png" in err and len(told) == 5
+    peer = open_clip.create_model(f"local-dir:{export}").eval()
+    for name, image in zip(names, images, strict=True):
+        tokens = torch.tensor([[49406]])
+        while tokens.shape[1] < 16 and 49407 not in tokens:
+            seen = pixels(architecture, image[None]).float()
+            with torch.no_grad():
+                logits = peer(seen, tokens, output_labels=False)["logits"]
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(dim=2)], dim=1)
+        words = open_clip.decode(tokens[0, 1:]).replace("<end_of_text>", "")
+        assert told[str(tmp_path / "photos" / name)] == " ".join(words.split())
+
+
+def test_another_model_writes_no_captions(tmp_path: Path, capsys):
+    architecture = load_architecture("tiny")
+    state = build_model(architecture).state_dict()
+    export = export_openclip(state, architecture, tmp_path / "export")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    assert main(["caption", str(export), "--images", str(tmp_path)]) == 2
+    assert "is not a CoCa" in capsys.readouterr().err

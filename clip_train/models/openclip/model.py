@@ -233,6 +233,13 @@ def _use_group_norms(tower: Any) -> None:
             tower.set_submodule(name, group)
 
 
+def decoded(architecture: OpenCLIPArchitecture, tokens: list[list[int]]) -> list[str]:
+    """The texts of tokens without start, end and padding."""
+    its: Any = tokenizer(architecture) or open_clip.SimpleTokenizer()
+    decode = getattr(its, "tokenizer", its).decode
+    return [" ".join(decode(each).split()) for each in tokens]
+
+
 def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     """OpenCLIP's tokenizer for this model, picklable; None: CLIP's own.
 
