@@ -36,7 +36,6 @@ from launcher.checks import (
     Check,
     Finding,
     check_places,
-    check_range,
     error,
     ok,
     warning,
@@ -44,8 +43,7 @@ from launcher.checks import (
 )
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import resolve
-from launcher.engines import find_engine, linear, on_this_machine
-from launcher.engines.config import EngineConfig
+from launcher.engines import linear, on_this_machine
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import detect, require_usable_gpu, take_device
 from launcher.runtime.heartbeat import Heartbeat
@@ -53,6 +51,7 @@ from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version
 from launcher.runtime.verdict import STOP_FILE, end_process, node_name
 from launcher.slurm.profile import load_site
 from launcher.slurm.scheduler import answer
+from launcher.versions import NEWEST, installed, numbers, too_old
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> Iterator[Finding]:
-    """At the machine, the recipe's engine, and the recipe where there is one that can be read.
+    """At the machine, and the recipe where there is one that can be read.
 
     A check that fails itself is a finding, and not the end of the others.
     """
@@ -110,9 +109,6 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
             config = load_config(recipe, overrides)
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
-    world = torch.cuda.device_count()
-    engine = on_this_machine(config.engine if config else EngineConfig(), world)
-    checks += find_engine(engine.kind).checks
     if config is not None:
         checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
     checks += [("nodes", partial(check_group, all_nodes=True))] if all_nodes else []
@@ -130,8 +126,19 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
 
 
 def check_versions() -> Iterator[Finding]:
-    for name in ("Python", "torch"):
-        yield from check_range("versions", name)
+    """Of Python and of the packages, against the supported ones."""
+    for name in filter(installed, NEWEST):
+        found, newest = installed(name) or "", numbers(NEWEST[name])
+        for problem in too_old(name):
+            yield error("versions", *problem.split(": ", 1))
+        if numbers(found)[: len(newest)] > newest:
+            yield warning(
+                "versions",
+                f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested",
+                "docs/versions.md names those that were; install one of them if something fails",
+            )
+        else:
+            yield ok("versions", f"{name} {found}")
     yield ok("versions", f"clip-train's code {code_version()}")
 
 

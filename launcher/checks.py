@@ -17,7 +17,6 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
 from launcher.runtime.log import warn
 from launcher.slurm.profile import Site
-from launcher.versions import NEWEST, installed, numbers, too_old
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,6 @@ Check = Callable[[], Iterator[Finding]]
 ok = partial(Finding, level="ok")
 warning = partial(Finding, level="warning")
 error = partial(Finding, level="error")
-
-
-def check_range(check: str, name: str) -> Iterator[Finding]:
-    """The installed version of `name`, which is Python or a package, against the supported ones."""
-    for problem in too_old(name):
-        yield error(check, *problem.split(": ", 1))
-        return
-    found, newest = installed(name), numbers(NEWEST[name])
-    if found is not None and numbers(found)[: len(newest)] > newest:
-        message = f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested"
-        remedy = "docs/versions.md names those that were; install one of them if something fails"
-        yield warning(check, message, remedy)
-    else:
-        yield ok(check, f"{name} {found}")
 
 
 def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:

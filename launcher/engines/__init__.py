@@ -53,7 +53,6 @@ class EngineKind(abc.ABC):
     module: str
     """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
     It alone imports what holds the model."""
-    checks: tuple[tuple[str, Callable[[], Iterator[Any]]], ...] = ()  # for `clip-train doctor`
 
     @abc.abstractmethod
     def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:

@@ -61,7 +61,9 @@ def test_a_newer_torch_is_a_note_of_doctor(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
     levels = {finding.message: finding.level for finding in check_versions()}
     note = "torch 99.0 is newer than 2.15, the newest version that was tested"
-    assert levels[note] == "warning" and list(levels.values()).count("warning") == 1
+    assert (
+        levels[note] == "warning" and list(levels.values()).count("warning") == 2
+    )  # DeepSpeed's, too
 
 
 def test_pages_name_the_ranges():

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as an engine: what it refuses and needs, and what `clip-train doctor` checks.
+"""DeepSpeed's ZeRO as an engine: what it refuses and needs.
 
 `config` makes its JSON, `engine` has the engine itself.
 """
@@ -10,7 +10,6 @@ from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
 from clip_train.settings import broken
-from launcher.checks import Finding, check_range, error
 from launcher.engines import EngineKind, Facts, linear
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import (
@@ -22,26 +21,19 @@ from launcher.engines.traffic import Collective, Shapes, rounded_up
 from launcher.versions import installed, too_old
 
 
-def check_version() -> Iterator[Finding]:
-    if installed("deepspeed") is None:
-        yield error(
-            "engine",
-            "deepspeed is not installed",
-            "pip install deepspeed, or set engine.kind=fsdp",
-        )
-    else:
-        yield from check_range("engine", "deepspeed")
-
-
 class DeepSpeedKind(EngineKind):
     name = "ZeRO"
     module = "launcher.engines.deepspeed.engine"
-    checks = (("engine", check_version),)
 
     def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:
         stage = config.zero_stage
         name, needs = facts.optimizer
         rules = [
+            (
+                installed("deepspeed") is None,
+                "engine.kind (deepspeed): DeepSpeed is not installed: pip install deepspeed, or "
+                "set engine.kind=fsdp",
+            ),
             linear.rule(config),
             (
                 config.linear == "fp8" and stage == 3,
