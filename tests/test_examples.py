@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,46 @@ def test_a_loop_in_another_library(package, tmp_path):
     one, two = (losses_of(line, tmp_path) for line in LOOPS[package])
     assert len(one) == 10 and one[-1] < 0.7 * one[0]
     assert two == pytest.approx(one, rel=2e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("program", ["own_loop.py", "lightning_loader.py"])
+def test_a_foreign_loop_is_killed_and_continues_elsewhere(program, tmp_path, data):
+    """The same batches and losses, on moved shards and with other workers."""
+    if program.startswith("lightning") and importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: pip install lightning")
+    (tmp_path / "sitecustomize.py").write_text("import tests.peers.torchvision_shim\n")
+    paths = f"{tmp_path}{os.pathsep}{ROOT}"
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+    def started(shards: Path, state: str, workers: int) -> subprocess.Popen:
+        (tmp_path / state).mkdir(exist_ok=True)
+        where = (f"{shards}/*.tar", str(tmp_path / state), "9", str(workers))
+        line = [sys.executable, str(EXAMPLES / program), *where]
+        return subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, text=True)
+
+    def steps(process: subprocess.Popen) -> dict[str, str]:
+        """What was printed about each step; the process has ended."""
+        out, _ = process.communicate(timeout=900)
+        lines = [line.split(" ", 2)[1:] for line in out.splitlines() if line.startswith("step ")]
+        return {step: rest for step, rest in lines}  # noqa: C416
+
+    shards = Path(data.train).parent
+    whole = started(shards, "whole", workers=0)
+    expected = steps(whole)
+    assert whole.returncode == 0 and list(expected) == [str(step) for step in range(1, 10)]
+    killed = started(shards, "killed", workers=0)
+    for line in killed.stdout or ():
+        if line.startswith("step 6"):
+            break
+    killed.kill()
+    killed.communicate()
+    moved = shutil.copytree(shards, tmp_path / "moved")
+    shutil.copytree(tmp_path / "killed", tmp_path / "elsewhere")
+    resumed = started(moved, "elsewhere", workers=1)
+    found = steps(resumed)
+    assert resumed.returncode == 0 and min(map(int, found)) == 5, found
+    assert found == {step: expected[step] for step in found}
 
 
 def test_a_benchmark_names_the_extra_that_it_lacks(tmp_path):
