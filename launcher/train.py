@@ -34,6 +34,7 @@ from clip_train.metrics.meters import (
     GarbageCollections,
     Profiler,
     Utilization,
+    record_memory,
 )
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.progress import ProgressLine
@@ -259,6 +260,8 @@ def build_trainer(
     progress: list[Callback] = []
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
         progress = [ProgressLine(steps, start_step=start)]
+    if config.log.memory_snapshot and device.type == "cuda":
+        record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture, traced = resolved.architecture, sorted(config.log.profile_steps or [0])
     forward_flops = partial(flops_per_sample, architecture, architecture.vision_cfg.patch_dropout)
     callbacks: list[Callback] = [

@@ -13,11 +13,7 @@ from clip_train.settings import LARGEST, Allowed, ImportPath, Settings, import_p
 class LogConfig(Settings):
     """The terminal output and the records. `metrics.jsonl` and `report.html` are always written."""
 
-    removed: ClassVar = {
-        "every_steps": range(LARGEST),
-        "memory_snapshot": (False, True),
-        "strict_callbacks": (False,),
-    }
+    removed: ClassVar = {"every_steps": range(LARGEST)}
     progress: bool = True
     """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
@@ -42,12 +38,20 @@ class LogConfig(Settings):
     a trace of each rank (for ui.perfetto.dev), and a table of its largest operators with their
     memory. Traced steps are slower."""
 
+    memory_snapshot: bool = False
+    """If the memory of a GPU ends, write what was allocated there and by which line, for
+    docs.pytorch.org/memory_viz: `memory/` in the run's folder. It slows each allocation down; on a
+    CPU it does nothing."""
+
     callbacks: Annotated[
         list[ImportPath], Allowed("a list of import paths", example="'[my_package.probes.Probe]'")
     ] = Field([])
     """Callbacks of your own: import paths of subclasses of `clip_train.callbacks.Callback`, which
-    are called after a step, a save and an evaluation (docs/extending.md). After an error in one of
-    them the run continues, says so once, and lists it in VERDICT."""
+    are called after a step, a save and an evaluation (docs/extending.md)."""
+
+    strict_callbacks: bool = False
+    """An error in one of them ends the run. Otherwise the run continues, says so once, and lists it
+    in VERDICT."""
 
     notify: str | None = None
     """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in

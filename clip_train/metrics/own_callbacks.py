@@ -15,12 +15,14 @@ from clip_train.settings import import_path
 class OwnCallback(Callback):
     """Calls the class at `path`, with views that it can only read.
 
-    An error in it is a warning and a line in VERDICT.
+    An error in it is a warning and a line in VERDICT; with `strict` it ends the run on all ranks in
+    the next step.
     """
 
-    def __init__(self, path: str, skipped: Skipped) -> None:
+    def __init__(self, path: str, skipped: Skipped, *, strict: bool) -> None:
         self._path = path
         self._skipped = skipped
+        self._strict = strict
         try:
             self._own: Callback = import_path("log.callbacks", path, Callback)()
         except TypeError as e:
@@ -31,7 +33,16 @@ class OwnCallback(Callback):
     def _call(self, method: str, *arguments: Any) -> None:
         action = partial(getattr(self._own, method), *arguments)
         where = f"{method} of log.callbacks ({self._path})"
-        self._skipped.attempt(where, action, remedy="correct it, or take it out")
+        if not self._strict:
+            self._skipped.attempt(where, action, remedy="correct it, or take it out")
+            return
+        try:
+            action()
+        except Exception as e:
+            raise UserError(
+                f"{where} failed: {type(e).__name__}: {e}; correct it, or set "
+                "log.strict_callbacks=false"
+            ) from e
 
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
@@ -53,4 +64,5 @@ class OwnCallback(Callback):
 
 def own_callbacks(config: LogConfig, skipped: Skipped) -> list[Callback]:
     """Those of the recipe, in its order. UserError."""
-    return [OwnCallback(path, skipped) for path in config.callbacks]
+    strict = config.strict_callbacks
+    return [OwnCallback(path, skipped, strict=strict) for path in config.callbacks]

@@ -251,6 +251,12 @@ def test_callbacks_and_evaluations_of_ones_own(recipe, tmp_path, data, monkeypat
     status, out = run(checkpoints, *val, wrong, verb="evaluate")
     assert status == 2 and f"evaluate.functions ({__name__}.no_numbers) failed" in out, out
 
+    monkeypatch.setenv("FAILS", "1")
+    strict = (*common, "log.strict_callbacks=true", "run.dir=strict")
+    status, out = run(recipe, *strict, ranks=2)
+    assert status == 2 and "set log.strict_callbacks=false" in out, out
+    assert out.count("no such thing") == 1, out
+
 
 @pytest.mark.engine
 def test_a_schedule_trains(recipe, tmp_path):

@@ -1,14 +1,16 @@
-"""What a run shows of its speed and memory: `mfu` and a trace of chosen steps."""
+"""What a run shows of its speed and memory: `mfu`, a trace of chosen steps, a snapshot where GPU memory ends."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from clip_train.metrics.meters import Utilization, peak_flops
+from clip_train.metrics.meters import Utilization, peak_flops, record_memory
 from clip_train.metrics.skipped import Skipped
 from tests.launcher.conftest import metrics, run
 
@@ -59,3 +61,17 @@ def test_a_model_that_cannot_be_counted_has_no_mfu() -> None:
 
 def test_a_cpu_reaches_a_plausible_number_of_flops() -> None:
     assert 1e8 < peak_flops(torch.device("cpu")) < 1e14
+
+
+def test_memory_is_written_where_it_ends_first(monkeypatch, tmp_path: Path) -> None:
+    observers: list[Callable[..., None]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
+    attach = "torch._C._cuda_attach_out_of_memory_observer"
+    monkeypatch.setattr(attach, observers.append, raising=False)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).open("x").close()
+    )
+    record_memory(tmp_path / "memory" / "rank0.pickle", Skipped())
+    for _ in range(2):  # the micro-batch is halved, and memory ends again
+        observers[0](0, 2**30, 2**36, 0)
+    assert [path.name for path in tmp_path.rglob("*.pickle")] == ["rank0.pickle"]
