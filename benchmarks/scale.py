@@ -279,7 +279,7 @@ def shards() -> dict:
             )
             for i, name in enumerate(names)
         }
-        return ShardIndex(names, entries)
+        return ShardIndex.of(names, entries)
 
     out, index = measured("shards, a rank", 0, None, make)
     return out | {

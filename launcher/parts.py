@@ -56,8 +56,7 @@ def shared_index(
     found = dist.agreed(lambda: look() if looks else None)
     offer: tuple[str, str, str] | None = None
     if found is not None:
-        rows = found.shared().rows
-        offer = (found.fingerprint(), rows.path, rows.name)
+        offer = (found.fingerprint(), found.shared.path, found.shared.name)
     looked = dist.gather_objects(offer)
     first = looked[0]  # rank 0 looks
     assert first is not None

@@ -61,7 +61,7 @@ def run_index(
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
-    known = look_up([shards], "auto", StorageConfig()).entries if check else {}
+    found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
         write_indexes({}, shards)  # UserError before hours of reading
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -78,8 +78,9 @@ def run_index(
     samples = sum(entry.samples for entry in entries.values())
     size = sum(entry.checksums.size for entry in entries.values())
     summary = f"{num} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
-    if check:
-        wrong = {url: differences(known.get(url), entry) for url, entry in entries.items()}
+    if found is not None:
+        known = dict(found[number] for number in range(len(shards)))
+        wrong = {url: differences(known[url], entry) for url, entry in entries.items()}
         refuse(wrong, "are not what their index says")
         print(f"{summary}: all as the index says")
         return

@@ -348,9 +348,9 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     if synthetic_size(index.shards[0]) is not None:
         return SourceSummary("noise", "words drawn at random", index)
     mistakes: list[UserError] = []
-    for shard in index.shards[:SHARDS_TRIED]:
+    for number, shard in enumerate(index.shards[:SHARDS_TRIED]):
         try:
-            entry = index.entries.get(shard)
+            _, entry = index.shared[number]
             reading = Reading(storage, entry.checksums if entry else None)
             return SourceSummary(*_first_sample(shard, reading, config), index)
         except UserError as e:

@@ -8,7 +8,6 @@ a `sizes.json` (OpenCLIP's `{name: samples}`) and from img2dataset's `*_stats.js
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import mmap
 import os
@@ -17,7 +16,7 @@ import re
 import secrets
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,107 +130,72 @@ class SharedList:
         return pickle.loads(self._bytes[self._edges[number] : self._edges[number + 1]])
 
 
-class SharedEntries(Mapping[str, ShardEntry]):
-    """The entries of an index by path or URL.
-
-    rows: of each shard, (path or URL, its entry or None).
-    numbers: of the shards that have an entry.
-    counts, digits: of all shards, `ShardIndex.brief`: no entry is unpickled for them.
-    """
-
-    def __init__(
-        self, rows: SharedList, numbers: Mapping[str, int], counts: array[int], digits: str
-    ) -> None:
-        self.rows, self._numbers, self._counts, self._digits = rows, numbers, counts, digits
-
-    def brief(self, shard: str) -> tuple[int | None, str]:
-        number = self._numbers.get(shard)
-        if number is None:
-            return None, ""
-        return self._counts[number], self._digits[DIGITS * number : DIGITS * (number + 1)]
-
-    def __getitem__(self, shard: str) -> ShardEntry:
-        return self.rows[self._numbers[shard]][1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __contains__(self, shard: object) -> bool:
-        return shard in self._numbers
-
-
 @dataclass(frozen=True)
 class ShardIndex:
-    """A list of shards, with the known facts about each."""
+    """A list of shards, with the known facts about each, in their order."""
 
     shards: Sequence[str]
-    entries: Mapping[str, ShardEntry] = field(default_factory=dict)  # by path or URL
-    # samples by path or URL; they take precedence over the entries'
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    sources: tuple[int, ...] = ()  # shards of each source that `::` joins; (): there is one
+    counts: Sequence[int | None]  # samples; None: not known
+    digits: Sequence[str]  # the first DIGITS of the sha256 in an index; "": in no index
+    sources: tuple[int, ...]  # shards of each source that `::` joins; (): there is one
+    # for other processes: (path or URL, its entry or None) of each shard, then the fields above
+    shared: SharedList
 
-    def shared(self) -> SharedEntries:
-        """The entries in memory that other processes can open; behind them, what else is here."""
-        if isinstance(self.entries, SharedEntries):
-            return self.entries
-        numbers = {shard: n for n, shard in enumerate(self.shards) if shard in self.entries}
-        briefs = [self.brief(shard) for shard in self.shards]
-        counts = array("Q", [count or 0 for count, _ in briefs])
-        columns = (numbers, counts, "".join(digits.ljust(DIGITS) for _, digits in briefs))
-        rows = ((shard, self.entries.get(shard)) for shard in self.shards)
-        rest = (self.shards, columns, self.sizes, self.sources)
-        return SharedEntries(SharedList.of(itertools.chain(rows, [rest])), *columns)
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[str],
+        entries: Mapping[str, ShardEntry | IndexLine] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        sources: tuple[int, ...] = (),
+    ) -> ShardIndex:
+        """entries, sizes (samples): by path or URL; sizes take precedence."""
+        entries, sizes = entries or {}, sizes or {}
+        known = [(shard, entries.get(shard)) for shard in shards]
+        counts = [
+            sizes.get(shard, entry.count if entry else synthetic_size(shard))
+            for shard, entry in known
+        ]
+        digits = [entry.sha256[:DIGITS] if entry else "" for _, entry in known]
+        shared = SharedList.of([*known, (shards, counts, digits, sources)])
+        return cls(shards, counts, digits, sources, shared)
 
     @classmethod
     def opened(cls, path: str, name: str) -> ShardIndex:
         """What another process of this node has shared, by its list's path and name. OSError if
         this process cannot open it."""
-        rows = SharedList(path)
-        if rows.name != name:
-            raise OSError(f"{path} is {rows.name}, not {name}")
-        shards, columns, sizes, sources = rows[len(rows) - 1]
-        return cls(shards, SharedEntries(rows, *columns), sizes, sources)
+        shared = SharedList(path)
+        if shared.name != name:
+            raise OSError(f"{path} is {shared.name}, not {name}")
+        shards, counts, digits, sources = shared[len(shared) - 1]
+        return cls(shards, counts, digits, sources, shared)
 
     @property
     def without(self) -> list[str]:
         """The shards that are in no index."""
-        files = [shard for shard in self.shards if synthetic_size(shard) is None]
-        return [shard for shard in files if shard not in self.entries]
+        each = zip(self.shards, self.digits, strict=True)
+        return [shard for shard, digits in each if not digits and synthetic_size(shard) is None]
 
     @property
     def uncounted(self) -> list[str]:
         """The shards whose number of samples is not known, once each."""
-        return [shard for shard in dict.fromkeys(self.shards) if self.count(shard) is None]
-
-    def brief(self, shard: str) -> tuple[int | None, str]:
-        """A shard's count and the first DIGITS of its sha256 in the index; (None, "") without."""
-        if isinstance(self.entries, SharedEntries):
-            return self.entries.brief(shard)
-        entry = self.entries.get(shard)
-        return (entry.count, entry.sha256[:DIGITS]) if entry else (None, "")
-
-    def count(self, shard: str) -> int | None:
-        """Samples in a shard; None if it is not known."""
-        count = self.sizes.get(shard, self.brief(shard)[0])
-        return synthetic_size(shard) if count is None else count
+        each = zip(self.shards, self.counts, strict=True)
+        return list(dict.fromkeys(shard for shard, count in each if count is None))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
-        return replace(self, sizes={**self.sizes, **sizes})
+        each = zip(self.shards, self.counts, strict=True)
+        return replace(self, counts=[sizes.get(shard, count) for shard, count in each])
 
     @property
     def num_samples(self) -> int | None:
         """Samples in one epoch; None if not all shards are counted."""
-        counts = [self.count(shard) for shard in self.shards]
-        return None if None in counts else sum(filter(None, counts))
+        return None if None in self.counts else sum(filter(None, self.counts))
 
     def rows(self) -> list[Row]:
         """What a checkpoint keeps of each shard, once all are counted."""
         return [
-            (redact(split_name(shard)[1]), self.brief(shard)[1], self.count(shard) or 0)
-            for shard in self.shards
+            (redact(split_name(shard)[1]), digits, count or 0)
+            for shard, digits, count in zip(self.shards, self.digits, self.counts, strict=True)
         ]
 
     def fingerprint(self) -> str:
@@ -248,7 +212,7 @@ class ShardIndex:
                 f"{self.without[0]}): flipped bytes and replaced shards go unseen; `clip-train "
                 "index` makes one"
             )
-        elif not self.entries:
+        elif not any(self.digits):
             text = "synthetic: noise, of no file"
         return (
             text
@@ -280,9 +244,9 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
     for folder, names in folders.items():
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
-    index = ShardIndex(shards, entries, sources=tuple(map(len, sources)))
-    index = index.with_sizes(find_sizes(index.uncounted, storage))
-    return replace(index, entries=index.shared())
+    uncounted = [shard for shard in dict.fromkeys(shards) if shard not in entries]
+    sizes = find_sizes(uncounted, storage)
+    return ShardIndex.of(shards, entries, sizes, tuple(map(len, sources)))
 
 
 @dataclass(frozen=True)

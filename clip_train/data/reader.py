@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class Files:
     """The shards of a source, as a loader's workers need them."""
 
     counts: Sequence[int]
-    rows: SharedList  # `SharedEntries.rows`
+    rows: SharedList  # `ShardIndex.shared`
     first: int  # number of the source's first shard there
     storage: StorageConfig
 
@@ -111,9 +111,9 @@ class Files:
         cls, index: ShardIndex, storage: StorageConfig, start: int = 0, stop: int | None = None
     ) -> "Files":
         """Shards [start, stop) of an index, all of which are counted; None: to the last one."""
-        counts = [index.count(shard) or 0 for shard in index.shards[start:stop]]
+        counts = [count or 0 for count in index.counts[start:stop]]
         packed = array("I" if max(counts) < 1 << 32 else "Q", counts)
-        return cls(packed, index.shared().rows, start, storage)
+        return cls(packed, index.shared, start, storage)
 
     def row(self, shard: int) -> tuple[str, ShardEntry | None]:
         """Path or URL, and entry, of the source's shard of this number."""
@@ -318,7 +318,6 @@ def make_order(
     resampled = config.resampled
     if isinstance(resampled, bool):
         resampled = [resampled] * len(sizes)
-    index = replace(index, entries=index.shared())
     sources, files = [], []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         of_source = Files.of(index, storage, start, stop)

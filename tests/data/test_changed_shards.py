@@ -203,12 +203,12 @@ def test_captions_that_are_drawn_count_by_their_ratio_and_order(folder: Path) ->
 def test_another_order_of_the_same_shards(folder: Path) -> None:
     names = [str(folder / f"00{i}.tar") for i in range(3)]
     first, second, twice = (
-        ShardIndex(shards).rows() for shards in (names, names[::-1], [*names, names[0]])
+        ShardIndex.of(shards).rows() for shards in (names, names[::-1], [*names, names[0]])
     )
     assert changes(first, second) == "the same shards are in another order"
     assert changes(first, first) == ""
     moved = [name.replace(str(folder), "s3://elsewhere") for name in names]
-    assert changes(first, ShardIndex(moved).rows()) == ""
+    assert changes(first, ShardIndex.of(moved).rows()) == ""
     assert (
         changes(first, twice) == "1 added (000.tar)"
         and changes(twice, first) == "1 removed (000.tar)"

@@ -35,7 +35,7 @@ def chosen(caption_key: str | None) -> list[Kind]:
 
 def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
     """The keys that can be used and (reason, shard's name) -> count, over all streams."""
-    index = count_missing(ShardIndex([str(shard) for shard in shards]), StorageConfig())
+    index = count_missing(ShardIndex.of([str(shard) for shard in shards]), StorageConfig())
     keys, counts = [], collections.Counter()
     if not index.num_samples:
         return keys, counts

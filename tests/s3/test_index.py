@@ -36,7 +36,9 @@ def test_the_verb_writes_beside_the_shards(
     assert proxy.fired == 6
     urls = [f"s3://{bucket}/set/{i:03d}.tar" for i in range(len(SIZES))]
     found = look_up([urls], "auto", PATIENT)
-    assert [found.entries[url] for url in urls] == [each.entry for each in local.values()]
+    assert [found.shared[number][1] for number in range(len(urls))] == [
+        each.entry for each in local.values()
+    ]
     puts = [r.split()[1].rsplit("/", 1)[1] for r in proxy.requests if r.startswith("PUT")]
     assert set(puts) == {INDEX_NAME}
 
