@@ -205,7 +205,7 @@ class CheckpointManager:
         shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
         checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. A previous
         snapshot that is being written is waited for; `due` does not let a save begin before. A
-        step that is saved already is not saved again.
+        step that is committed already is not saved again.
 
         CheckpointError after `max_failed_saves` failures in a row, or when another process has
         taken over.
@@ -214,14 +214,8 @@ class CheckpointManager:
         self._poll()
         end = time.monotonic() + self.config.grace_seconds
         self._end = end if wait else None
-        there = self._saved == step or step in self._pending
-        if self._step == step and dist.broadcast_object(there):
-            if not wait:
-                return Saved.UNDER_WAY
-            if self._finish(step, end):
-                return Saved.COMMITTED
-            if not dist.broadcast_object(time.monotonic() < end):
-                return Saved.FAILED  # else there is time to try again
+        if self._step == step and dist.broadcast_object(self._saved == step):
+            return Saved.COMMITTED
         status = Saved.FAILED
         if self._wait_together(lambda: self._writing is not None, end):
             plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
