@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import re
 import uuid
 from pathlib import Path
 from typing import ClassVar
@@ -95,26 +96,23 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
     """(the checkpoints' root, which one in it if `path` names one). UserError where there are none;
     CheckpointError.
     """
-    if is_remote(path):
-        scheme, _, rest = path.rstrip("/").partition("://")
-        start, parts = f"{scheme}://", rest.split("/")
-    else:
+    remote, place = is_remote(path), path.rstrip("/")
+    if not remote:
         here = local_path(path).resolve()
         if not here.exists():
             raise UserError(
                 f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that "
                 "exists"
             )
-        start, parts = "", here.as_posix().split("/")
-    for cut in range(len(parts), max(0, len(parts) - 4), -1):
-        root, inside = start + "/".join(parts[:cut]), "/".join(parts[cut:])
-        ref = CommitRef.parse(inside) or parse_prefix(inside)
-        for each in ([root] if ref else [root, f"{root}/checkpoints"]) if ref or not inside else []:
-            try:
-                if list_commits(open_storage(each)) if start else Path(each, "commit").is_dir():
-                    return each, ref
-            except OSError as e:
-                raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
+        place = here.as_posix()
+    one = re.fullmatch(r"(.+)/(commit/[^/]+|ckpt/[^/]+/[^/]+)", place)
+    ref = (CommitRef.parse(one[2]) or parse_prefix(one[2])) if one else None
+    for each in [one[1]] if one and ref else [place, f"{place}/checkpoints"]:
+        try:
+            if list_commits(open_storage(each)) if remote else Path(each, "commit").is_dir():
+                return each, ref
+        except OSError as e:
+            raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
     raise UserError(
         f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its "
         "checkpoint.remote, its checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* "

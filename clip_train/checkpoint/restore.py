@@ -119,7 +119,12 @@ def select(
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
         other, only = dist.on_main(locate, mode)
-        if other in [_root_of(each) for each in (cache, places.remote) if each is not None]:
+        own = [
+            each.root.resolve().as_posix() if isinstance(each, LocalStorage) else each.url
+            for each in (cache, places.remote)
+            if each is not None
+        ]  # as `locate` names them
+        if other in own:
             other = None
             if only is not None:
                 raise UserError(
@@ -149,11 +154,6 @@ def places_at(root: str) -> Places:
     """A folder is read where it is."""
     storage = open_storage(root)
     return Places(storage, None) if isinstance(storage, LocalStorage) else Places(None, storage)
-
-
-def _root_of(storage: Storage) -> str:
-    """As `locate` names it."""
-    return storage.root.resolve().as_posix() if isinstance(storage, LocalStorage) else storage.url
 
 
 def describe_skipped(skipped: Skipped) -> list[str]:

@@ -402,9 +402,6 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
             "offsets": list(entry.offsets),
         }  # fmt: skip
     rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
-    text = f'{{"format": "{FORMAT}", "sha256": "{_sha256(shards)}", "shards": {{\n{rows}\n}}}}\n'
+    digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+    text = f'{{"format": "{FORMAT}", "sha256": "{digest}", "shards": {{\n{rows}\n}}}}\n'
     return text.encode()
-
-
-def _sha256(shards: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
