@@ -115,9 +115,6 @@ def check(storage: Storage, held: Lease) -> None:
         pass
     except FormatError:
         who, token = "another process, of a newer clip-train,", ""
-    except OSError:
-        if epoch == held.epoch:
-            raise
     if epoch > held.epoch or token != held.token:
         raise FencedError(
             f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is "
