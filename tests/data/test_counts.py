@@ -29,12 +29,12 @@ def folder(tmp_path: Path) -> Path:
 
 def known(folder: Path, verify: str = "off") -> list[int | None]:
     found = index_of(f"{folder}/*.tar", verify, STORAGE)
-    return [found.count(shard) for shard in found.shards]
+    return list(found.counts)
 
 
 def counted(folder: Path, **arguments) -> list[int | None]:
     found = count_missing(index_of(f"{folder}/*.tar", "auto", STORAGE), STORAGE, **arguments)
-    return [found.count(shard) for shard in found.shards]
+    return list(found.counts)
 
 
 def test_all_places_that_say_it_agree(folder: Path) -> None:
