@@ -30,8 +30,9 @@ from clip_train.models.config import AnyArchitecture, Architecture, load_archite
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.weights import (
     CONFIG_NAME,
+    WEIGHTS_NAMES,
     WholeState,
-    export_openclip,
+    export_saved,
     initial_weights,
     save_texts,
     silent,
@@ -231,13 +232,13 @@ def export_run(args: argparse.Namespace) -> int:
         )
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    architecture = parse_saved(
-        found.state["architecture"]
-    )  # whatever has become of the recipe's files
+    description = found.state["architecture"]  # whatever has become of the recipe's files
+    other = description.get("own") or description.get("open_clip")
     if args.format == "transformers":
+        architecture = None if other else parse_saved(description)
         if not isinstance(architecture, Architecture):
             raise UserError(
-                f"--format transformers holds CLIP's own towers, not {architecture.open_clip}'s: "
+                f"--format transformers holds CLIP's own towers, not {other or 'a ResNet'}'s: "
                 "export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
@@ -246,8 +247,10 @@ def export_run(args: argparse.Namespace) -> int:
         save_texts(tokenizer, written)
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
-        written = export_openclip(found.reader.full_state(args.ema), architecture, folder)
+        written = export_saved(found.reader.full_state(args.ema), description, folder)
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
+        if description.get("own"):
+            line = f"safetensors.torch.load_file('{written.resolve() / WEIGHTS_NAMES[0]}')"
     log(f"step {found.step} of {found.path} exported to {written}; load it with")
     print(line)
     return 0

@@ -21,7 +21,7 @@ from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model
-from clip_train.models.config import AnyArchitecture, Architecture, TokenizerOptions
+from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
@@ -126,6 +126,8 @@ def build_loader(
 
 def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
     """Picklable. UserError where it is another than CLIP's, and its files are missing."""
+    if isinstance(architecture, OwnModel) and architecture.tokenizer is not None:
+        return architecture.tokenizer
     if not isinstance(architecture, Architecture):
         from clip_train.models.openclip.model import tokenizer
 

@@ -22,9 +22,8 @@ from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Places, open_to_look, places_at
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
-from clip_train.models.clip import parse_saved
 from clip_train.models.config import ModelConfig
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_openclip, sha256_of
+from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_saved, sha256_of
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
@@ -101,7 +100,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
         state = {
             name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()
         }
-        return export_openclip(state, parse_saved(found.state["architecture"]), folder)
+        return export_saved(state, found.state["architecture"], folder)
 
     written = _on_node(fetches, _readable, what, export)
     if dist.is_main():

@@ -5,7 +5,7 @@ The running statistics see each sample of a step once.
 `P` values of a channel (samples times pixels) on this rank, `C` channels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clip_train import dist
+from clip_train.errors import UserError
 
 Update = Callable[[], None]
 _updates: list[Update] | None = None  # None: updates are not collected
@@ -132,3 +134,31 @@ class BatchNorm2d(nn.BatchNorm2d):
             if now.dtype.itemsize < kept.dtype.itemsize:
                 setattr(self, name, kept.to(now.device))
         return self
+
+
+def adopt(
+    model: nn.Module, where: str, more: Mapping[type[_BatchNorm], type[_BatchNorm]] | None = None
+) -> None:
+    """Make the batch norms of someone else's model see all ranks, and let its first convolution
+    take pixels of fp32 whatever its precision.
+
+    where: key and value, for messages. more: further classes of batch norms, with what they become.
+    UserError for a batch norm that cannot.
+    """
+    ours = {nn.BatchNorm2d: BatchNorm2d, **(more or {})}
+    for name, each in model.named_modules():
+        if isinstance(each, _BatchNorm):
+            if (
+                type(each) not in ours
+                or each.momentum is None
+                or not (each.affine and each.track_running_stats)
+            ):
+                raise UserError(
+                    f"{where}: {name} is a {type(each).__name__}, whose statistics cannot be taken "
+                    "over a micro-batch of all ranks; choose another model"
+                )
+            each.__class__ = ours[type(each)]
+        elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
+            each.register_forward_pre_hook(
+                lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:])
+            )

@@ -337,6 +337,13 @@ def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> T
     return channel.to(wide).div_(255).sub_(mean).div_(std)
 
 
+def normalised_images(images: Tensor, architecture: Any, wide: torch.dtype) -> Tensor:
+    """[b, 3, H, W], by the statistics of the architecture; see `normalised`."""
+    statistics = zip(architecture.image_mean, architecture.image_std, strict=True)
+    channels = [normalised(images[:, c], *pair, wide) for c, pair in enumerate(statistics)]
+    return torch.stack(channels, dim=1)
+
+
 def check_size(images: Tensor, size: int) -> None:
     if images.shape[1:] != (3, size, size):
         raise ValueError(f"images must be [b, 3, {size}, {size}], not {list(images.shape)}")

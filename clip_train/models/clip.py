@@ -3,6 +3,7 @@
 `b` samples of `L` tokens, `D` features.
 """
 
+import pickle
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.inputs import row_shape, unpacked_first
+from clip_train.models.batch_norm import adopt
 from clip_train.models.blocks import (
     Block,
     Outputs,
@@ -24,12 +26,13 @@ from clip_train.models.blocks import (
     Transformer,
     VisionTower,
     normal_parameter,
+    normalised_images,
     outputs,
 )
-from clip_train.models.config import AnyArchitecture, Architecture
+from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
-from clip_train.settings import clipped, import_path
+from clip_train.settings import broken, clipped, import_path
 from clip_train.task import text_ends
 
 
@@ -150,11 +153,11 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
         own = dump.get("own")
         if own not in (None, name):
             raise UserError(
-                f"the checkpoint's model is a class ({clipped(str(own))}), which is imported only "
+                f"the checkpoint's model is your own ({clipped(str(own))}), which is imported only "
                 f"if you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
             )
         if own is not None:
-            return import_path("model.name", own, Architecture).model_validate(dump)
+            return type(OwnModel.at(own)).model_validate(dump)
         if "open_clip" in dump:
             return OpenCLIPArchitecture.model_validate(dump)
         resnet = is_resnet(dump)
@@ -187,13 +190,16 @@ def build_model(
         from clip_train.models.openclip.model import build
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
-    build_own = CLIP if architecture.own is None else type(architecture).build
-    model = build_own(
-        architecture,
-        dropout=dropout,
-        patch_dropout=patch_dropout,
-        activation_checkpointing=activation_checkpointing,
-    )
+    if isinstance(architecture, OwnModel):
+        model = build_own_model(architecture, activation_checkpointing)
+    else:
+        build_own = CLIP if architecture.own is None else type(architecture).build
+        model = build_own(
+            architecture,
+            dropout=dropout,
+            patch_dropout=patch_dropout,
+            activation_checkpointing=activation_checkpointing,
+        )
     if architecture.inputs:
         model.register_forward_pre_hook(partial(unpacked_first, architecture.inputs))
     return model
@@ -203,6 +209,71 @@ def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
     """The shape of one sample in `Batch.images`, uint8."""
     # OpenCLIP's models have images alone
     return row_shape(getattr(architecture, "inputs", ()), architecture.vision_cfg.image_size)
+
+
+def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> nn.Module:
+    """The user's module. It sees normalized pixels, or `data.inputs`; its batch norms see all ranks.
+    UserError."""
+
+    def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if inputs[0] is None or architecture.inputs:
+            return inputs
+        return normalised_images(inputs[0], architecture, torch.float32), *inputs[1:]
+
+    where = f"model.name ({architecture.own})"
+    try:
+        model = import_path("model.name", architecture.own or "")()
+        model.register_forward_pre_hook(prepare)
+        if activation_checkpointing:
+            model.set_grad_checkpointing()
+    except Exception as e:
+        raise UserError(
+            f"{where} cannot be built: {type(e).__name__}: {e}; it is called without arguments and "
+            "returns a torch.nn.Module, which for engine.activation_checkpointing has a method "
+            "set_grad_checkpointing()"
+        ) from e
+    adopt(model, where)
+    return model
+
+
+@torch.no_grad()
+def own_mistakes(architecture: OwnModel) -> list[str]:
+    """What does not fit, by two samples on torch's meta device. UserError if it cannot be built."""
+    length = architecture.text_cfg.context_length
+    where, wanted = f"model.name ({architecture.own})", [2, architecture.embed_dim]
+    with torch.device("meta"):
+        model = build_model(architecture).eval()
+        images = torch.zeros(2, *shape_of_sample(architecture), dtype=torch.uint8)
+        texts = torch.zeros(2, length, dtype=torch.int64)
+        try:
+            image, text, scale, bias, *_ = model(images, texts, texts[:, 0])
+            every = (image, text, model(images, None)[0], model(None, texts)[1])
+            model.get_submodule("visual"), model.get_parameter("logit_scale")
+            if architecture.tokenizer is not None:  # loader workers get a copy
+                texts = pickle.loads(pickle.dumps(architecture.tokenizer))(["a photo", "of two"])
+        except Exception as e:
+            return [
+                f"{where} failed on two samples on torch's meta device: {type(e).__name__}: {e}; "
+                "the module is called with (images float32 [b, 3, S, S] or None, texts int64 "
+                "[b, L] or None, sample_seeds) and returns (image [b, D] or None, text [b, D] or "
+                "None, scale [1], bias [1] or None); it has a module `visual` and a parameter "
+                "`logit_scale`. A tokenizer takes a list of texts, and can be pickled"
+            ]
+    shapes = [[*each.shape] for each in every]
+    rules = [
+        (shapes != [wanted] * 4, f"returned features {shapes}; its embed_dim asks for {wanted}"),
+        ([*scale.shape] != [1], f"returned a scale {[*scale.shape]}; return exp(logit_scale), [1]"),
+        (
+            (bias is None) != (architecture.init_logit_bias is None),
+            "must return a bias if it has an attribute init_logit_bias, and else None",
+        ),
+        (
+            texts.dtype != torch.int64 or [*texts.shape] != [2, length],
+            f"has a tokenizer that returned {texts.dtype} {[*texts.shape]} for 2 texts; return "
+            f"torch.int64 [2, {length}], or change its context_length",
+        ),
+    ]
+    return [f"{where} {message}" for message in broken(rules)]
 
 
 @cache

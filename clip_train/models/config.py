@@ -53,6 +53,11 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Values besides null, false and 0 at which keys that these towers do not have change nothing.
 NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
+OWN_TEXTS = ("context_length", "vocab_size")
+OWN_FACTS = (
+    "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "init_logit_bias",
+    "tokenizer", *OWN_TEXTS,
+)  # fmt: skip
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -193,6 +198,58 @@ class Architecture(Described):
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
 
 
+class OwnModel(Architecture):
+    """A module that a function or class of the user's makes, which has the facts as attributes."""
+
+    layered: ClassVar[bool] = False
+    resize_mode: Literal["shortest"] = "shortest"
+
+    @classmethod
+    def at(cls, path: str) -> Architecture:
+        """What the import path names: that, or a subclass of `Architecture`. UserError."""
+        found = import_path("model.name", path)
+        if isinstance(found, type) and issubclass(found, Architecture):
+            return found.model_validate({"own": path})
+        given = {name: getattr(found, name) for name in OWN_FACTS if hasattr(found, name)}
+        size, tokenizer = given.pop("image_size", 224), given.pop("tokenizer", None)
+        raw = {
+            "own": path,
+            "vision_cfg": {"image_size": size, "patch_size": size, "layers": 1},
+            "text_cfg": {
+                "hf_tokenizer_name": f"{path}.tokenizer" if callable(tokenizer) else tokenizer,
+                "pool_type": "last",  # whether it reads behind a text's end is not known
+                "layers": 1,
+                **{name: given.pop(name) for name in OWN_TEXTS if name in given},
+            },
+        }
+        try:
+            return cls.model_validate(raw | given)
+        except ValidationError as e:
+            lines = [f"{each['loc'][-1]}: {each['msg']}" for each in e.errors()]
+            raise UserError(
+                f"model.name ({path}): {'; '.join(lines)}; give the function or class of your "
+                "model these attributes: docs/extending.md"
+            ) from None
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its own, b texts -> int64 [b, context_length]; None: it has none, or names one."""
+        here = self.text_cfg.hf_tokenizer_name == f"{self.own}.tokenizer"
+        return import_path("model.name", self.own or "").tokenizer if here else None
+
+    def changed(
+        self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
+    ) -> OwnModel:
+        keys = {"dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers"}
+        given = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
+        for key, value in given.items():
+            raise UserError(
+                f"model.{key} ({value}): {self.own} builds its module itself, without arguments; "
+                "take the key out, and change the module"
+            )
+        return self
+
+
 TowerConfig = VisionConfig | TextConfig
 AnyArchitecture = Architecture | OpenCLIPArchitecture
 
@@ -202,7 +259,8 @@ class ModelConfig(Settings):
 
     name: Annotated[str, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
-    (docs/models.md); or the import path of an `Architecture` of your own."""
+    (docs/models.md); or the import path of a function or class that builds one of your own
+    (docs/extending.md)."""
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
     the JSON says."""
@@ -330,7 +388,7 @@ def load_architecture(name: str) -> AnyArchitecture:
     if name.startswith(PREFIX):
         return named_model(said)
     if re.fullmatch(IMPORT_PATH, name):
-        return import_path("model.name", name, Architecture)(own=name)
+        return OwnModel.at(name)
     by_lower = {preset.lower(): preset for preset in known}
     near = [PREFIX + name] if any(name.startswith(f"{preset}-") for preset in known) else []
     close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)

@@ -122,3 +122,17 @@ def undrawn_buffers(build: Callable[[], nn.Module], large: int = LARGE) -> dict[
     with _Operations(large) as operations:
         buffers = dict(build().named_buffers())
     return dict(build().named_buffers()) if operations.find(buffers) else buffers
+
+
+def fill_buffers(model: nn.Module, build: Callable[[], nn.Module]) -> None:
+    """After `to_empty`: compute the buffers that no checkpoint holds (masks, rotations) again.
+
+    build: makes the same model.
+    """
+    saved = model.state_dict().keys()
+    empty = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+    if empty:
+        with torch.device("cpu"):
+            twin = undrawn_buffers(build)
+        for name, buffer in empty.items():
+            buffer.copy_(twin[name])

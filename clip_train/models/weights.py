@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
-from clip_train.models.clip import build_model
-from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig
+from clip_train.models.clip import build_model, parse_saved
+from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
 from clip_train.task import IMAGE_TEXT, Wanted
 
@@ -147,7 +147,7 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
     As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
     linear. `check_state` rejects what cannot be interpolated, and models that OpenCLIP builds.
     """
-    if not isinstance(architecture, Architecture):
+    if not isinstance(architecture, Architecture) or isinstance(architecture, OwnModel):
         return
     side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
     name, lines = "visual.positional_embedding", []
@@ -339,6 +339,17 @@ def export_openclip(
     }
     save_texts({CONFIG_NAME: as_json(config)}, path)
     return path
+
+
+def export_saved(
+    state: dict[str, Tensor], description: Mapping[str, Any], folder: str | os.PathLike
+) -> Path:
+    """`export_openclip` of the model that a checkpoint describes; of one of the user's own, whose
+    code is not imported, the state dict alone, under the same name."""
+    if description.get("own") is None:
+        return export_openclip(state, parse_saved(description), folder)
+    whole = {name: own_copy(tensor) for name, tensor in state.items()}
+    return save_weights(whole, Path(folder), WEIGHTS_NAMES[0]).parent
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import RECOMPUTED, Layout
 from clip_train.models import hub
-from clip_train.models.clip import parameter_sizes
-from clip_train.models.config import AnyArchitecture, Architecture
+from clip_train.models.clip import own_mistakes, parameter_sizes
+from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
@@ -119,6 +119,8 @@ def resolve(
         )
         problems += map(UserError, broken([numbered_layers]))
         collect(model.teacher_architecture)
+        if isinstance(architecture, OwnModel):
+            problems += map(UserError, collect(own_mistakes, architecture) or [])
         places = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
         for place in filter(hub.is_on_hub, filter(None, places)):
             collect(hub.resolve, place)

@@ -8,8 +8,10 @@ from typing import Literal
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
 from torch import nn
 
+from clip_tools.embed import load
 from clip_train import dist
 from clip_train.callbacks import Callback
 from clip_train.contrastive.build import build_loss
@@ -20,16 +22,15 @@ from clip_train.errors import UserError
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.skipped import Skipped
-from clip_train.models.clip import CLIP
-from clip_train.models.config import Architecture, TextConfig, VisionConfig
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.settings import checked_options
 from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
+from examples.towers import Towers, byte_tokens
 from launcher.cli.main import main
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 
-MODEL = f"model.name={__name__}.Bag"
+MODEL = "model.name=examples.towers.Towers"
 LOSS = f"loss.kind={__name__}.Distance"
 BOUNDED, ANNOTATED = f"loss.kind={__name__}.bounded", f"loss.kind={__name__}.annotated"
 HALF_LIFE = f"schedule.name={__name__}.half_life"
@@ -102,47 +103,105 @@ def endless(peak: float, step: int, steps: int) -> float:
     return peak / (steps - 1 - step or 1e-320)
 
 
-class BagOfWords(CLIP):
-    """The mean of the words' embeddings for a text tower."""
-
-    def __init__(self, architecture, **options):
-        super().__init__(architecture, **options)
-        self.transformer = nn.Identity()  # FSDP needs every block that there is
-        del self.positional_embedding, self.ln_final
-
-    def _text_features(self, texts, sample_seeds):
-        return self.token_embedding(texts).mean(1) @ self.text_projection
+def silent():
+    return None
 
 
-class Bag(Architecture):
-    embed_dim: int = 32
-    vision_cfg: VisionConfig = VisionConfig(image_size=32, layers=2, width=64, patch_size=8)
-    text_cfg: TextConfig = TextConfig(context_length=16, width=32, heads=2, layers=1)
+silent.embed_dim = 32
 
-    def build(self, **options):
-        return BagOfWords(self, **options)
+
+def wrong(name):
+    return f"model.name={__name__}.{name}"
+
+
+OWN = (MODEL, "model.patch_dropout=null", "model.dropout=0")
+
+
+class Wrong(Towers):
+    """What is wrong is said by the subclass's name, below."""
+
+    def forward(self, images, texts, sample_seeds=None):
+        image, text, scale, bias = super().forward(images, texts, sample_seeds)
+        return image, text, scale.log() * torch.ones(2), scale
+
+
+class Wide(Towers):
+    embed_dim, image_mean, resize_mode = "wide", (1, 2), "squash"
+
+
+class Narrow(Towers):
+    def __init__(self):
+        super().__init__()
+        self.text_projection = nn.Linear(64, 31)
+
+
+class Words(Towers):
+    @staticmethod
+    def tokenizer(texts):
+        return torch.zeros(len(texts), 4)
+
+
+class Renormed(Towers):
+    def __init__(self):
+        super().__init__()
+        self.visual.norm = nn.BatchNorm1d(4)
 
 
 @pytest.mark.engine
-def test_a_model_trains_resumes_and_is_evaluated_by_its_recipe(recipe, tmp_path, data):
-    common = (MODEL, "schedule.warmup_steps=0", "engine.kind=fsdp")
+def test_a_model_trains_resumes_is_evaluated_and_exported(recipe, tmp_path, data):
+    """Batch norms, a buffer that no checkpoint holds, pixels and tokens of its own; frozen in part, with an average."""
+    common = (
+        *(MODEL, "model.patch_dropout=null", "model.dropout=0", "schedule.warmup_steps=0"),
+        *("engine.kind=fsdp", "optim.ema_decay=0.5", "model.freeze=[visual.stem.*]"),
+        *("schedule.name=constant", "optim.lr=1e-4", "batch.micro_size=32"),
+    )
     for steps in (3, 4):
         status, out = run(recipe, *common, f"run.steps={steps}", ranks=steps - 2)
         assert status == 0, out
-    assert "texts are computed with their padding: tests.launcher.test_own_code.Bag is not" in out
+    assert "texts are computed with their padding: examples.towers.Towers is not" in out
     assert "resuming from step 3" in out and len(metrics(tmp_path / "run")) == 4
-    status, out = run(recipe, *common[1:], "run.steps=5")
-    assert status == 2 and f"is a class ({__name__}.Bag), which" in out, out
+    whole = (*common, "engine.kind=deepspeed", "run.dir=whole", "run.steps=4")
+    status, out = run(recipe, *whole)
+    assert status == 0, out
+    one, two = (metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [x["loss"] for x in one] == pytest.approx([x["loss"] for x in two], rel=1e-3)
+    status, out = run(recipe, *common[3:6], "run.steps=5")
+    assert status == 2 and "is your own (examples.towers.Towers), which" in out, out
     seen = (f"data.val={data.train}", "evaluate.linear_probe=null")
-    status, out = run(recipe, MODEL, *seen, verb="evaluate")
+    given = (*common, *seen)
+    status, out = run(recipe, *given, verb="evaluate")
     assert status == 0 and "image_to_text_R@1" in out, out
     checkpoints = tmp_path / "run" / "checkpoints"  # whose recipe nobody has given
     status, out = run(checkpoints, *seen, verb="evaluate")
     assert status == 2 and f"imported only if you name it: set {MODEL}" in out, out
     status, out = run(checkpoints, MODEL, *seen, verb="evaluate")
     assert status == 0 and "image_to_text_R@1" in out, out
-    status, out = run(recipe, MODEL, verb="export")
-    assert status == 2 and "is imported only if you name it" in out, out
+    scores = [line for line in out.splitlines() if line.startswith("image_to_text")]
+
+    status, out = run(checkpoints, "--format", "transformers", verb="export")
+    assert status == 2 and "not examples.towers.Towers's: export with" in out, out
+    status, out = run(
+        checkpoints, "--output", str(tmp_path / "out"), verb="export"
+    )  # imports nothing
+    assert status == 0 and "safetensors.torch.load_file('" in out, out
+    state = load_file(tmp_path / "out" / "open_clip_model.safetensors")
+    plain = Towers()
+    plain.load_state_dict(state)
+    torch.manual_seed(3)
+    assert torch.equal(state["visual.stem.weight"], Towers().visual.stem.weight)  # it is frozen
+    status, out = run(tmp_path / "out", MODEL, *seen, verb="evaluate")
+    assert status == 0 and [x for x in out.splitlines() if x in scores] == scores, out
+    begun = (*common, "run.steps=1", "run.dir=more", f"model.init_from={tmp_path}/run")
+    status, out = run(recipe, *begun)
+    assert status == 0, out
+    loaded = load(str(tmp_path / "out"), MODEL)
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        image = plain.eval().visual((pixels / 255 - 0.5) / 0.5)
+        text = plain.encode_text(byte_tokens(["a red square", "\u00e9"]))
+    normalize = nn.functional.normalize
+    torch.testing.assert_close(loaded.pixels(pixels), normalize(image, dim=-1))
+    torch.testing.assert_close(loaded.texts(["a red square", "\u00e9"]), normalize(text, dim=-1))
 
 
 @pytest.mark.engine
@@ -269,14 +328,61 @@ def test_a_schedule_trains(recipe, tmp_path):
 
 @pytest.mark.parametrize("verb", [("plan",), ("train", "--dry-run"), ("doctor",)])
 def test_other_verbs_take_both(recipe, verb, capsys):
-    own = (MODEL, LOSS, "loss.options={weight: 2}", HALF_LIFE, "schedule.options={half: 2}")
+    own = (MODEL, "model.patch_dropout=null", "model.dropout=0", LOSS, "loss.options={weight: 2}")
+    own = (
+        *own,
+        HALF_LIFE,
+        "schedule.options={half: 2}",
+        "batch.micro_size=auto",
+        "batch.memory_limit=1GiB",
+    )
     assert main([*verb, str(recipe), *own]) == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        (("model.name=torch.nn.Linear",), "not a subclass of clip_train.models.config.Archit"),
+        (
+            ("model.name=torch.nn.Linear",),
+            "model.name (torch.nn.Linear): embed_dim: Field required; give",
+        ),
+        ((MODEL,), "model.patch_dropout (0.25): examples.towers.Towers builds its module itself"),
+        (
+            (*OWN, "model.lock_image=true", "model.lock_image_unlocked_groups=1"),
+            "_groups (1): examples.towers",
+        ),
+        ((*OWN, "model.init_logit_bias=-10"), "model.init_logit_bias (-10.0): examples.towers"),
+        ((*OWN, "optim.layer_decay=0.5"), "the layers of examples.towers.Towers are not numbered"),
+        (
+            (*OWN, "engine.activation_checkpointing=true"),
+            "object has no attribute 'set_grad_checkpointing'; it is called without arguments",
+        ),
+        ((*OWN[1:], wrong("Wide")), "Wide): embed_dim: Input should be a valid integer"),
+        (
+            (*OWN[1:], wrong("Wide")),
+            "resize_mode: Input should be 'shortest'; give the function or",
+        ),
+        ((*OWN[1:], wrong("Wrong")), "Wrong) returned a scale [2]; return exp(logit_scale), [1]"),
+        (
+            (*OWN[1:], wrong("Wrong")),
+            "Wrong) must return a bias if it has an attribute init_logit_bias",
+        ),
+        (
+            (*OWN[1:], wrong("Narrow")),
+            "Narrow) returned features [[2, 32], [2, 31], [2, 32], [2, 31]]",
+        ),
+        (
+            (*OWN[1:], wrong("Words")),
+            "a tokenizer that returned torch.float32 [2, 4] for 2 texts; return torch.int64 [2, 48]",
+        ),
+        (
+            (*OWN[1:], wrong("Renormed")),
+            "Renormed): visual.norm is a BatchNorm1d, whose statistics",
+        ),
+        (
+            (*OWN[1:], "model.name=tests.launcher.test_own_code.silent"),
+            "has no attribute 'register_forward",
+        ),
         ((f"{LOSS}s",), "cannot be imported: module 'tests.launcher.test_own_code' has no"),
         (("loss.kind=torch.nn.Linear",), "is not a subclass of clip_train.task.Objective"),
         (
@@ -346,8 +452,8 @@ def test_options_as_they_are_declared(capsys):
 
 
 def test_a_callback_that_is_none_is_refused():
-    (mistake,) = LogConfig(callbacks=[f"{__name__}.Bag"], tensorboard=False).mistakes_here()
-    assert "Bag) is not a subclass of clip_train.callbacks.Callback" in mistake
+    (mistake,) = LogConfig(callbacks=[f"{__name__}.Wide"], tensorboard=False).mistakes_here()
+    assert "Wide) is not a subclass of clip_train.callbacks.Callback" in mistake
     with pytest.raises(UserError, match=r"Needy\) cannot be made: .*'argument'"):
         own_callbacks(LogConfig(callbacks=[f"{__name__}.Needy"]), Skipped())
 

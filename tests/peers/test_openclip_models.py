@@ -20,7 +20,7 @@ from clip_train.errors import UserError
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import build_model, count_parameters, flops_per_sample
 from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
-from clip_train.models.drawing import Drawn
+from clip_train.models.drawing import Drawn, fill_buffers
 from clip_train.models.weights import export_openclip, load_openclip
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context, MicroBatch
@@ -274,6 +274,7 @@ def test_masks_that_no_checkpoint_holds_are_computed_again(tmp_path: Path):
     with torch.device("meta"):
         model = build_model(architecture)
     model.to_empty(device="cpu")
+    fill_buffers(model, partial(build_model, architecture))
     assert torch.equal(model.attn_mask, build_model(architecture).attn_mask)
 
 

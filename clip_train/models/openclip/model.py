@@ -21,9 +21,14 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clip_train.errors import UserError
-from clip_train.models.batch_norm import BatchNorm2d
-from clip_train.models.blocks import Outputs, at_least_float32, check_size, normalised, outputs
-from clip_train.models.drawing import undrawn_buffers
+from clip_train.models.batch_norm import BatchNorm2d, adopt
+from clip_train.models.blocks import (
+    Outputs,
+    at_least_float32,
+    check_size,
+    normalised_images,
+    outputs,
+)
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -38,9 +43,6 @@ class BatchNormAct2d(BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """[b, C, height, width] -> the same"""
         return self.act(self.drop(super().forward(x)))
-
-
-OURS = {nn.BatchNorm2d: BatchNorm2d, TimmBatchNormAct2d: BatchNormAct2d}
 
 
 class Contrastive(nn.Module):
@@ -72,21 +74,7 @@ class Contrastive(nn.Module):
         """uint8, or already normalised float, [b, 3, H, W] -> float, normalised."""
         check_size(images, self.architecture.vision_cfg.image_size)
         wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
-        means, stds = self.architecture.image_mean, self.architecture.image_std
-        channels = [normalised(images[:, c], means[c], stds[c], wide) for c in range(len(means))]
-        return torch.stack(channels, dim=1)
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Contrastive:
-        """Buffers that no checkpoint holds (masks, rotations) are computed again."""
-        super().to_empty(device=device, recurse=recurse)
-        saved = self.state_dict().keys()
-        empty = {name: buffer for name, buffer in self.named_buffers() if name not in saved}
-        if empty:
-            with torch.device("cpu"):
-                twin = undrawn_buffers(partial(build, self.architecture))
-            for name, buffer in empty.items():
-                buffer.copy_(twin[name])
-        return self
+        return normalised_images(images, self.architecture, wide)
 
 
 class OneModule(Contrastive, open_clip.CLIP):
@@ -191,24 +179,11 @@ def build(
     _use_one_dtype(model)
     if norm == "group":
         _use_group_norms(model.visual)
-    for name, each in model.named_modules():
-        if isinstance(each, _BatchNorm):
-            if (
-                type(each) not in OURS
-                or each.momentum is None
-                or not (each.affine and each.track_running_stats)
-            ):
-                raise UserError(
-                    f"model.name (open_clip:{architecture.open_clip}): {name} is a "
-                    f"{type(each).__name__}, whose statistics cannot be taken over a micro-batch "
-                    "of all ranks; choose another model"
-                )
-            each.__class__ = OURS[type(each)]
-        elif isinstance(each, nn.Conv2d) and name.startswith("visual.") and each.in_channels == 3:
-            # pixels are fp32 up to here, whatever the precision
-            each.register_forward_pre_hook(
-                lambda conv, inputs: (inputs[0].to(conv.weight.dtype), *inputs[1:])
-            )
+    adopt(
+        model,
+        f"model.name (open_clip:{architecture.open_clip})",
+        {TimmBatchNormAct2d: BatchNormAct2d},
+    )
     return model
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, Engine, Piece, local
 from clip_train.errors import UserError
+from clip_train.models.drawing import fill_buffers
 from clip_train.task import Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, towers_without_units, units
@@ -76,6 +77,7 @@ def build_engine(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which only NCCL knows
     model.to_empty(device="cpu" if config.offload == "optimizer" else device)
+    fill_buffers(model, make_model)
     # FSDP takes note of the new tensors now (a hook of its own), and moves no shard afterwards.
     model.load_state_dict({}, strict=False)
     optimizer = make_optimizer(model.named_parameters())
