@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_739,
-    "functions": 1_327,
+    "statements": 15_824,
+    "functions": 1_336,
     "walruses": 0,
     "lambdas": 47,
     "statements in a module": 330,
