@@ -20,6 +20,7 @@ from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.local_loss import add_local_losses
 from clip_train.models.batch_norm import observed
+from clip_train.models.dropout import draw_by
 from clip_train.task import (
     Batch,
     Context,
@@ -162,6 +163,7 @@ class CachedMicroBatch:
 
     places: Tensor | None  # int64 [b], as those of the micro-batch
     features: Features  # with their graph, if it is retained
+    seeds: Tensor  # int64 [b]
     # the random state before its forward pass; None if the graph is retained
     rng: dict[str, torch.Tensor] | None
     prepared: Features | None  # by `Objective.prepare`
@@ -187,7 +189,9 @@ def encode(
         rng = None if retained else rng_state(engine.device)
         with torch.set_grad_enabled(retained):
             features = engine.forward(micro_batch)
-        cache.append(CachedMicroBatch(micro_batch.places, features, rng, prepared))
+        cache.append(
+            CachedMicroBatch(micro_batch.places, features, micro_batch.sample_seeds, rng, prepared)
+        )
     return cache
 
 
@@ -204,7 +208,9 @@ def replay(
     """
     after = rng_state(engine.device)
     while cache and cache[-1].rng is None:
-        engine.backward(cache.pop().features, gradients.pop(), last=not cache)
+        entry = cache.pop()
+        draw_by(entry.seeds)  # for activations that are computed again
+        engine.backward(entry.features, gradients.pop(), last=not cache)
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True)):
         assert entry.rng is not None
         restore_rng(entry.rng, engine.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 # Streams of random bits: each use of them in the model has an id of its own.
 PATCH_DROPOUT_ID = 1
+MODULE_ID = 3 << 16  # of OpenCLIP's models: the number of the module is added
 VISION_DROPOUT_ID = 1 << 16
 TEXT_DROPOUT_ID = 2 << 16
 
@@ -28,6 +29,23 @@ def splitmix64(x: Tensor) -> Tensor:
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX1
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX2
     return z ^ ((z >> 31) & (2**33 - 1))
+
+
+_of_micro_batch: dict[str, Tensor | None] = {"seeds": None}
+
+
+def draw_by(sample_seeds: Tensor | None) -> None:
+    """int64 [b], for modules that do not get them as an argument, until the next call: in a
+    forward, and in what its backward computes again."""
+    _of_micro_batch["seeds"] = sample_seeds
+
+
+def current_seeds() -> Tensor:
+    """Those of the last `draw_by`. ValueError without any."""
+    seeds = _of_micro_batch["seeds"]
+    if seeds is None:
+        raise ValueError("dropout needs sample_seeds in training: int64 [b], one for each sample")
+    return seeds
 
 
 def random_bits(
@@ -67,20 +85,30 @@ class SampleDropout(nn.Module):
         alone of each sample's [L, width], and gets the mask that it would get among the others."""
         if self.dropped == 0 or not self.training:
             return x
-        size = x[0].numel()
-        # Each hash decides four elements, 16 bits for each: a fourth of the time and memory.
-        if token is None:
-            bits = random_bits(sample_seeds, self.layer_id, (size + 3) // 4)
-            bits = bits.view(torch.int16)[:, :size]  # [b, size]
-        else:
-            # The first element's number; at most three more come before it in its hash.
-            start = token * size
-            bits = random_bits(sample_seeds, self.layer_id, (size + 6) // 4, start // 4).view(
-                torch.int16
-            )
-            bits = bits.gather(1, (start % 4)[:, None] + torch.arange(size, device=x.device))
-        keep = (bits >= self.dropped - 32768).view(x.shape)
-        return torch.where(keep, x * (65536 / (65536 - self.dropped)), 0.0)
+        return drop_elements(x, self.dropped, self.layer_id, sample_seeds, token)
+
+
+def drop_elements(
+    x: Tensor,
+    dropped: int,
+    layer_id: int | Tensor,
+    sample_seeds: Tensor | None,
+    token: Tensor | None = None,
+) -> Tensor:
+    """As `SampleDropout` does in training. dropped: the probability, times 65,536."""
+    size = x[0].numel()
+    # Each hash decides four elements, 16 bits for each: a fourth of the time and memory.
+    if token is None:
+        bits = random_bits(sample_seeds, layer_id, (size + 3) // 4)
+        bits = bits.view(torch.int16)[:, :size]  # [b, size]
+    else:
+        # The first element's number; at most three more come before it in its hash.
+        start = token * size
+        bits = random_bits(sample_seeds, layer_id, (size + 6) // 4, start // 4)
+        places = (start % 4)[:, None] + torch.arange(size, device=x.device)
+        bits = bits.view(torch.int16).gather(1, places)
+    keep = (bits >= dropped - 32768).view(x.shape)
+    return torch.where(keep, x * (65536 / (65536 - dropped)), 0.0)
 
 
 class PatchDropout(nn.Module):
@@ -94,14 +122,18 @@ class PatchDropout(nn.Module):
         """[b, 1 + T, width], int64 [b] -> [b, 1 + kept, width], in the order of the image"""
         if not self.training or self.p == 0:
             return x
-        num_patches = x.shape[1] - 1
-        keep = max(1, int(num_patches * (1 - self.p)))
-        # the hash is a bijection of the position: two patches of an image never tie
-        patches = (
-            random_bits(sample_seeds, self.layer_id, num_patches)
-            .topk(keep, dim=1)
-            .indices.sort(dim=1)
-            .values
-        )
-        patches = patches[:, :, None].expand(-1, -1, x.shape[2])
-        return torch.cat([x[:, :1], x[:, 1:].gather(1, patches)], dim=1)
+        return keep_patches(x, self.p, self.layer_id, sample_seeds, first=1)[0]
+
+
+def keep_patches(
+    x: Tensor, p: float, layer_id: int | Tensor, sample_seeds: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """[b, first + T, width] -> [b, first + kept, width], and the places of those kept in T, int64
+    [b, kept]. first: tokens before the patches, which all stay."""
+    num_patches = x.shape[1] - first
+    keep = max(1, int(num_patches * (1 - p)))
+    # the hash is a bijection of the position: two patches of an image never tie
+    chosen = random_bits(sample_seeds, layer_id, num_patches).topk(keep, dim=1).indices
+    patches = chosen.sort(dim=1).values
+    rows = patches[:, :, None].expand(-1, -1, x.shape[2])
+    return torch.cat([x[:, :first], x[:, first:].gather(1, rows)], dim=1), patches

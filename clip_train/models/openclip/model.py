@@ -7,8 +7,8 @@ Only this module imports open_clip and timm at its top: import it where such a m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import open_clip
@@ -29,7 +29,9 @@ from clip_train.models.blocks import (
     normalised_images,
     outputs,
 )
+from clip_train.models.dropout import draw_by
 from clip_train.models.openclip.config import OpenCLIPArchitecture
+from clip_train.models.openclip.dropout import find_draws, intercept, seed_modules
 
 Tokenize = Callable[[list[str]], Tensor]
 
@@ -48,8 +50,7 @@ class BatchNormAct2d(BatchNorm2d):
 class Contrastive(nn.Module):
     """A base beside one of OpenCLIP's classes: OpenCLIP's parameters, this project's forward.
 
-    Its dropouts and stochastic depth draw from torch's generator, which a replayed forward
-    restores.
+    Its dropouts and stochastic depth are drawn by the samples' seeds.
     """
 
     architecture: OpenCLIPArchitecture
@@ -66,7 +67,8 @@ class Contrastive(nn.Module):
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
     ) -> Outputs:
-        """As `CLIP.forward`, but texts are whole, [b, context_length]. Needs no `sample_seeds`."""
+        """As `CLIP.forward`, but texts are whole, [b, context_length]."""
+        draw_by(sample_seeds)
         image = None if images is None else self.encode_image(self.pixels(images))
         return outputs(self, image, None if texts is None else self.encode_text(texts))
 
@@ -102,7 +104,8 @@ class Captioner(Contrastive, open_clip.CoCa):
     ) -> Any:
         """As `Contrastive.forward`; of images with their texts also "caption_loss" (`Features`)."""
         if images is None or texts is None:
-            return super().forward(images, texts)
+            return super().forward(images, texts, sample_seeds)
+        draw_by(sample_seeds)
         image, seen = self._encode_image(self.pixels(images), normalize=False)
         text, read = self._encode_text(texts, normalize=False)
         logits = at_least_float32(self.text_decoder(seen, read[:, :-1]))  # [b, L - 1, vocabulary]
@@ -133,7 +136,8 @@ class Captioner(Contrastive, open_clip.CoCa):
 def build(
     architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False
 ) -> Contrastive:
-    """UserError if OpenCLIP cannot build it, and for batch norms that cannot see all ranks.
+    """UserError if OpenCLIP cannot build it, and for batch norms that cannot see all ranks, and
+    random numbers that do not belong to a sample.
 
     activation_checkpointing: for towers that have it; the others, ResNets too, ignore it.
     """
@@ -148,6 +152,40 @@ def build(
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         return model
+    return assemble(architecture, activation_checkpointing, drawing_modules(architecture))
+
+
+@cache
+def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
+    """Numbers of the modules that draw by functions which can be intercepted. UserError for others."""
+    side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    with torch.device("meta"):
+        model = assemble(architecture)
+        inputs = torch.zeros(2, 3, side, side), torch.zeros(2, length, dtype=torch.int64)
+        inputs += (torch.zeros(2, dtype=torch.int64),)
+        numbers = {module: number for number, module in enumerate(model.modules())}
+        drawing = sorted(numbers[module] for module in find_draws(model, *inputs))
+        for number in drawing:
+            intercept([*numbers][number], number)
+        for module, operator in find_draws(model, *inputs).items():
+            name = [*dict(model.named_modules())][numbers[module]]
+            raise UserError(
+                f"model.name (open_clip:{architecture.open_clip}): {name} draws random numbers by "
+                f"{operator}, which would differ with batch.micro_size; switch them off in the "
+                "model's JSON"
+            )
+    return drawing
+
+
+def assemble(
+    architecture: OpenCLIPArchitecture,
+    activation_checkpointing: bool = False,
+    intercepted: Sequence[int] = (),
+) -> Contrastive:
+    """OpenCLIP's model, on this project's terms. UserError as of `build`.
+
+    intercepted: numbers of modules.
+    """
     config = architecture.model_cfg()
     custom = config.pop("custom_text") or config["text_cfg"].get("hf_model_name")
     config["vision_cfg"]["timm_model_pretrained"] = False
@@ -159,6 +197,8 @@ def build(
         if kind is Captioner:  # OpenCLIP leaves this parameter uninitialized
             decoder: Any = model.text_decoder
             nn.init.normal_(decoder.text_projection, std=0.02)
+        for number in intercepted:  # first: checkpointing may wrap what it finds
+            intercept([*model.modules()][number], number)
         if activation_checkpointing:
             model.set_grad_checkpointing()
     except (
@@ -184,6 +224,7 @@ def build(
         f"model.name (open_clip:{architecture.open_clip})",
         {TimmBatchNormAct2d: BatchNormAct2d},
     )
+    seed_modules(model)
     return model
 
 

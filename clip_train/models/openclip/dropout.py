@@ -1,0 +1,189 @@
+"""The dropouts of OpenCLIP's models, drawn by the sample's seed.
+
+Modules of known classes get another forward. What draws in another way, such as the attention of a
+Hugging Face tower, is found by one forward on the meta device, and intercepted; a model that draws
+otherwise is refused. `b` samples in a micro-batch; the rows of a tensor, [b m, ...], belong to
+samples in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.transformer import PatchDropout as OpenCLIPPatchDropout
+from timm.layers import DropPath, PatchDropout, PatchDropoutWithIndices
+from torch import Tensor, nn
+from torch.fx.experimental import _config as shapes
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clip_train.models.dropout import MODULE_ID, current_seeds, drop_elements, keep_patches
+
+
+def dropped(x: Tensor, p: float, layer_id: int | Tensor) -> Tensor:
+    """[b m, ...] -> the same, as `F.dropout` in training."""
+    seeds = current_seeds()
+    rows = x.reshape(len(seeds), -1)
+    return drop_elements(rows, min(round(p * 65536), 65535), layer_id, seeds).view(x.shape)
+
+
+class SeededDropout(nn.Dropout):
+    layer_id: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped(x, self.p, self.layer_id) if self.training and self.p else x
+
+
+class SeededDropPath(DropPath):
+    layer_id: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.drop_prob:
+            return x
+        kept = dropped(x.new_ones(len(x)), self.drop_prob, self.layer_id)
+        kept = kept if self.scale_by_keep else kept.sign()
+        return x * kept.view(-1, *[1] * (x.ndim - 1))
+
+
+class SeededPatches(PatchDropoutWithIndices):
+    layer_id: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.training or not self.prob:
+            return x, None
+        return keep_patches(x, self.prob, self.layer_id, current_seeds(), self.num_prefix_tokens)
+
+
+class SeededPatchDropout(PatchDropout):
+    layer_id: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SeededPatches.forward(self, x)[0]  # type: ignore[arg-type]
+
+
+class SeededOpenCLIPPatchDropout(OpenCLIPPatchDropout):
+    layer_id: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.prob:
+            return x
+        first = int(self.exclude_first_token)
+        return keep_patches(x, self.prob, self.layer_id, current_seeds(), first)[0]
+
+
+SEEDED = {
+    nn.Dropout: SeededDropout,
+    DropPath: SeededDropPath,
+    PatchDropout: SeededPatchDropout,
+    PatchDropoutWithIndices: SeededPatches,
+    OpenCLIPPatchDropout: SeededOpenCLIPPatchDropout,
+}
+
+
+def seed_modules(model: nn.Module) -> None:
+    """Those of known classes."""
+    for number, module in enumerate(model.modules()):
+        if type(module) in SEEDED:
+            module.__class__ = SEEDED[type(module)]
+            # a tensor: torch.compile would make a graph for each int
+            module.layer_id = torch.tensor(MODULE_ID + number, device="cpu")
+
+
+class SeededFunctions(TorchFunctionMode):
+    """Dropout by a function, in one call of a module."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.dropout:
+            return self.dropout(*args, **(kwargs or {}))
+        if function is F.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        if function is torch.rand and args == ([],):
+            # LayerDrop of Hugging Face would drop a layer for a whole micro-batch: it keeps all
+            return torch.ones([])
+        return function(*args, **(kwargs or {}))
+
+    def dropout(
+        self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        self.layer_id += 1 << 32  # of the module's next draw
+        return dropped(x, p, self.layer_id) if training and p else x
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        plain = partial(F.scaled_dot_product_attention, query, key)
+        if not dropout_p:
+            return plain(value, attn_mask, 0.0, is_causal, scale=scale, **more)
+        identity = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)
+        identity = identity.expand(*value.shape[:-2], -1, -1)
+        weights = plain(identity, attn_mask, 0.0, is_causal, scale=scale, **more)
+        return self.dropout(weights, dropout_p) @ value
+
+
+def intercept(module: nn.Module, number: int) -> None:
+    """Let `SeededFunctions` answer the module's own calls."""
+    module.forward = partial(_seeded_forward, module.forward, MODULE_ID + number)
+
+
+def _seeded_forward(forward: Callable[..., Any], layer_id: int, *args: Any, **kwargs: Any) -> Any:
+    with SeededFunctions(layer_id):
+        return forward(*args, **kwargs)
+
+
+class Draws(TorchDispatchMode):
+    """Which modules draw random numbers, and by which operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[nn.Module] = []
+        self.found: dict[nn.Module, str] = {}
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        self.inside.append(module)
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.inside.pop()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return (
+                False  # a tensor without data has no number: no layer is dropped, no mask left out
+            )
+        names = [argument.name for argument in function._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        if is_random and given.get("dropout_p", given.get("p", 1)) != 0:
+            self.found[self.inside[-1]] = function.name()
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def find_draws(model: nn.Module, *inputs: Tensor) -> dict[nn.Module, str]:
+    """Modules that draw in a forward in training, with the operator's name."""
+    draws = Draws()
+    handles = [
+        hooks.register_module_forward_pre_hook(draws.enter),
+        hooks.register_module_forward_hook(draws.leave),
+    ]
+    try:
+        # a tensor without data has no zeros either
+        with shapes.patch(meta_nonzero_assume_all_nonzero=True), draws:  # type: ignore[attr-defined]
+            model.train()(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return draws.found
