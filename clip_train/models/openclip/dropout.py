@@ -133,13 +133,18 @@ class SeededFunctions(TorchFunctionMode):
 
 
 def intercept(module: nn.Module, number: int) -> None:
-    """Let `SeededFunctions` answer the module's own calls."""
-    module.forward = partial(_seeded_forward, module.forward, MODULE_ID + number)
+    """Let `SeededFunctions` answer the module's own calls, also those in a recomputation."""
 
+    def seeded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with SeededFunctions(MODULE_ID + number):
+            return forward(*args, **kwargs)
 
-def _seeded_forward(forward: Callable[..., Any], layer_id: int, *args: Any, **kwargs: Any) -> Any:
-    with SeededFunctions(layer_id):
-        return forward(*args, **kwargs)
+    checkpoint: Any = getattr(module, "_gradient_checkpointing_func", None)
+    if checkpoint is not None:  # of Hugging Face's layers, which call it in their forward
+        module._gradient_checkpointing_func = lambda forward, *args: checkpoint(
+            partial(seeded, forward), *args
+        )
+    module.forward = partial(seeded, module.forward)
 
 
 class Draws(TorchDispatchMode):

@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d, adopt
@@ -152,7 +153,9 @@ def build(
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         return model
-    return assemble(architecture, activation_checkpointing, drawing_modules(architecture))
+    with _disable_current_modes():  # a constructor may be recorded: models/drawing.py
+        intercepted = drawing_modules(architecture)
+    return assemble(architecture, activation_checkpointing, intercepted)
 
 
 @cache
@@ -197,10 +200,10 @@ def assemble(
         if kind is Captioner:  # OpenCLIP leaves this parameter uninitialized
             decoder: Any = model.text_decoder
             nn.init.normal_(decoder.text_projection, std=0.02)
-        for number in intercepted:  # first: checkpointing may wrap what it finds
-            intercept([*model.modules()][number], number)
         if activation_checkpointing:
             model.set_grad_checkpointing()
+        for number in intercepted:
+            intercept([*model.modules()][number], number)
     except (
         TypeError,
         ValueError,
