@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_824,
-    "functions": 1_336,
+    "statements": 15_993,
+    "functions": 1_360,
     "walruses": 0,
-    "lambdas": 47,
+    "lambdas": 48,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 14,
