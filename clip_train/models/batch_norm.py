@@ -145,7 +145,7 @@ def adopt(
     where: key and value, for messages. more: further classes of batch norms, with what they become.
     UserError for a batch norm that cannot.
     """
-    ours = {nn.BatchNorm2d: BatchNorm2d, **(more or {})}
+    ours: dict[type, Any] = {nn.BatchNorm2d: BatchNorm2d, **(more or {})}
     for name, each in model.named_modules():
         if isinstance(each, _BatchNorm):
             if (

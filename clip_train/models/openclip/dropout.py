@@ -63,7 +63,7 @@ class SeededPatchDropout(PatchDropout):
     layer_id: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return SeededPatches.forward(self, x)[0]  # type: ignore[arg-type]
+        return SeededPatches.forward(self, x)[0]
 
 
 class SeededOpenCLIPPatchDropout(OpenCLIPPatchDropout):
@@ -141,9 +141,8 @@ def intercept(module: nn.Module, number: int) -> None:
 
     checkpoint: Any = getattr(module, "_gradient_checkpointing_func", None)
     if checkpoint is not None:  # of Hugging Face's layers, which call it in their forward
-        module._gradient_checkpointing_func = lambda forward, *args: checkpoint(
-            partial(seeded, forward), *args
-        )
+        within: Any = lambda forward, *args: checkpoint(partial(seeded, forward), *args)  # noqa: E731
+        module._gradient_checkpointing_func = within
     module.forward = partial(seeded, module.forward)
 
 

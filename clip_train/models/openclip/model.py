@@ -164,8 +164,8 @@ def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     with torch.device("meta"):
         model = assemble(architecture)
-        inputs = torch.zeros(2, 3, side, side), torch.zeros(2, length, dtype=torch.int64)
-        inputs += (torch.zeros(2, dtype=torch.int64),)
+        texts = torch.zeros(2, length, dtype=torch.int64)
+        inputs = (torch.zeros(2, 3, side, side), texts, torch.zeros(2, dtype=torch.int64))
         numbers = {module: number for number, module in enumerate(model.modules())}
         drawing = sorted(numbers[module] for module in find_draws(model, *inputs))
         for number in drawing:
