@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 15_993,
+    "statements": 15_994,
     "functions": 1_360,
     "walruses": 0,
     "lambdas": 48,
