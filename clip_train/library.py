@@ -126,8 +126,8 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
             not hasattr(model, "coalesce_grad_reduction")
             or not engine.managed_gradient_accumulation()
             or engine.dp_world_size != dist.world_size(),
-            f"model is {type(model).__name__}, whose reductions cannot be put off to the step's "
-            "end: it needs coalesce_grad_reduction, managed_gradient_accumulation true, and all "
+            f"model is {type(model).__name__}, whose gradients cannot be reduced once a "
+            "step: it needs coalesce_grad_reduction, managed_gradient_accumulation true, and all "
             "ranks as data-parallel ones",
         )
     for module in model.modules() if isinstance(model, nn.Module) else ():
@@ -228,7 +228,7 @@ class ModuleEngine:
         """Around a step of a ZeRO engine that would reduce in each backward, as stages 2 and 3."""
         if self.zero is None:
             return contextlib.nullcontext()
-        # `step()` then updates, whatever number of micro-batches the engine was told
+        # `step()` then updates, whatever its own number of micro-batches is
         self.zero.set_gradient_accumulation_boundary(True)
         by_backward = self.zero.zero_optimization_partition_gradients()
         return self.zero.coalesce_grad_reduction() if by_backward else contextlib.nullcontext()
