@@ -1,8 +1,9 @@
 """The two passes over any module with two sides, for a loop of your own: see docs/library.md."""
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
+from clip_train.batch import chunk_sizes, num_chunks
 from clip_train.contrastive.function import FunctionLoss
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.contrastive.views import WeightedViews, as_objective
 from clip_train.engine import surrogate
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
@@ -29,7 +32,9 @@ def contrastive_step(
     *inputs: Any,
     micro_size: int,
     kept_graphs: int = 1,
-    loss: InfoNCE | SigmoidLoss | Callable[..., Tensor] | None = None,
+    loss: Objective | Callable[..., Tensor] | None = None,
+    ids: Tensor | Sequence[int] | None = None,
+    shares: Sequence[int] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     **named: Any,
 ) -> Tensor:
@@ -45,13 +50,18 @@ def contrastive_step(
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples, others may have m n: those of a sample
-            one after another. All ranks need equally many.
+            one after another.
         micro_size: samples that go through the model at once.
         kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards
             and need more memory.
         loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
             global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
-            [], as in `clip_train.contrastive.function`.
+            [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
+            these, see `clip_train.contrastive.views`.
+        ids: int64, one for each text of this rank. Texts of one id are the same, and no negatives
+            of each other's images, on whatever ranks; an id below 0 is of no known text.
+        shares: samples of each rank, known to all of them; None: all have equally many. Each rank
+            takes as many micro-batches, so at most the smallest share.
         scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
             would; go on with `scaler.step(optimizer)` and `scaler.update()`.
 
@@ -64,18 +74,17 @@ def contrastive_step(
             a function on several ranks. A wrapper that reduces gradients in another way. Another
             kind of loss. A device whose random state cannot be replayed.
     """
-    objective: Any = InfoNCE() if loss is None else loss
-    known = isinstance(objective, (InfoNCE, SigmoidLoss, FunctionLoss))
-    if (isinstance(objective, Objective) and not known) or not callable(objective):
+    known = isinstance(loss, (InfoNCE, SigmoidLoss, FunctionLoss, WeightedViews))
+    if loss is not None and not known and (isinstance(loss, Objective) or not callable(loss)):
         raise ValueError(
-            f"loss must be InfoNCE, SigmoidLoss or a function, not {type(objective).__name__}: "
-            "others need the trainer"
+            f"loss must be InfoNCE, SigmoidLoss, over_pairs, matryoshka or a function, not "
+            f"{type(loss).__name__}: others need the trainer"
         )
-    if not isinstance(objective, Objective):
-        objective = FunctionLoss(objective, {})
+    objective = as_objective(loss)
     given: dict[Any, Any] = dict(enumerate(inputs)) | named
     sizes = {key: num_samples(f"input {key}", value) for key, value in given.items()}
-    n = min(sizes.values(), default=0)
+    n, rank = min(sizes.values(), default=0), dist.rank()
+    counts = [n] * dist.world_size() if shares is None else [*shares]
     rules = [
         (micro_size < 1, f"micro_size ({micro_size}) must be at least 1"),
         (
@@ -87,6 +96,15 @@ def contrastive_step(
             isinstance(objective, SigmoidLoss) and len(set(sizes.values())) > 1,
             f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give "
             "equally many, or another loss",
+        ),
+        (
+            ids is not None and not objective.takes_ids,
+            f"ids, and loss is {type(objective).__name__}: only InfoNCE masks texts of one id",
+        ),
+        (
+            len(counts) != dist.world_size() or min(counts) < 1 or counts[rank] != n,
+            f"shares ({counts}) must have a number for each of {dist.world_size()} ranks, at least "
+            f"1, and {n} for rank {rank}, which holds so many",
         ),
         (
             dist.world_size() > 1 and not isinstance(model, nn.Module),
@@ -104,17 +122,21 @@ def contrastive_step(
         raise ValueError(message)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
     micro_batches = []
-    for start in range(0, n, micro_size):
+    chunks = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
+    for stop, size in zip(itertools.accumulate(chunks), chunks, strict=True):
         pieces = {
-            key: cut(value, start * (sizes[key] // n), (start + micro_size) * (sizes[key] // n))
+            key: cut(value, (stop - size) * (sizes[key] // n), stop * (sizes[key] // n))
             for key, value in given.items()
         }
         positional: Any = [pieces.pop(i) for i in range(len(inputs))]
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
-    engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler)
+    own_names = isinstance(objective, WeightedViews) and objective.own_names
+    engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler, own_names)
+    known_ids = None if ids is None else torch.as_tensor(ids, device=engine.device)
+    context = Context(counts, ids=known_ids)
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
-        output = two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
+        output = two_pass(engine, micro_batches, objective, context, kept_graphs=kept)
     return output.loss
 
 
@@ -202,8 +224,10 @@ class ModuleEngine:
         named: Any,
         k: int,
         scaler: torch.amp.GradScaler | None = None,
+        own_names: bool = False,
     ):
         self.model = model
+        self.own_names = own_names
         self.scaler = scaler
         module = model if isinstance(model, nn.Module) else nn.Module()
         parameters = list(module.parameters())
@@ -261,7 +285,7 @@ class ModuleEngine:
         """Always both towers: a module of any make may draw from torch's generators in either."""
         with self._quiet():
             call = cast(Any, micro_batch)
-            return as_features(self.model(*call.images, **call.texts))
+            return as_features(self.model(*call.images, **call.texts), self.own_names)
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
@@ -286,9 +310,17 @@ class ModuleEngine:
                 p.grad += before
 
 
-def as_features(out: Any) -> Features:
-    """A model's output, a tuple or OpenCLIP's dictionary, as Features in at least float32."""
+def as_features(out: Any, own_names: bool = False) -> Features:
+    """A model's output, a tuple or OpenCLIP's dictionary, as Features in at least float32.
+
+    own_names: a dict's names stay as they are, and may be more than two.
+    """
     values: Any = out
+    if own_names and isinstance(out, Mapping) and "logit_scale" in out:
+        features = {name: at_least_float32(x) for name, x in out.items() if x is not None}
+        return features | {
+            name: features[name].reshape(1) for name in NAMES[2:] if name in features
+        }
     if isinstance(out, Mapping):
         sides = [name for name in out if name not in NAMES[2:]]
         names = [*NAMES[:2]] if set(NAMES[:2]) <= set(out) else sides

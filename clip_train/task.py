@@ -350,10 +350,14 @@ def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
 class Context:
     """What a loss may need beside this rank's features."""
 
-    # N, sharded so that the first N % W ranks hold one more; None: every rank holds n
-    global_size: int | None = None
+    # N, sharded so that the first N % W ranks hold one more; or samples of each rank; None: every
+    # rank holds n
+    global_size: int | Sequence[int] | None = None
     keys: Sequence[str] = ()  # n sample keys; empty: no sample is known to be another's copy
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
+    # int64 [m n], of this rank's texts: those of one id are the same, and no negatives of each
+    # other's images; one below 0 is of no known text
+    ids: Tensor | None = None
     # the caller looks at `LossOutput.unsafe` later, once the device has come so far
     deferred: bool = False
 
@@ -419,6 +423,8 @@ class Objective(abc.ABC):
     """How its products of float32 matrices are computed; `LossConfig.matmul`."""
     takes_bias: bool = False
     """Whether the model must have a `logit_bias`; if not, it may not have one."""
+    takes_ids: bool = False
+    """Whether it reads `Context.ids`."""
     weights: Mapping[str, float] = {}
     """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 

@@ -45,7 +45,7 @@ class Distillation(Objective):
         I, T, scale = features["image"], features["text"], features["logit_scale"]
         side, deferred = self.tile, context.deferred
         dtype = accumulation_dtype(I, T)
-        pairs = Pairs.of(features, context.global_size)
+        pairs = Pairs.of(features, context)
         of_teacher = Pairs.gathered(
             target["image"].to(dtype), target["text"].to(dtype), pairs.counts
         )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.batch import shares
 from clip_train.contrastive.tiles import Block
-from clip_train.task import Features
+from clip_train.task import Context, Features
 
 
-def share_counts(n: int, global_size: int | None) -> list[int]:
-    """Samples of every rank. n: on this one. global_size: N, or None if every rank holds n.
+def share_counts(n: int, global_size: int | Sequence[int] | None) -> list[int]:
+    """Samples of every rank. n: on this one. global_size: as in `Context`.
 
     Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
     """
+    if isinstance(global_size, Sequence):
+        return [*global_size]
     counts = (
         [n] * dist.world_size() if global_size is None else shares(global_size, dist.world_size())
     )
@@ -55,14 +57,27 @@ class Pairs:
     text_all: Tensor
     counts: Sequence[int] = ()  # samples of every rank, if several share the batch
     first: int = 0  # the place of this rank's first sample in the batch
+    ids_all: Tensor | None = None  # int64 [N, m], of all texts
 
     @classmethod
-    def of(cls, features: Features, global_size: int | None) -> "Pairs":
-        """The pairs for a loss with a softmax. ValueError for a model with a bias."""
+    def of(cls, features: Features, context: Context) -> "Pairs":
+        """The pairs for a loss with a softmax.
+
+        ValueError for a model with a bias, or ids of another number of texts.
+        """
         if "logit_bias" in features:
             raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
-        counts = share_counts(len(features["image"]), global_size)
-        return cls.gathered(features["image"], features["text"], counts)
+        image, text, ids = features["image"], features["text"], context.ids
+        counts = share_counts(len(image), context.global_size)
+        if ids is None:
+            return cls.gathered(image, text, counts)
+        m = text.numel() // image.numel()
+        if ids.shape != (m * len(image),):
+            raise ValueError(
+                f"ids are {list(ids.shape)}: give one for each of {m * len(image)} texts"
+            )
+        ids_all = dist.gather_rows(ids.view(-1, m), counts)
+        return replace(cls.gathered(image, text, counts), ids_all=ids_all)
 
     @classmethod
     def gathered(cls, image: Tensor, text: Tensor, counts: Sequence[int]) -> "Pairs":
@@ -78,14 +93,19 @@ class Pairs:
         return slice(self.first, self.first + len(self.image))
 
     @property
+    def ids(self) -> tuple[Tensor, Tensor] | None:
+        """Of this rank's positives, and of all."""
+        return None if self.ids_all is None else (self.ids_all[self.own, 0], self.ids_all[:, 0])
+
+    @property
     def rows(self) -> Block:
         """This rank's images against all texts."""
-        return Block(self.image, self.text_all, self.first)
+        return Block(self.image, self.text_all, self.first, ids=self.ids)
 
     @property
     def cols(self) -> Block:
         """This rank's texts against all images."""
-        return Block(self.text, self.image_all, self.first)
+        return Block(self.text, self.image_all, self.first, ids=self.ids)
 
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks that share the batch, in place."""

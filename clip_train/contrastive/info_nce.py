@@ -234,9 +234,14 @@ def info_nce_with_negatives(
     n, D = pairs.image.shape
     negatives, negatives_all = (x[:, D:].reshape(-1, D) for x in (pairs.text, pairs.text_all))
     pairs = replace(pairs, text=pairs.text[:, :D], text_all=pairs.text_all[:, :D])
-    N = len(pairs.image_all)
-    rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first)
-    further = Block(negatives, pairs.image_all, N)  # which of them, no softmax needs to know
+    N, ids, ids_beyond = len(pairs.image_all), pairs.ids, None
+    if pairs.ids_all is not None and ids is not None:
+        beyond = pairs.ids_all[:, 1:]
+        ids_beyond = (beyond[pairs.own].reshape(-1), ids[1])
+        ids = (ids[0], torch.cat([ids[1], beyond.reshape(-1)]))
+    rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first, ids=ids)
+    # which of them, no softmax needs to know
+    further = Block(negatives, pairs.image_all, N, ids=ids_beyond)
     positive = row_dots(pairs.image_all, pairs.text_all) * scale
     softmaxes = Softmaxes.over(
         [rows], [pairs.cols, further], positive, scale, side, pairs.sum, deferred=deferred
@@ -260,11 +265,12 @@ class InfoNCE(Objective):
     """The symmetric InfoNCE loss. With m texts for each image the first is its positive."""
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
+    takes_ids = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         image, text = features["image"], features["text"]
         by_image = {**features, "text": texts_by_image(image, text)}
-        pairs = Pairs.of(by_image, context.global_size)
+        pairs = Pairs.of(by_image, context)
         loss = info_nce if len(text) == len(image) else info_nce_with_negatives
         return loss(pairs, features["logit_scale"], self.tile, deferred=context.deferred)

@@ -60,7 +60,7 @@ class MemoryBank(Objective):
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         scale, deferred = features["logit_scale"], context.deferred
-        pairs = Pairs.of(features, context.global_size)
+        pairs = Pairs.of(features, context)
         ids = torch.full((len(pairs.image),), NO_ID)
         if context.keys:
             ids = sample_ids(context.keys)

@@ -1,0 +1,100 @@
+"""One loss over several views of the features: pairs of more than two towers, nested widths.
+
+A view is a differentiable function of the features. The loss sees each view as a batch of its own,
+and autograd takes its gradients back through the view alone, which is cheap.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clip_train.contrastive.function import FunctionLoss
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective, is_scalar
+
+View = Callable[[Features], Features]
+Loss = Objective | Callable[..., Tensor] | None
+
+
+def as_objective(loss: Any) -> Objective:
+    """None is `InfoNCE()`; a function is one of all features, see `clip_train.contrastive.function`."""
+    if loss is None:
+        return InfoNCE()
+    return loss if isinstance(loss, Objective) else FunctionLoss(loss, {})
+
+
+class WeightedViews(Objective):
+    """The sum of `weight * objective(view(features))` over (weight, view)."""
+
+    def __init__(
+        self, objective: Objective, views: Iterable[tuple[float, View]], *, own_names: bool
+    ) -> None:
+        """own_names: the views know the features by the names that the model gives them."""
+        self.objective, self.views, self.own_names = objective, [*views], own_names
+        self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
+        self.takes_ids = objective.takes_ids
+
+    def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
+        leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
+        losses, unsafe = [], []
+        for weight, view in self.views:
+            with torch.enable_grad():
+                seen = view(leaves)
+            output = self.objective({name: x.detach() for name, x in seen.items()}, context)
+            losses.append(weight * output.loss)
+            if output.unsafe is not None:
+                unsafe.append(output.unsafe)
+            weighted = [weight * gradient for gradient in output.gradients.values()]
+            torch.autograd.backward([seen[name] for name in output.gradients], weighted)
+        gradients = {
+            name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
+        }
+        return LossOutput(
+            torch.stack(losses).sum(),
+            gradients,
+            unsafe=torch.stack(unsafe).any() if unsafe else None,
+        )
+
+
+def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> WeightedViews:
+    """`loss` over pairs of features, each with its weight; None is `InfoNCE()`.
+
+    pairs: {("image", "text"): 1.0, ("audio", "text"): 0.5}, by the names of the model's dict. The
+    second of a pair may have m rows for each one of the first, its positive first.
+    """
+    views = [(weight, partial(of_pair, pair=pair)) for pair, weight in pairs.items()]
+    return WeightedViews(as_objective(loss), views, own_names=True)
+
+
+def of_pair(features: Features, pair: tuple[str, str]) -> Features:
+    """ValueError for a name that no feature has."""
+    scalars = {name: x for name, x in features.items() if is_scalar(x)}
+    missing = [name for name in pair if name not in features or name in scalars]
+    if missing:
+        raise ValueError(
+            f"pairs: the model returns no features {missing}, only "
+            f"{sorted(features.keys() - scalars.keys())}; name one of these"
+        )
+    return {"image": features[pair[0]], "text": features[pair[1]], **scalars}
+
+
+def matryoshka(widths: Mapping[int, float], loss: Loss = None) -> WeightedViews:
+    """`loss` over the first values of each feature, normalized again (arXiv 2205.13147).
+
+    widths: {768: 1.0, 256: 1.0, 64: 0.5}, number of values and weight. None is `InfoNCE()`.
+    """
+    views = [(weight, partial(truncated, width=width)) for width, weight in widths.items()]
+    return WeightedViews(as_objective(loss), views, own_names=False)
+
+
+def truncated(features: Features, width: int) -> Features:
+    """The first `width` values of each row. ValueError where rows have fewer."""
+    rows = {name: x for name, x in features.items() if not is_scalar(x)}
+    narrowest = min(x.shape[1] for x in rows.values())
+    if not 1 <= width <= narrowest:
+        raise ValueError(f"widths: {width} must be between 1 and the features' {narrowest}")
+    return {**features, **{name: F.normalize(x[:, :width], dim=1) for name, x in rows.items()}}
