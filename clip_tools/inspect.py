@@ -44,7 +44,6 @@ from launcher.config.recipe import (
     apply_overrides,
     check_config,
     load_config,
-    read_recipe,
 )
 from launcher.config.resolve import check_place
 from launcher.engines import describe
@@ -111,8 +110,6 @@ def to_evaluate(
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     bare = weights is None and dist.on_main(partial(holds_weights, place))
-    if weights is not None and place.endswith(".json") and "embed_dim" in read_recipe(place):
-        overrides, bare = [f"model.name={place}", *overrides], True  # a model, not a recipe
     if weights is None and not bare:
         config, found = run_at(args)
         source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader

@@ -46,27 +46,18 @@ CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of c
 MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
 
 
-def find_gpu(name: str) -> GPU:
-    if name.upper() not in GPUS:
-        raise UserError(
-            f"--gpu ({name}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB"
-        )
-    return GPUS[name.upper()]
-
-
 def make_plan(
     resolved: Resolved,
     rate: float | None = None,
-    gpu: str | None = None,
+    gpu: GPU | None = None,
     network: str | None = None,
     per_node: int = 8,
 ) -> dict[str, Any]:
     """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. network: of a
     node, in Gbit/s.
     """
-    found = find_gpu(gpu) if gpu is not None else None
     # bytes, as `train` would find them
-    limit = usable(resolved, found.memory - CONTEXT_BYTES) if found else None
+    limit = usable(resolved, gpu.memory - CONTEXT_BYTES) if gpu else None
     if limit is None or resolved.config.batch.memory_limit is not None:
         limit = memory_limit(resolved, None)
     resolved = decide(resolved, limit)
@@ -80,15 +71,14 @@ def make_plan(
     flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
     samples = config.batch.sizes.before(config.steps)
     links = None
-    if found and (network or plan.world_size <= per_node):
-        links = Links(found.link, network_bytes(network) if network else 0.0, per_node)
-    forward_seconds = forward / (found.flops * MFUS[1]) if found else 0.0
+    if gpu and (network or plan.world_size <= per_node):
+        links = Links(gpu.link, network_bytes(network) if network else 0.0, per_node)
+    forward_seconds = forward / (gpu.flops * MFUS[1]) if gpu else 0.0
     about_gpu = None
-    if found:
+    if gpu:
         useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
-        rates = {f"{mfu:.0%}": plan.world_size * found.flops * mfu / useful for mfu in MFUS}
+        rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
         about_gpu = {
-            "name": gpu,
             "usable_bytes": limit,
             "samples_per_second": rates,  # in bf16, whatever the recipe says
             "days": {mfu: samples / each / 86400 for mfu, each in rates.items()},
@@ -139,14 +129,20 @@ def run(args: argparse.Namespace) -> int:
             args.network is not None and args.gpu is None,
             f"--network ({args.network}) needs --gpu, whose links and speed count too",
         ),
+        (
+            args.gpu is not None and args.gpu.upper() not in GPUS,
+            f"--gpu ({args.gpu}) is not known: use one of {', '.join(GPUS)}, or "
+            "batch.memory_limit=80GB",
+        ),
     ]
     for message in broken(rules):
         raise UserError(message)
-    if args.gpu is not None:
-        engine = config.engine.on(find_gpu(args.gpu).bf16, world_size, per_node)
+    gpu = GPUS[args.gpu.upper()] if args.gpu else None
+    if gpu:
+        engine = config.engine.on(gpu.bf16, world_size, per_node)
         config = config.model_copy(update={"engine": engine})
     resolved = resolve(config, world_size, per_node=per_node, read_data=False)
-    plan = make_plan(resolved, args.samples_per_second, args.gpu, args.network, per_node)
+    plan = make_plan(resolved, args.samples_per_second, gpu, args.network, per_node)
     if args.json:
         print(json.dumps(plan, indent=2))
     else:
@@ -194,7 +190,7 @@ def show(plan: dict[str, Any]) -> None:
     gpu = plan["gpu"]
     if gpu is None:
         return
-    console.print(f"{gpu['name']}: {gpu['usable_bytes'] / GIB:.0f} GiB usable")
+    console.print(f"{gpu['usable_bytes'] / GIB:.0f} GiB of the GPU are usable")
     for mfu, rate in gpu["samples_per_second"].items():
         days = gpu["days"][mfu]
         console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {days:.2f} days")

@@ -184,8 +184,8 @@ def test_folders_of_images_in_training_and_after(recipe, tmp_path, data, model):
     assert found["zero_shot_samples"] == 15 and "num_samples" not in found
 
     file = str(tmp_path / "weights" / "open_clip_model.safetensors")
-    line = ("--weights", file, "--json", *keys, "evaluate.templates=simple")
-    status, out = run(model, *line, verb="evaluate")  # a model's JSON with its weights
+    line = (f"model.name={model}", "--json", *keys, "evaluate.templates=simple")
+    status, out = run(Path(file), *line, verb="evaluate")  # weights with their model's JSON
     assert status == 0, out
     assert json.loads(out.splitlines()[-1]) == {**found, "weights": file}
 
