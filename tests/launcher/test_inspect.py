@@ -183,11 +183,11 @@ def test_folders_of_images_in_training_and_after(recipe, tmp_path, data, model):
     found = json.loads(out.splitlines()[-1])
     assert found["zero_shot_samples"] == 15 and "num_samples" not in found
 
-    file = str(tmp_path / "weights" / "open_clip_model.safetensors")
+    file = tmp_path / "weights" / "open_clip_model.safetensors"
     line = (f"model.name={model}", "--json", *keys, "evaluate.templates=simple")
-    status, out = run(Path(file), *line, verb="evaluate")  # weights with their model's JSON
+    status, out = run(file, *line, verb="evaluate")  # weights with their model's JSON
     assert status == 0, out
-    assert json.loads(out.splitlines()[-1]) == {**found, "weights": file}
+    assert json.loads(out.splitlines()[-1]) == {**found, "weights": str(file)}
 
 
 def test_a_run_that_was_never_trained_says_so(recipe):
