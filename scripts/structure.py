@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_085,
-    "functions": 1_368,
+    "statements": 16_079,
+    "functions": 1_367,
     "walruses": 0,
     "lambdas": 48,
     "statements in a module": 330,
