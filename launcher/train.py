@@ -250,7 +250,7 @@ def build_trainer(
     loader = parts.build_loader(resolved, device, resumed, index)
     skipped = Skipped(warn, start)
     sinks = dist.agreed(
-        Sinks.open,
+        Sinks,
         config.log,
         config.run_dir,
         resume_step=start,

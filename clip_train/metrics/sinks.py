@@ -87,26 +87,21 @@ class Sinks(Callback):
     """
 
     def __init__(
-        self, files: dict[Kind, JsonlSink], charts: dict[str, Chart], skipped: Skipped
-    ) -> None:
-        """charts: by name, as in warnings."""
-        self._files, self._charts, self._skipped = files, charts, skipped
-
-    @classmethod
-    def open(
-        cls,
+        self,
         config: LogConfig,
         run_dir: Path | str,
         *,
         resume_step: int = 0,
         recipe: dict[str, Any] | None = None,
         skipped: Skipped | None = None,
-    ) -> "Sinks":
+    ) -> None:
         """resume_step: the step that training continues from, 0 for a fresh start. skipped: takes
         the sinks that fail. OSError for the files."""
-        skipped = skipped or Skipped()
+        self._skipped = skipped or Skipped()
+        self._files: dict[Kind, JsonlSink] = {}
+        self._charts: dict[str, Chart] = {}  # by name, as in warnings
         if not dist.is_main():
-            return cls({}, {}, skipped)
+            return
         run_dir = Path(run_dir)
         makers: dict[str, Callable[[], Chart]] = {"report.html": partial(ReportSink, run_dir)}
         if config.wandb:
@@ -114,16 +109,14 @@ class Sinks(Callback):
         if config.tensorboard:
             events = run_dir / "events"
             makers["tensorboard"] = partial(TensorBoardSink, events, resume_step=resume_step)
-        charts: dict[str, Chart] = {}
         for name, make in makers.items():
-            chart = skipped.attempt(name, make, remedy=OFF)
+            chart = self._skipped.attempt(name, make, remedy=OFF)
             if chart is not None:
-                charts[name] = chart
-        files: dict[Kind, JsonlSink] = {
+                self._charts[name] = chart
+        self._files = {
             "train": JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step),
             "eval": JsonlSink(run_dir / "eval.jsonl", resume_step=resume_step),
         }
-        return cls(files, charts, skipped)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the
