@@ -119,11 +119,11 @@ def select(
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
         other, only = dist.on_main(locate, mode)
-        own = [
+        own = [  # as `locate` names them
             each.root.resolve().as_posix() if isinstance(each, LocalStorage) else each.url
             for each in (cache, places.remote)
             if each is not None
-        ]  # as `locate` names them
+        ]
         if other in own:
             other = None
             if only is not None:

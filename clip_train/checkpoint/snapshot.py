@@ -124,17 +124,15 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(
-            "clip-train-snapshot", os.MFD_CLOEXEC
-        )  # not in /dev/shm: containers keep it small
+        # not in /dev/shm: containers keep it small
+        self.fd = os.memfd_create("clip-train-snapshot", os.MFD_CLOEXEC)
         self.capacity = 0  # bytes
         self._map = memoryview(b"")
         self._view = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        self._thread = ThreadPoolExecutor(
-            1, initializer=lambda: torch.cuda.set_device(gpu)
-        )  # -1: as it is
+        # -1: as it is
+        self._thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
     def reserve(self, num_bytes: int, *, pin: bool = False) -> Future[None]:
         """Allocate, touch and pin, in a thread; the result may be an OSError or a MemoryError."""

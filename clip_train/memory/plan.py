@@ -12,13 +12,11 @@ from clip_train.errors import UserError
 
 GIB = 2**30
 BACKWARD = 2.0  # forwards that a backward costs
-RECOMPUTED = (
-    0.7  # of a forward, by activation checkpointing: each block's last product is not needed again
-)
+# of a forward, by activation checkpointing: each block's last product is not needed again
+RECOMPUTED = 0.7
 CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
-REDUCTION = (
-    16.0  # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
-)
+# and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
+REDUCTION = 16.0
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,8 @@ class Layout:
     def cost(self) -> float:
         """In forwards of one sample on one rank."""
         n, k = self.plan.per_rank, self.plan.accum_steps
-        calls = (
-            k + k + (k - min(self.plan.kept_graphs, k))
-        )  # forwards, backwards, and forwards again
+        # forwards, backwards, and forwards again
+        calls = k + k + (k - min(self.plan.kept_graphs, k))
         reductions = k - 1 if self.room.reduces_often else 0
         return n * (self.forwards_per_sample + BACKWARD) + CALL * calls + REDUCTION * reductions
 
