@@ -27,7 +27,7 @@ from clip_train.storage.base import Storage
 
 J = TypeVar("J")
 T = TypeVar("T")
-READS = 3  # of what does not have its sha256: a bit may have flipped on the way
+READS = 3  # until it has its sha256: a bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
 _POLL_SECONDS = (0.05, 2.0)  # between two listings of the rank manifests: at first, at most
 LATE_SECONDS = 30.0  # a manifest may appear so late on NFS, which caches that a file is missing

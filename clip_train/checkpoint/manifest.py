@@ -53,7 +53,7 @@ class CommitRef(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "CommitRef | None":
-        """None for a file that is no commit marker."""
+        """None for the name of another file."""
         match = _COMMIT_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
@@ -64,7 +64,7 @@ def attempt_prefix(epoch: int, step: int, number: int = 1) -> str:
 
 
 def parse_prefix(prefix: str) -> CommitRef | None:
-    """Which commit an attempt's folder is meant for; None if it is no such folder."""
+    """Which commit an attempt's folder is meant for; None for another folder."""
     match = _PREFIX.fullmatch(prefix)
     return CommitRef(int(match[2]), int(match[1])) if match else None
 

@@ -68,7 +68,7 @@ class Layout:
     shapes: dict[str, tuple[int, ...]]  # of every parameter
     kinds: list[tuple[str, torch.dtype]]  # slot, dtype
     rows: Any  # one structured array of the fragments, sorted by parameter and start
-    tensors: list[dict[str, tuple[list[int], Extent]]]  # of each file: those that are no fragments
+    tensors: list[dict[str, tuple[list[int], Extent]]]  # of each file: all but the fragments
 
 
 def _natural(number: Any) -> int:

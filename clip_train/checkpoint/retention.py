@@ -97,7 +97,7 @@ def apply_retention(
 
 
 def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
-    """The files of each attempt, those that are being written too, by what it is meant for and its
+    """The files of each attempt, those that are being written too, by its commit marker and its
     folder. OSError.
     """
     files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)

@@ -53,7 +53,7 @@ def plan_file(
     rank_tensors: dict[str, Tensor],
     shared_tensors: dict[str, Tensor] | None = None,
 ) -> Plan:
-    """One rank's file. ValueError for what a checkpoint cannot hold.
+    """One rank's file. ValueError for tensors that do not fit.
 
     shared_tensors: the same on all ranks; rank 0 alone keeps them.
     """
