@@ -1,5 +1,6 @@
-"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page; and the
-options of a function or class that `PREFIX` names, as `loss.kind=examples.losses.siglip`.
+"""`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page.
+
+With `loss.kind=my_package.losses.margin` as PREFIX: the options of that function or class.
 
 `clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and
 keys. The script holds all of it, so that a Tab starts no Python.

@@ -200,14 +200,16 @@ def call_imported(
 
 
 def options_key(key: str) -> str:
-    """The key that holds the keyword arguments of what `key` names."""
+    """The key beside `key` that holds the keyword arguments."""
     return "data.aug_own_options" if key == "data.aug_own" else f"{key.partition('.')[0]}.options"
 
 
 @cache
 def options_model(key: str, path: str) -> type[BaseModel]:
-    """The options that the function or class at `path`, the value of `key`, takes: its `Options`, or
-    its keyword arguments, which are checked where they are annotated; any where they are not known.
+    """The options that the function or class at `path`, the value of `key`, takes.
+
+    They are its `Options`, or its keyword arguments, which are checked by their annotations. A
+    callable written in C takes any.
 
     UserError for a path that leads to nothing.
     """

@@ -142,7 +142,7 @@ def adopt(
     """Make the batch norms of someone else's model see all ranks, and let its first convolution
     take pixels of fp32 whatever its precision.
 
-    where: key and value, for messages. more: further classes of batch norms, with what they become.
+    where: key and value, for messages. more: other classes of batch norms, and ours for each.
     UserError for a batch norm that cannot.
     """
     ours: dict[type, Any] = {nn.BatchNorm2d: BatchNorm2d, **(more or {})}

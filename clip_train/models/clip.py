@@ -212,8 +212,8 @@ def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
 
 
 def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> nn.Module:
-    """The user's module. It sees normalized pixels, or `data.inputs`; its batch norms see all ranks.
-    UserError."""
+    """The user's module, which sees normalized pixels or `data.inputs`. Its batch norms see all
+    ranks. UserError."""
 
     def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if inputs[0] is None or architecture.inputs:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import sys
+from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -25,9 +29,11 @@ from clip_train.metrics.skipped import Skipped
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.settings import checked_options
 from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
+from examples.losses import hard_negatives
 from examples.towers import Towers, byte_tokens
 from launcher.cli.main import main
 from tests import tolerances
+from tests.documents import ROOT
 from tests.launcher.conftest import metrics, run
 
 MODEL = "model.name=examples.towers.Towers"
@@ -429,6 +435,38 @@ def test_other_verbs_take_both(recipe, verb, capsys):
 def test_mistakes_are_said_before_anything_is_built(recipe, capsys, overrides, said):
     assert main(["plan", str(recipe), *overrides]) == 2
     assert said in capsys.readouterr().err
+
+
+ROWS = {
+    "margins`": ("loss.kind=my.losses.margins",),
+    "height": ("loss.kind=my.losses.margin", "loss.options={height: 2}"),
+    "beta (": ("loss.kind=my.losses.margin", "loss.options={beta: much}"),
+    "Field required": (*OWN[1:], wrong("silent_one")),
+    "returned features": (*OWN[1:], wrong("Narrow")),
+    "has a tokenizer": (*OWN[1:], wrong("Words")),
+    "dropout (0.1)": (*OWN[1:2], "model.dropout=0.1", wrong("Towers")),
+    "BatchNorm1d": (*OWN[1:], wrong("Renormed")),
+    "layer_decay (0.5)": (*OWN[1:], wrong("Towers"), "optim.layer_decay=0.5"),
+}
+
+
+def silent_one():
+    return None
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_page_shows_what_is_said(recipe, capsys, monkeypatch, row):
+    """Of a refusal the page has the words, up to an ellipsis."""
+    losses = ModuleType("my.losses")
+    losses.margin = lambda image, text, scale, bias, rows, beta: image.sum()
+    losses.margin.__signature__ = inspect.signature(hard_negatives)
+    monkeypatch.setitem(sys.modules, "my", ModuleType("my"))
+    monkeypatch.setitem(sys.modules, "my.losses", losses)
+    assert main(["plan", str(recipe), *ROWS[row]]) == 2
+    said = re.sub(rf"{__name__}\.\w+", "my.towers.build", capsys.readouterr().err)
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## Refused")[2]
+    (message,) = (x for x in re.findall(r"\| `([^|]*)` \|\n", section) if row.rstrip("`") in x)
+    assert message.removesuffix("...") in said
 
 
 def test_options_as_they_are_declared(capsys):
