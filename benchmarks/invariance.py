@@ -31,6 +31,7 @@ from common import find_openclip, finish, parser, small_clip
 from torch.distributed.fsdp import FSDPModule
 
 from clip_train import dist
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
@@ -186,6 +187,32 @@ def small_siglip() -> Any:
         return load_architecture(f"open_clip:{folder}/siglip.json")
 
 
+def small_coca() -> Any:
+    import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+
+    text = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2}
+    vision = {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8}
+    pooler = {"attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 8}
+    model = {
+        "embed_dim": 32,
+        "custom_text": True,
+        "vision_cfg": {**vision, **pooler, "output_tokens": True},
+        "text_cfg": {**text, "embed_cls": True, "output_tokens": True},
+        "multimodal_cfg": {**text, "attn_pooler_heads": 2},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "coca.json").write_text(json.dumps(model))
+        return load_architecture(f"open_clip:{folder}/coca.json")
+
+
+def caption_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Of OpenCLIP's own forward, as its CoCaLoss has it."""
+    import open_clip
+
+    out = open_clip.CoCa.forward(model, model.pixels(batch.images), batch.texts)
+    return F.cross_entropy(out["logits"].flatten(0, 1), out["labels"].flatten(), ignore_index=0)
+
+
 def small_towers(**vision: Any) -> Any:
     """An image tower within OpenCLIP's model, and Hugging Face's RoBERTa as its text tower."""
     import tests.peers.torchvision_shim  # noqa: F401  before open_clip
@@ -240,6 +267,7 @@ class Variant:
     rate: Callable[[str], float] = lambda name: 1.0  # of the learning rate; 0: frozen
     decay: float | None = None  # of the moving average
     lr: float = LR
+    captions: bool = False  # a CoCa's, whose texts have different lengths
 
 
 VARIANTS = {
@@ -261,6 +289,7 @@ TOWERS = {
     "timm's ViT (map pooling), OpenCLIP's text tower": VARIANTS["open_clip: SigLIP, small"],
     "OpenCLIP's ViT, Hugging Face's RoBERTa": Variant(small_vit_roberta, lr=0.05),
     "timm's ConvNeXt, Hugging Face's RoBERTa": Variant(small_convnext_roberta, lr=0.05),
+    "CoCa, both losses": Variant(small_coca, lr=0.05, captions=True),
 }
 
 
@@ -306,13 +335,16 @@ def to_train(row: Row) -> torch.nn.Module:
     return model
 
 
-def global_batch(step: int, side: int = 32) -> Batch:
+def global_batch(step: int, side: int = 32, *, padded: bool = False) -> Batch:
     g = torch.Generator().manual_seed(step)
-    return Batch(
+    batch = Batch(
         images=torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8),
         texts=torch.randint(1, 64, (N, 12), generator=g),
         sample_seeds=torch.randint(0, 2**62, (N,), generator=g),
     )
+    if padded:
+        batch.texts[torch.arange(12)[None] > 2 + torch.arange(N)[:, None] // 7] = 0
+    return batch
 
 
 @dataclass
@@ -339,14 +371,17 @@ def oracle(variant: str = "dropout") -> Truth:
     truth = Truth([], [], [], flatten(dict(model.named_parameters())), torch.empty(0), None)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
-        batch = global_batch(step, its.architecture().vision_cfg.image_size)
-        image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
+        side = its.architecture().vision_cfg.image_size
+        batch = global_batch(step, side, padded=its.captions)
+        image, text, scale, bias, *_ = model(batch.images, batch.texts, batch.sample_seeds)
         if bias is None:
             logits = scale * image @ text.T
             target = torch.arange(N)
             loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
         else:
             loss = siglip(image, text, scale, bias)
+        if its.captions:
+            loss = loss + 2 * caption_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         truth.losses.append(loss.item())
@@ -404,9 +439,11 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:
     engine.ema = moving_average(optim)
     engine.load_fragments(WholeState(start), {})
     objective = InfoNCE(tile=40) if architecture.init_logit_bias is None else SigmoidLoss(tile=40)
+    objective.weights = LossConfig().weights
     losses, norms, towers = [], [], []
     for step in range(STEPS):
-        batch = own_share(global_batch(step, architecture.vision_cfg.image_size))
+        side, padded = architecture.vision_cfg.image_size, trained(row.variant).captions
+        batch = own_share(global_batch(step, side, padded=padded))
         result = train_step(
             engine, batch, objective, micro_size=row.micro, kept_graphs=row.kept, lr=lr
         )

@@ -151,6 +151,8 @@ class OpenCLIPArchitecture(Described):
         config = self.model_dump(exclude=ours)  # none is a value: of timm_proj not its default
         if self.vision_cfg.norm == "batch":
             del config["vision_cfg"]["norm"]
+        if self.text_cfg.tokenizer_kwargs is None:  # which OpenCLIP's get_tokenizer cannot take
+            del config["text_cfg"]["tokenizer_kwargs"]
         return config
 
     def preprocess_cfg(self) -> dict[str, Any]:
