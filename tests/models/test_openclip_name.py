@@ -38,6 +38,9 @@ def test_a_tokenizer_brings_no_code_of_its_own():
     text = {**SMALL["text_cfg"], "hf_tokenizer_name": "org/name", "tokenizer_kwargs": options}
     taken = parse_openclip({**SMALL, "text_cfg": text}, "here")
     assert parse_saved(taken.model_dump(mode="json")) == taken
+    assert taken.model_cfg()["text_cfg"]["tokenizer_kwargs"] == options
+    plain = parse_openclip(SMALL, "here").model_cfg()["text_cfg"]
+    assert "tokenizer_kwargs" not in plain  # OpenCLIP's get_tokenizer fails where it is null
     options["trust_remote_code"] = True
     with pytest.raises(
         UserError,
