@@ -207,11 +207,11 @@ def own_inputs(
     return torch.cat(parts)
 
 
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
+def jpeg_size(data: Any) -> tuple[int, int] | None:
     """(height, width) of a JPEG; None for anything else, or if its header is damaged."""
     try:
         return simplejpeg.decode_jpeg_header(data)[:2] if data[:2] == b"\xff\xd8" else None
-    except ValueError:
+    except (ValueError, TypeError):  # the latter: a stage has decoded it
         return None
 
 
@@ -228,11 +228,11 @@ def decode_image(data: Any, divisor: int = 1) -> Tensor:
     """
     if not isinstance(data, bytes):
         pixels = _strip_to_rgb(data) if isinstance(data, Image.Image) else np.asarray(data)
+        if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+            raise InvalidSample("image is not uint8 [H, W, 3]")
     else:
         jpeg = _decode_jpeg(data, divisor) if data[:2] == b"\xff\xd8" else None
         pixels = _decode_other(data) if jpeg is None else jpeg
-    if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
-        raise InvalidSample("image is not uint8 [H, W, 3]")
     # memory stays [H, W, 3]: interpolate is fastest on that
     return torch.from_numpy(pixels).permute(2, 0, 1)
 

@@ -182,8 +182,7 @@ class PieceStream(IterableDataset):
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
         data, seed = decode.image_bytes(fields), fields["__seed__"]
-        scaled = self.transform.scaled_decode and isinstance(data, bytes)
-        size = decode.jpeg_size(data) if scaled else None
+        size = decode.jpeg_size(data) if self.transform.scaled_decode else None
         divisor = self.transform.divisor(*size, seed) if size else 1
         return self.transform(decode.decode_image(data, divisor), seed, size)
 

@@ -16,6 +16,7 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, unpack
+from launcher.cli.main import main
 from tests.data.shards import jpeg, write_shard
 
 HERE = __name__
@@ -172,8 +173,9 @@ def test_stages_of_a_recipe(folder, workers):
     assert {int(key[1:]) % 2 for _, key, *_ in found} == {0}
     assert set(invalid) == {f"data.stages ({HERE}.even) dropped it"}
     assert sum(invalid.values()) == pytest.approx(36, abs=4)  # half of 72 places
-    for decoder in ("pixels", "pil"):
-        assert batches(folder, workers=workers, stages=[*ALL, f"{HERE}.{decoder}"])[0] == found
+    for decoder, scaled in (("pixels", False), ("pil", False), ("pixels", True), ("pil", True)):
+        stages = [*ALL, f"{HERE}.{decoder}"]
+        assert batches(folder, workers=workers, stages=stages, scaled_decode=scaled)[0] == found
 
 
 def test_stages_come_before_all_else(folder, tmp_path):
@@ -220,3 +222,9 @@ def test_mistakes_in_inputs_are_said_at_first_sight(folder):
         check_source(config)
     with pytest.raises(ValueError, match=r"data.inputs \(.*\) cannot read data.kind \(synthetic\)"):
         DataConfig(kind="synthetic", train="x", inputs={"s": f"{HERE}.signal"})
+
+
+def test_shards_without_images_have_an_index(tmp_path, capsys):
+    write_shard(tmp_path / "0.tar", [("a.wav", b"x"), ("a.txt", b"y")])
+    assert main(["index", f"{tmp_path}/*.tar", "--workers", "1"]) == 0
+    assert "1 of 1 samples cannot be used as they are: 1 no image" in capsys.readouterr().out
