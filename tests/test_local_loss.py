@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from clip_train import dist
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
 from clip_train.optim.config import OptimConfig
@@ -110,6 +112,11 @@ def test_they_divide_by_the_terms_of_the_global_batch(frozen, world_size, cut):
     for ours, told in run_ranks(plain, world_size, frozen, *cut):
         assert told == pytest.approx(expected, rel=1e-12)
         assert torch.allclose(ours, weights, rtol=1e-12, atol=1e-14)
+
+
+def test_the_recipe_gives_the_factors():
+    config = LossConfig(kind="sigmoid", caption_weight=3, contrastive_weight=0)
+    assert build_loss(config).weights == {"contrastive_loss": 0, "caption_loss": 3}
 
 
 def on_engine(layout: str, frozen: str, precision: str, micro_size: int, more: dict[str, str]):
