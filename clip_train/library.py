@@ -30,7 +30,7 @@ NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 def contrastive_step(
     model: Callable[..., Any],
     *inputs: Any,
-    micro_size: int,
+    micro_size: int | Sequence[int],
     kept_graphs: int = 1,
     loss: Objective | Callable[..., Tensor] | None = None,
     ids: Tensor | Sequence[int] | None = None,
@@ -49,18 +49,19 @@ def contrastive_step(
             normalised, logit_scale: the factor itself[, logit_bias]), or a dict with these names,
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
-            them, on the model's device. Some have n samples, others may have m n: those of a sample
+            them, on the model's device. Some have n samples. Others may have m n, those of a sample
             one after another.
-        micro_size: samples that go through the model at once.
+        micro_size: samples that go through the model at once, or the sizes of this rank's
+            micro-batches, as many on every rank (`token_chunks`).
         kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards
             and need more memory.
         loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
             global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
             [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
             these, see `clip_train.contrastive.views`.
-        ids: int64, one for each text of this rank. Texts of one id are the same, and no negatives
-            of each other's images, on whatever ranks; an id below 0 is of no known text.
-        shares: samples of each rank, known to all of them; None: all have equally many. Each rank
+        ids: int64, one for each text of this rank. Texts of one id are the same, on whatever ranks:
+            none is a negative of another's image. An id below 0 marks an unknown text.
+        shares: samples of each rank, known to all of them. None: all have equally many. Each rank
             takes as many micro-batches, so at most the smallest share.
         scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
             would; go on with `scaler.step(optimizer)` and `scaler.update()`.
@@ -86,7 +87,13 @@ def contrastive_step(
     n, rank = min(sizes.values(), default=0), dist.rank()
     counts = [n] * dist.world_size() if shares is None else [*shares]
     rules = [
-        (micro_size < 1, f"micro_size ({micro_size}) must be at least 1"),
+        (
+            sum(micro_size) != n or min(micro_size) < 1
+            if isinstance(micro_size, Sequence)
+            else micro_size < 1,
+            f"micro_size ({micro_size}) must be at least 1, or a list of such numbers whose sum is "
+            f"{n}, the number of samples",
+        ),
         (
             n == 0 or any(size % n for size in sizes.values()),
             f"inputs have {sizes} samples: give equally many, or a multiple of the fewest, at "
@@ -122,7 +129,11 @@ def contrastive_step(
         raise ValueError(message)
     no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
     micro_batches = []
-    chunks = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
+    chunks = (
+        micro_size
+        if isinstance(micro_size, Sequence)
+        else chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
+    )
     for stop, size in zip(itertools.accumulate(chunks), chunks, strict=True):
         pieces = {
             key: cut(value, (stop - size) * (sizes[key] // n), stop * (sizes[key] // n))
@@ -132,12 +143,32 @@ def contrastive_step(
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
     own_names = isinstance(objective, WeightedViews) and objective.own_names
     engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler, own_names)
-    known_ids = None if ids is None else torch.as_tensor(ids, device=engine.device)
-    context = Context(counts, ids=known_ids)
+    context = Context(
+        counts, ids=None if ids is None else torch.as_tensor(ids, device=engine.device)
+    )
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
         output = two_pass(engine, micro_batches, objective, context, kept_graphs=kept)
     return output.loss
+
+
+def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
+    """Sizes of micro-batches in order, each with at most `most` tokens, or one sample.
+
+    num_tokens: of each sample. k: chunks that are needed at least, because another rank has as
+    many; there must be as many samples.
+    """
+    sizes, total = [0], 0
+    for tokens in num_tokens:
+        total += tokens
+        if total > most and sizes[-1]:
+            sizes.append(0)
+            total = tokens
+        sizes[-1] += 1
+    while len(sizes) < min(k, len(num_tokens)):
+        i = sizes.index(max(sizes))
+        sizes[i : i + 1] = [sizes[i] - sizes[i] // 2, sizes[i] // 2]
+    return sizes
 
 
 def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
@@ -250,12 +281,11 @@ class ModuleEngine:
 
     def one_reduction(self) -> contextlib.AbstractContextManager[None]:
         """Around a step of a ZeRO engine that would reduce in each backward, as stages 2 and 3."""
-        if self.zero is None:
+        if self.zero is None or not self.zero.zero_optimization_partition_gradients():
             return contextlib.nullcontext()
         # `step()` then updates, whatever its own number of micro-batches is
         self.zero.set_gradient_accumulation_boundary(True)
-        by_backward = self.zero.zero_optimization_partition_gradients()
-        return self.zero.coalesce_grad_reduction() if by_backward else contextlib.nullcontext()
+        return self.zero.coalesce_grad_reduction()
 
     def _quiet(self) -> contextlib.ExitStack:
         """Without a reduction, except for the last micro-batch."""

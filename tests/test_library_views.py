@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.views import matryoshka, over_pairs
-from clip_train.library import contrastive_step
+from clip_train.library import contrastive_step, token_chunks
 from tests.ranks import RankFailedError, run_ranks
 from tests.test_library import (
     Towers,
@@ -173,8 +173,33 @@ def test_nested_widths(ids):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.parametrize(
+    "num_tokens, most, k, sizes",
+    [
+        ([3, 3, 4, 9, 1, 1], 10, 1, [3, 2, 1]),
+        ([30, 3, 30, 3], 10, 1, [1, 1, 1, 1]),
+        ([1] * 5, 10, 3, [2, 1, 2]),
+        ([1, 1], 10, 4, [1, 1]),
+    ],
+)
+def test_chunks_by_tokens(num_tokens, most, k, sizes):
+    assert token_chunks(num_tokens, most, k) == sizes
+
+
+@pytest.mark.parametrize("micro_size", [[5, 1, 2], (8,)])
+def test_a_list_of_sizes_cuts_the_batch(micro_size):
+    model, reference, inputs = Towers(), Towers(), samples(8)
+    textbook(*reference(*inputs)).backward()
+    contrastive_step(model, *inputs, micro_size=micro_size)
+    assert model.forwards == 2 * len(micro_size) - 1
+    assert_same_gradients(model, reference)
+
+
 def test_mistakes_are_explained():
     images, texts = samples(6)
+    for sizes in ([4, 1], [6, 0], [7, -1]):
+        with pytest.raises(ValueError, match="a list of such numbers whose sum is 6"):
+            contrastive_step(Towers(), images, texts, micro_size=sizes)
     ids = torch.arange(6)
     with pytest.raises(ValueError, match="ids, and loss is SigmoidLoss: only InfoNCE"):
         contrastive_step(Towers(), images, texts, micro_size=2, loss=SigmoidLoss(), ids=ids)

@@ -94,7 +94,7 @@ class Pairs:
 
     @property
     def ids(self) -> tuple[Tensor, Tensor] | None:
-        """Of this rank's positives, and of all."""
+        """int64 [n] and [N]: the positives of this rank, and of all."""
         return None if self.ids_all is None else (self.ids_all[self.own, 0], self.ids_all[:, 0])
 
     @property

@@ -21,7 +21,7 @@ Loss = Objective | Callable[..., Tensor] | None
 
 
 def as_objective(loss: Any) -> Objective:
-    """None is `InfoNCE()`; a function is one of all features, see `clip_train.contrastive.function`."""
+    """None is `InfoNCE()`; a function becomes a `FunctionLoss`."""
     if loss is None:
         return InfoNCE()
     return loss if isinstance(loss, Objective) else FunctionLoss(loss, {})
@@ -40,24 +40,20 @@ class WeightedViews(Objective):
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
-        losses, unsafe = [], []
+        total: Any = 0.0
+        unsafe: Any = None
         for weight, view in self.views:
             with torch.enable_grad():
                 seen = view(leaves)
             output = self.objective({name: x.detach() for name, x in seen.items()}, context)
-            losses.append(weight * output.loss)
-            if output.unsafe is not None:
-                unsafe.append(output.unsafe)
+            total += weight * output.loss
+            unsafe = output.unsafe if unsafe is None else unsafe | output.unsafe
             weighted = [weight * gradient for gradient in output.gradients.values()]
             torch.autograd.backward([seen[name] for name in output.gradients], weighted)
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
         }
-        return LossOutput(
-            torch.stack(losses).sum(),
-            gradients,
-            unsafe=torch.stack(unsafe).any() if unsafe else None,
-        )
+        return LossOutput(total, gradients, unsafe=unsafe)
 
 
 def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> WeightedViews:
