@@ -230,6 +230,8 @@ def export_run(args: argparse.Namespace) -> int:
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
     description = found.state["architecture"]  # whatever has become of the recipe's files
+    if not isinstance(description, dict):
+        parse_saved(description)  # which names what is wrong
     other = description.get("own") or description.get("open_clip")
     if args.format == "transformers":
         architecture = None if other else parse_saved(description)

@@ -91,7 +91,7 @@ def view(run: Run) -> Iterator[RenderableType]:
         began = f"attempt {i} from step {start['step']:,}, {start.get('time', '')}"
         yield Text(began + ended, style="dim")
     if run.gpu_hours:
-        yield Text(f"GPU-hours: {run.gpu_hours:,.1f}", style="dim")
+        yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
     if run.evaluations:
         scores = (f"{name} {number(value)}" for name, value in run.evaluations[-1].items())
         yield Text(f"evaluation: {'  '.join(scores)}")

@@ -28,15 +28,15 @@ def run(args: argparse.Namespace) -> int:
     if per_shard < 1 or workers < 1:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []
-    read = read_rows(source, args.image_key, caption_keys, args.label_key)
+    keep = args.keep_columns.split(",") if args.keep_columns else []
+    read = read_rows(source, args.image_key, caption_keys, args.label_key, keep)
     first = list(itertools.islice(read, 1))  # UserError before anything is written
     root = source if source.is_dir() else source.parent
     size = source.stat().st_size if source.is_file() else None
     settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
     settings |= {"image_key": args.image_key, "caption_key": args.caption_key}
-    if args.label_key:
-        settings["label_key"] = args.label_key
-    same_settings(folder, settings)
+    further = {"label_key": args.label_key, "keep_columns": args.keep_columns}
+    same_settings(folder, settings | {key: value for key, value in further.items() if value})
     images = Path(args.images).expanduser() if args.images else root
     rows = itertools.chain(first, read)
     written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)

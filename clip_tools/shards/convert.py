@@ -10,8 +10,8 @@ Shard i holds the rows [i S, (i + 1) S), so it is the same however many processe
 that is there need not be written again. Beside each is `NNNNN_stats.json`, as img2dataset has it,
 with the rows that were left out.
 
-A label that is a number becomes the sample's `.cls`, as in webdataset. A label that is a name
-becomes a field of its `.json`.
+A label that is a number becomes the sample's `.cls`, as in webdataset. A label that is a name, and
+columns to keep, become fields of its `.json`.
 """
 
 import csv
@@ -23,7 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Row:
     label: str = ""  # a number or a name; "": none
     label_key: str | None = None  # the field of the `.json` for a name; None: labels are numbers
     problem: str | None = None  # why it could not be read; `image` is then its place in the table
+    kept: Mapping[str, Any] = field(default_factory=dict)  # further fields of the `.json`
 
 
 def read_rows(
@@ -66,9 +67,10 @@ def read_rows(
     image_key: str | None,
     caption_keys: Sequence[str],
     label_key: str | None,
+    keep: Sequence[str],
 ) -> Iterator[Row]:
     """Every row in order. UserError if nothing can be read, or a column is missing. label_key: the
-    column of labels.
+    column of labels. keep: further columns, which become fields of the `.json`.
     """
     table: Path | None = source
     if source.is_dir():
@@ -76,10 +78,11 @@ def read_rows(
     elif not source.exists():
         raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
     if table is None:
-        if label_key:
+        if label_key or keep:
             raise UserError(
-                f"--label-key ({label_key}) needs a table, and SOURCE ({source}) has none: put a "
-                "metadata.csv with file_name, caption and this column into it"
+                f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) need a table, "
+                f"and SOURCE ({source}) has none: put a metadata.csv with file_name, caption and "
+                "these columns into it"
             )
         yield from _folder_rows(source)
         return
@@ -102,6 +105,8 @@ def read_rows(
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
     wanted = [column([key], "--caption-key") for key in caption_keys]
     wanted = wanted or [column(CAPTION_KEYS, "--caption-key")]
+    for key in keep:
+        column([key], "--keep-columns")
     named = None
     if label_key is not None:
         column([label_key], "--label-key")
@@ -113,8 +118,9 @@ def read_rows(
             yield replace(record, label_key=named)
         else:
             captions = {key: record.get(key) for key in wanted}
+            kept = {key: record.get(key) for key in keep}
             label = _label_of(record, label_key)
-            yield Row(record.get(image), captions, label, named)
+            yield Row(record.get(image), captions, label, named, kept=kept)
 
 
 def _label_of(record: Mapping[str, Any] | Row, key: str | None) -> str:
@@ -281,7 +287,7 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     with Image.open(io.BytesIO(data)) as image:
         extension = EXTENSIONS.get(str(image.format), str(image.format).lower())
     members: dict[str, Any] = {extension: data, "txt": texts[0]}
-    fields: dict[str, Any] = {}
+    fields = dict(row.kept)
     if len(texts) > 1:
         fields["captions"] = texts
     if len(row.captions) > 1:

@@ -124,6 +124,7 @@ class Run:
             start["ended"] = following.get("previous") if following else self.verdict
         # of a Slurm job's attempts that have ended
         self.gpu_hours = sum(record.get("gpu_hours", 0.0) for record in attempts)
+        self.gpu_hours_lost = sum(record.get("gpu_hours_lost", 0.0) for record in attempts)
         self.curves: dict[str, Curve] = {}
         self.eval_curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # record

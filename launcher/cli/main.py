@@ -7,17 +7,20 @@ import contextlib
 import importlib
 import logging
 import os
+import resource
 import sys
 import traceback
 from typing import NoReturn
 
-from clip_train.errors import UserError
+from clip_train.errors import RankError, UserError
 from clip_train.stop import StopRequest
 from launcher.cli.options import DRY_RUN, VERBS, build_parser
 from launcher.runtime.log import Redacting, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import end_process
 from launcher.versions import too_old
+
+FEWEST_FILES = 128  # open at a time: of Python, torch, a loader's workers
 
 
 def entry() -> NoReturn:
@@ -77,6 +80,12 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     try:
         for problem in too_old("torch"):
             raise UserError(problem)
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: any number
+        if 0 <= allowed < FEWEST_FILES:
+            raise RankError(
+                f"this shell allows {allowed} open files (ulimit -n), and at least {FEWEST_FILES} "
+                "are needed: raise it with ulimit -n 4096, or in /etc/security/limits.conf"
+            )
         run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
         module, _, function = run.partition(":")
         return getattr(importlib.import_module(module), function)(args)

@@ -288,6 +288,7 @@ VERBS = {
                 "column of labels for evaluation: numbers become .cls, names this field of the "
                 ".json",
             ),
+            ("keep-columns", "NAMES", "further columns, separated by commas, for the .json"),
             ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),
             ("workers", "N", "processes (default: one for each CPU)"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from launcher.slurm.scheduler import (
     NO_ARRAY,
     answer,
     exclude,
+    field,
     slurm,
     update,
 )
@@ -130,12 +132,17 @@ class Controller:
         )
         nodes = ",".join(self.nodes)
         say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
+        self._comment(f"attempt {number} from step {before}")
         # an earlier attempt's must not be taken for this one's
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
         status = self._run_ranks(command, number)
         outcome = self._outcome(status, before)
         seconds = time.time() - started
+        lost = 0.0 if outcome.verdict == "DONE" else seconds
+        with contextlib.suppress(OSError):
+            if lost and outcome.step > before:  # only the time since the last commit is lost
+                lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
         hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
         decision = self._end(
             number,
@@ -143,6 +150,7 @@ class Controller:
             seconds=round(seconds, 1),
             status=status,
             gpu_hours=round(hours * seconds, 3),
+            gpu_hours_lost=round(hours * max(lost, 0.0), 3),
         )
         return self._act(decision, outcome)
 
@@ -164,7 +172,13 @@ class Controller:
         word = "FAILED" if decision.decision == "give up" else outcome.verdict
         reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
         notify(self.config.log.notify, self.run_dir, word, outcome.step, reason, say)
+        self._comment(f"attempt {number}: {outcome.verdict} at step {outcome.step}")
         return decision
+
+    def _comment(self, text: str) -> None:
+        """Shown by `squeue -o %k`, after the user's own comment. Best effort."""
+        own = re.sub(r" ?\[clip-train: [^]]*\]", "", field(self.job, "Comment"))
+        update(self.job, Comment=f"{own} [clip-train: {text}]".strip())
 
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""

@@ -153,7 +153,7 @@ def play(bin: Path, **commands: str) -> None:
         (bin / name).chmod(0o755)
 
 
-SHOW_JOB = 'echo "JobId=7"; echo "   ExcNodeList=n8 Features=(null)"'
+SHOW_JOB = 'echo "JobId=7 Comment=lab 5 [clip-train: attempt 1 from step 0]"; echo "   ExcNodeList=n8 Features=(null)"'
 HOSTNAMES = 'for each in $(echo "$3" | tr , " "); do echo $each; done'
 SCONTROL = f"""echo "$*" >> "$SAID"
 case "$*" in "show job"*) {SHOW_JOB};; "show hostnames"*) {HOSTNAMES};; esac"""
@@ -167,6 +167,12 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
     said = (bin / "said").read_text().splitlines()
     # after the requeue: Slurm takes it for pending jobs only; and what the user has excluded stays
     assert said.index("update JobId=7 ExcNodeList=n8,n1") > said.index("requeue 7")
+    comments = [line for line in said if line.startswith("update JobId=7 Comment=")]
+    assert comments == [
+        "update JobId=7 Comment=lab 5 [clip-train: attempt 2 from step 0]",
+        "update JobId=7 Comment=lab 5 [clip-train: attempt 2: FAILED at step 0]",
+    ]
+    assert said.index(comments[-1]) < said.index("requeue 7")  # whatever becomes of the job
     assert "update JobId=7 StartTime=now+60" in said
     assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
 
@@ -236,13 +242,13 @@ def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypa
     assert process.returncode == 0 and requeued(bin) and "status 5" in out, out
     assert (tmp_path / "notified").read_text() == "CRASHED run 0\n"
     end = history(tmp_path / "run")[-1]
-    assert end["gpu_hours"] >= 2  # 3,600 GPUs
+    assert end["gpu_hours"] >= 2 and end["gpu_hours_lost"] == end["gpu_hours"]  # 3,600 GPUs
     (tmp_path / "run" / "metrics.jsonl").touch()
     told = subprocess.run(
         [sys.executable, "-m", "launcher", "watch", "--once", str(tmp_path / "run")],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert f"GPU-hours: {end['gpu_hours']:,.1f}" in told.stdout, told
+    assert f"GPU-hours: {end['gpu_hours']:,.1f}, lost:" in told.stdout, told
 
 
 def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):

@@ -48,15 +48,15 @@ def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
 def test_watch_shows_several_runs_and_their_gpu_hours(tmp_path, capsys):
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
     ends = [
-        {"event": "end", "attempt": 1, "step": 60, "gpu_hours": 16.0},
-        {"event": "end", "attempt": 2, "step": 120, "gpu_hours": 8.0},
+        {"event": "end", "attempt": 1, "step": 60, "gpu_hours": 16.0, "gpu_hours_lost": 2.5},
+        {"event": "end", "attempt": 2, "step": 120, "gpu_hours": 8.0, "gpu_hours_lost": 0.0},
     ]
     with (one / "attempts.jsonl").open("a") as file:
         file.write("".join(json.dumps(end) + "\n" for end in ends))
     assert main(["watch", str(one), str(two), "--once"]) == 0
     first, second = capsys.readouterr().out.split("two  training  step 120 of 200")
     assert first.startswith("one  training  step 120 of 200")
-    assert "GPU-hours: 24.0" in first and "GPU-hours" not in second
+    assert "GPU-hours: 24.0, lost: 2.5" in first and "GPU-hours" not in second
 
 
 def test_watch_cuts_no_line_in_a_pipe(tmp_path, capsys, monkeypatch):

@@ -230,11 +230,11 @@ def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, ca
     ]
     table = write_table(tmp_path / "x.csv", rows)
     line = ["shards", str(table), str(tmp_path / "out"), "--workers", "1", "--label-key", "kind"]
-    out, _ = typed(line, capsys)
+    out, _ = typed([*line, "--keep-columns", "city,n"], capsys)
     found = members(tmp_path / "out")
-    assert json.loads(found["000000000.json"]) == {"kind": "911"}
+    assert json.loads(found["000000000.json"]) == {"city": "Öland", "n": "0", "kind": "911"}
     assert json.loads(found["000000001.json"])["kind"] == "owl"
-    assert "000000002.json" not in found
+    assert json.loads(found["000000002.json"]) == {"city": "Öland", "n": "2"}
     assert json.loads(found["000000003.json"])["kind"] == "red fox"
     assert not [name for name in found if name.endswith(".cls")]
     file = tmp_path / "out" / "classes.json"
@@ -246,9 +246,9 @@ def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, ca
     assert "1 samples have no label in kind" in out
     assert f"3 names in kind; evaluate.zero_shot_classes={file}" in out
     file.write_text(file.read_text().replace("a photo of a", "a drawing of a"))
-    typed(line, capsys)  # again: what the user wrote stays
+    typed([*line, "--keep-columns", "city,n"], capsys)  # again: what the user wrote stays
     assert "a drawing of a" in file.read_text()
-    assert main([*line[:-1], "city"]) == 2
+    assert main([*line[:-1], "city", "--keep-columns", "city,n"]) == 2
     assert "label_key: kind, now city" in capsys.readouterr().err
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import pytest
 from clip_train.checkpoint.manifest import FileEntry, Manifest, add_checksum, sha256_of
 from clip_train.models.config import parse_architecture
 from launcher.cli.main import main
-from tests.launcher.conftest import MODEL, run
+from tests.launcher.conftest import MODEL, clean_environment, run
 from tests.launcher.saved import save_run
 
 pytestmark = pytest.mark.engine
@@ -101,6 +104,20 @@ def test_a_forged_checkpoint_is_an_error_in_words(tmp_path, name):
     status, out = run(tmp_path / "run" / "checkpoints", f"--output={tmp_path / 'x'}", verb="export")
     assert status in (1, 2) and "Traceback" not in out and "error: " in out, out
     assert not (tmp_path / "x").exists()
+
+
+def test_few_open_files_are_said_at_once(recipe):
+    limited = subprocess.run(
+        [sys.executable, "-m", "launcher", "train", str(recipe), "--ranks", "2"],
+        env=clean_environment(),
+        cwd=Path(__file__).parents[2],
+        check=False,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)),
+    )
+    assert limited.returncode == 2 and "allows 32 open files (ulimit -n)" in limited.stderr
+    assert limited.stderr.count("\n") == 1, limited.stderr
 
 
 # -- servers
