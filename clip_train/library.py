@@ -60,7 +60,7 @@ def contrastive_step(
             [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
             these, see `clip_train.contrastive.views`.
         ids: int64, one for each text of this rank. Texts of one id are the same, on whatever ranks:
-            none is a negative of another's image. An id below 0 marks an unknown text.
+            none is a negative of another's image. An id below 0 is an unknown text.
         shares: samples of each rank, known to all of them. None: all have equally many. Each rank
             takes as many micro-batches, so at most the smallest share.
         scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
