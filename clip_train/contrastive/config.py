@@ -32,8 +32,8 @@ class LossConfig(Settings):
     options: Annotated[dict[str, Any], Refused] = Field({})
     """With an import path: the keyword arguments of the function or class."""
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
-    """info_nce, sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's at a
-    time, so that no rank holds the global batch's features."""
+    """info_nce, sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's
+    at a time, so that no rank holds the global batch's features."""
     bank_size: PositiveInt = 4096
     """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a
     pair."""

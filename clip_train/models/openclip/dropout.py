@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -141,8 +141,11 @@ def intercept(module: nn.Module, number: int) -> None:
 
     checkpoint: Any = getattr(module, "_gradient_checkpointing_func", None)
     if checkpoint is not None:  # of Hugging Face's layers, which call it in their forward
-        within: Any = lambda forward, *args: checkpoint(partial(seeded, forward), *args)  # noqa: E731
-        module._gradient_checkpointing_func = within
+
+        def seeded_checkpoint(forward: Callable[..., Any], *args: Any) -> Any:
+            return checkpoint(partial(seeded, forward), *args)
+
+        module._gradient_checkpointing_func = cast(Any, seeded_checkpoint)
     module.forward = partial(seeded, module.forward)
 
 
@@ -185,7 +188,8 @@ def find_draws(model: nn.Module, *inputs: Tensor) -> dict[nn.Module, str]:
     ]
     try:
         # a tensor without data has no zeros either
-        with shapes.patch(meta_nonzero_assume_all_nonzero=True), draws:  # type: ignore[attr-defined]
+        without_data: Any = shapes
+        with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws:
             model.train()(*inputs)
     finally:
         for handle in handles:

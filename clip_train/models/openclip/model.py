@@ -160,7 +160,8 @@ def build(
 
 @cache
 def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
-    """Numbers of the modules that draw by functions which can be intercepted. UserError for others."""
+    """Numbers of the modules that draw by functions which can be intercepted. UserError for
+    others."""
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     with torch.device("meta"):
         model = assemble(architecture)
