@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_111,
-    "functions": 1_368,
+    "statements": 16_113,
+    "functions": 1_369,
     "walruses": 0,
-    "lambdas": 47,
+    "lambdas": 46,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 14,
