@@ -271,7 +271,7 @@ def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(
 
 
 def under_fsdp(kind: str, stage: int, micro_size: int, kept: int):
-    """Losses of two steps, their gradients added up, and each one's number of collectives."""
+    """Losses of two steps, their gradients added up, and each one's collectives and their bytes."""
     W, rank = torch_dist.get_world_size(), torch_dist.get_rank()
     towers, mesh = Towers(0.4), None
     if kind == "copies":
@@ -306,6 +306,8 @@ def under_fsdp(kind: str, stage: int, micro_size: int, kept: int):
 def counted(calls: Counter[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        calls[f"{name}, bytes"] += max(x.nbytes for x in tensors)
         return original(*args, **kwargs)
 
     return call
@@ -339,14 +341,23 @@ def test_under_fsdp_gradients_are_the_global_batchs_and_are_reduced_once(
     units = 2 if kind == "apart" else 4
     # of the loss's sums, of the scale that nothing shards, and between copies
     all_reduces = 2 + units * (kind == "copies")
+    # rows are padded to a multiple of the ranks that share them
+    shards = world_size // 2 if kind == "copies" else world_size
+    sharded = [p for p in reference.parameters() if p.ndim]
+    whole = sum(8 * p.numel() // len(p) * (-(-len(p) // shards) * shards) for p in sharded)
+    # row and column sums, the scale, and between copies each rank's shard
+    summed = 2 * 12 * 8 + 8 + (whole // shards if kind == "copies" else 0)
     for losses, gradients, counts in run_ranks(
         under_fsdp, world_size, kind, stage, micro_size, kept
     ):
         assert losses == pytest.approx([expected.item()] * 2, rel=1e-12)
         for calls in counts:
             assert (calls["reduce_scatter_single"], calls["all_reduce"]) == (units, all_reduces)
+            assert calls["reduce_scatter_single, bytes"] == whole
+            assert calls["all_reduce, bytes"] == summed
             # of parameters once, and the features
             assert stage == 3 or calls["all_gather_single"] == units + 1
+            assert stage == 3 or calls["all_gather_single, bytes"] == whole + 12 * 2 * 6 * 8
         for ours, p in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(ours, 2 * p.grad, rtol=1e-11, atol=1e-14)
 
