@@ -141,6 +141,11 @@ class Narrow(Towers):
         self.text_projection = nn.Linear(64, 31)
 
 
+class Deaf(Towers):
+    def forward(self, images, texts, sample_seeds=None):
+        return super().forward(images, texts[:1], sample_seeds)
+
+
 class Words(Towers):
     @staticmethod
     def tokenizer(texts):
@@ -380,6 +385,10 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         (
             (*OWN[1:], wrong("Words")),
             "a tokenizer that returned torch.float32 [2, 4] for 2 texts; return torch.int64 [2, 48]",
+        ),
+        (
+            (*OWN[1:], wrong("Deaf")),
+            "Deaf) failed on two samples on torch's meta device: TypeError: 'NoneType' object is not",
         ),
         (
             (*OWN[1:], wrong("Renormed")),
