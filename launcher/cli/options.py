@@ -225,7 +225,6 @@ VERBS = {
     Print a line of JSON for each image in --images and the folders below it: its file, and the
     caption that the model's decoder writes. PLACE is as for evaluate.""",
         """\
-    clip-train caption runs/coca --images photos > captions.jsonl
     clip-train caption open_clip:coca_ViT-B-32/laion2b_s13b_b90k --images photos""",
         positions=("place", "overrides"),
         options=(
