@@ -19,6 +19,7 @@ from clip_train import dist
 from clip_train.task import (
     EMA,
     IMAGE_TEXT,
+    LOCAL_LOSS,
     NO_FLAGS,
     Features,
     Flags,
@@ -30,7 +31,6 @@ from clip_train.task import (
     Task,
     Wanted,
     groups,
-    local_losses,
 )
 
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
@@ -178,7 +178,8 @@ class Engine(abc.ABC):
         seen: the result without a graph: the features of frozen groups are taken from it.
         """
         # a local loss reads all towers: taken from `seen` it would have no graph
-        only = None if seen is None or local_losses(seen) else self.trained_groups
+        reads_all = seen is None or any(name.endswith(LOCAL_LOSS) for name in seen)
+        only = None if reads_all else self.trained_groups
         features = self.task.features(self.model, micro_batch, only)
         return self.task.with_masters({**(seen or {}), **features}, self._masters)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from clip_train import dist
-from clip_train.task import Features, LossOutput, local_losses
+from clip_train.task import LOCAL_LOSS, Features, LossOutput
 
 
 @torch.no_grad()
@@ -21,11 +21,9 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
     """Add the local losses among `features` to a contrastive loss, in place. Collective.
 
     features: of this rank's n samples. weights: `Objective.weights`. The metrics have each mean
-    over the global batch, without its weight. Without local losses nothing changes.
+    over the global batch, without its weight.
     """
-    names = local_losses(features)
-    if not names:
-        return
+    names = [name for name in features if name.endswith(LOCAL_LOSS)]
     sums = torch.stack([features[name].double().sum(dim=0) for name in names])  # [losses, 2]
     whole = weights.get("contrastive_loss", 1.0)
     output.metrics["contrastive_loss"] = output.loss

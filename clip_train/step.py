@@ -22,6 +22,7 @@ from clip_train.local_loss import add_local_losses
 from clip_train.models.batch_norm import observed
 from clip_train.models.dropout import draw_by
 from clip_train.task import (
+    LOCAL_LOSS,
     Batch,
     Context,
     Differentiable,
@@ -137,7 +138,8 @@ def two_pass(
     context = replace(context, prepared=joined(prepared, order) if prepared else None)
     with matmul_precision(objective.matmul), guard("loss"):
         output = objective(features, context)  # once, globally
-        add_local_losses(output, features, objective.weights)
+        if any(name.endswith(LOCAL_LOSS) for name in features):
+            add_local_losses(output, features, objective.weights)
     gradients: list[Features] = [{} for _ in cache]
     for name, gradient in output.gradients.items():
         if is_scalar(gradient):

@@ -38,6 +38,7 @@ whatever the model's precision. Gradients with respect to features have the same
 A name that ends in "_loss" is a loss that adds up over samples (`clip_train.local_loss`): rows
 [b, 2], each a sum over a sample's terms and the number of these terms.
 """
+LOCAL_LOSS = "_loss"  # the end of the names of losses which add up over samples
 # A micro-batch's texts are cut at multiples of this: each length is another shape to compile.
 TEXT_STEP = 8
 
@@ -400,11 +401,6 @@ class LossOutput:
         d_logit_scale = d_scale.to(d_image.dtype).reshape(1)
         gradients = named_features(d_image.mul_(scale), d_text.mul_(scale), d_logit_scale, d_bias)
         return cls(loss, gradients, **more)
-
-
-def local_losses(features: Iterable[str]) -> list[str]:
-    """Those of the names that are losses which add up over samples."""
-    return [name for name in features if name.endswith("_loss")]
 
 
 def is_scalar(feature: Tensor) -> bool:

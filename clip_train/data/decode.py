@@ -150,9 +150,14 @@ def usable_caption(
     """
     if sample.duplicate:
         raise InvalidSample("duplicate key")
-    fields = staged({**sample.members, "__key__": sample.key, "__seed__": 0}, stages)
+    fields = {**sample.members, "__key__": sample.key, "__seed__": 0}
+    if stages:
+        fields = staged(fields, stages)
     layout = [each for each in layout_of(inputs, 1) if each.path != IMAGE]
-    own_inputs(fields, layout, image_bytes)
+    if layout:
+        own_inputs(fields, layout, image_bytes)
+    else:
+        image_bytes(fields)
     return caption(fields, caption_key)
 
 

@@ -26,7 +26,7 @@ from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
-from clip_train.data.reader import Fields, Files, Item, StreamReader
+from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError
@@ -165,19 +165,20 @@ class PieceStream(IterableDataset):
                 return *synthetic_sample(seed, self.transform.image_size), key
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
-                    row, caption = self._decoded(item, seed)
+                    fields = decode.staged(item, self.stages) if self.stages else item
+                    fields = {**fields, "__seed__": seed}
+                    row = (
+                        decode.own_inputs(fields, self.layout, self._image)
+                        if self.layout
+                        else self._image(fields)
+                    )
+                    caption = decode.caption(fields, self.caption_key, draw=seed)
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
             return row, caption, key
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
-
-    def _decoded(self, item: Fields, seed: int) -> tuple[Tensor, str]:
-        """The row and the caption of a sample. InvalidSample."""
-        fields = decode.staged(item, self.stages) if self.stages else item
-        row = decode.own_inputs({**fields, "__seed__": seed}, self.layout, self._image)
-        return row, decode.caption(fields, self.caption_key, draw=seed)
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
