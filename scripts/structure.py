@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
     "statements": 16_113,
-    "functions": 1_369,
+    "functions": 1_367,
     "walruses": 0,
     "lambdas": 46,
     "statements in a module": 330,
