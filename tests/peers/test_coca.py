@@ -75,6 +75,7 @@ def steps(
     kept: int, precision: str = "fp32", checkpointing: bool = False,
 ) -> tuple[list[float], Any]:  # fmt: skip
     """The losses of a step, and what it took from each parameter: LR times the gradient."""
+    before = model_of(architecture).state_dict()  # DeepSpeed is not building yet
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
 
     def make() -> Any:
@@ -87,7 +88,6 @@ def steps(
     objective = build_loss(LossConfig(contrastive_weight=weights[0], caption_weight=weights[1]))
     own = share(batch_of(architecture), dist.rank(), dist.world_size())
     result = train_step(engine, own, objective, micro_size=micro_size, kept_graphs=kept, lr=LR)
-    before = model_of(architecture).state_dict()
     taken = [
         (f.name, f.start, before[f.name].flatten()[f.start : f.start + len(after)] - after)
         for f in engine.state_fragments()
