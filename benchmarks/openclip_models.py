@@ -20,7 +20,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import open_clip  # isort: skip
 import timm  # isort: skip
 import torch
 import transformers
+from torch import Tensor
 
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
@@ -98,7 +99,9 @@ def family(name: str, config: dict[str, Any]) -> str:
 Small = tuple[AnyArchitecture, torch.nn.Module]
 
 
-def build_small(name: str, create: Callable[..., torch.nn.Module], **vision: float) -> Small:
+def build_small(
+    name: str, create: Callable[..., torch.nn.Module], recomputed: bool = False, **vision: float
+) -> Small:
     """With few blocks. create: in place of timm's. vision: further keys of `vision_cfg`."""
     prefix = "" if name in preset_names() and not vision else "open_clip:"
     config = open_clip.get_model_config(name)
@@ -121,7 +124,7 @@ def build_small(name: str, create: Callable[..., torch.nn.Module], **vision: flo
     timm.create_model = create
     torch.manual_seed(0)
     try:
-        return architecture, build_model(architecture)
+        return architecture, build_model(architecture, activation_checkpointing=recomputed)
     finally:
         timm.create_model = CREATE
 
@@ -173,37 +176,37 @@ def random_row(name: str) -> str:
     for vision in [DROPS | PATCHES, DROPS, {}] if is_timm else [PATCHES, {}]:
         for create in (shallow, CREATE):
             try:
-                architecture, model = build_small(name, create, **vision)
-                worst = change_of_gradient(architecture, model.double())
+                whole, *others = gradients(name, create, vision)
             except (UserError, RuntimeError) as e:
                 error = e
                 continue
+            worst = max(((each - whole).norm() / whole.norm()).item() for each in others)
             outcome = "MISSED" if worst > 1e-6 else f"{worst:.0e}"
             return f"| {name} | {', '.join(vision) or 'its own'} | {outcome} |"
     return f"| {name} | refused | {str(error)[:200]} |"
 
 
-def change_of_gradient(architecture: AnyArchitecture, model: Any) -> float:
-    engine = PlainEngine(model, torch.optim.SGD(model.parameters(), 1e-3))
-    engine.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    gradients = []
+def gradients(
+    name: str, create: Callable[..., torch.nn.Module], vision: dict[str, float]
+) -> Iterator[Tensor]:
+    """Of one micro-batch of 4, of four, of two with both graphs, and of these with recomputation."""
     for micro_size, kept, recomputed in ((4, 1, False), (1, 1, False), (2, 2, False), (2, 2, True)):
-        if recomputed:
-            try:
-                model.set_grad_checkpointing()
-            except (AssertionError, AttributeError, NotImplementedError):
+        try:
+            architecture, model = build_small(name, create, recomputed, **vision)
+        except UserError:
+            if recomputed:  # a tower that cannot
                 continue
-        model.zero_grad()
+            raise
+        engine = PlainEngine(model.double(), torch.optim.SGD(model.parameters(), 1e-3))
+        engine.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.eval()
         objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
         micro_batches = batch_of(architecture).micro_batches(micro_size)
         two_pass(engine, micro_batches, objective, Context(), kept_graphs=kept)
         found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        gradients.append(torch.cat(found))
-    whole, *others = gradients
-    return max(((each - whole).norm() / whole.norm()).item() for each in others)
+        yield torch.cat(found)
 
 
 if __name__ == "__main__":

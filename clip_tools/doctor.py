@@ -126,7 +126,7 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
 
 
 def check_versions() -> Iterator[Finding]:
-    """Of Python and of the packages, against the supported ones."""
+    """The versions of Python and of the packages, against the supported ones."""
     for name in filter(installed, NEWEST):
         found, newest = installed(name) or "", numbers(NEWEST[name])
         for problem in too_old(name):

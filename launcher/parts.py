@@ -20,7 +20,7 @@ from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
-from clip_train.models.clip import build_model
+from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import load_teacher
@@ -160,6 +160,8 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
         freeze(model, config.model)
         return model
 
+    # OpenCLIP's towers are looked at once, outside of an engine's own way to construct
+    count_parameters(resolved.architecture)
     engine = engines.build(
         config.engine,
         make_model,

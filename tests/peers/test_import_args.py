@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from fnmatch import fnmatchcase
 
 import pytest
 import yaml
@@ -34,25 +33,15 @@ def test_all_flags(monkeypatch):
     assert theirs == {name: KINDS[name] for name in RELEASED}
 
 
-@pytest.mark.parametrize("norms", ["", "--lock-text-freeze-layer-norm"])
-@pytest.mark.parametrize("unlocked", [0, 1, 10, 12, 13])
-def test_a_locked_text_tower_freezes_what_openclip_freezes(unlocked, norms, capsys):
-    from open_clip.hf_model import HFTextEncoder
-    from transformers import RobertaConfig
-
-    sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 16}
-    config = RobertaConfig(num_hidden_layers=12, **sizes)
-    tower = HFTextEncoder("", 4, config, "mean_pooler", "mlp")
-    tower.transformer.pooler = None  # as its models are built: add_pooling_layer=False
-    tower.lock(unlocked, freeze_layer_norm=bool(norms))
-    theirs = {f"text.{name}" for name, p in tower.named_parameters() if not p.requires_grad}
-    capsys.readouterr()  # of what OpenCLIP prints
-    line = f"main.py --model roberta-ViT-B-32 --lock-text --lock-text-unlocked-layers {unlocked}"
-    assert main(["import-args", f"{line} {norms} --train-data x.tar"]) == 0
-    freeze = yaml.safe_load(capsys.readouterr().out)["model"]["freeze"]
-    names = [f"text.{name}" for name, _ in tower.named_parameters()]
-    assert {name for name in names if any(fnmatchcase(name, glob) for glob in freeze)} == theirs
-    assert all(any(fnmatchcase(name, glob) for name in names) for glob in freeze)
+def test_a_locked_text_tower_of_hugging_face_is_said(capsys):
+    """OpenCLIP freezes other parameters of it than `model.lock_text` would."""
+    line = "main.py --model roberta-ViT-B-32 --lock-text --lock-text-unlocked-layers 10"
+    assert main(["import-args", f"{line} --train-data x.tar"]) == 0
+    out = capsys.readouterr().out
+    assert not {"lock_text", "lock_text_unlocked_layers"} & yaml.safe_load(out)["model"].keys()
+    assert "--lock-text" in out and "model.freeze, such as text.transformer.*" in " ".join(
+        out.split()
+    )
 
 
 def test_a_coca_of_its_readme(capsys, tmp_path):
