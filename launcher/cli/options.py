@@ -226,7 +226,7 @@ VERBS = {
     caption that the model's decoder writes. PLACE is as for evaluate.""",
         """\
     clip-train caption open_clip:coca_ViT-B-32/laion2b_s13b_b90k --images photos
-    clip-train caption open_clip:coca_ViT-L-14/mscoco_finetuned_laion2b_s13b_b90k --images photos""",
+    clip-train caption open_clip:coca_ViT-L-14/laion2b_s13b_b90k --images photos""",
         positions=("place", "overrides"),
         options=(
             ("images", "DIR", "the folder (default: the current one)", "."),
