@@ -176,7 +176,7 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     for name in (*OWN_CODE, *(LOOKED_AT if is_remote(place) else ())):
         section, key = name.split(".")
         url = recipe_there[section].get(key)
-        # whoever may write there must not choose what is opened or imported here
+        # a remote recipe must not choose what this machine opens or imports
         if url not in (None, IMAGENET) and name not in said:
             raise UserError(
                 f"the recipe in {found.path} names {name}={url}, which is used only if you say "

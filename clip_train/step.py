@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clip_train.contrastive.local_loss import add_local_losses
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
-from clip_train.local_loss import add_local_losses
 from clip_train.models.batch_norm import observed
 from clip_train.models.dropout import draw_by
 from clip_train.task import (

@@ -23,13 +23,13 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_114,
+    "statements": 16_115,
     "functions": 1_367,
     "walruses": 0,
     "lambdas": 46,
     "statements in a module": 330,
     "lines over 100 characters": 0,
-    "modules in a folder": 14,
+    "modules in a folder": 13,
 }
 
 WORDS = (

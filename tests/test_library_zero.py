@@ -21,7 +21,7 @@ COLLECTIVES += ("reduce", "all_gather", "all_gather_into_tensor", "all_gather_si
 
 
 class OneTower(Towers):
-    """Returns an image tower's features alone where it is told so.
+    """Returns only the features of an image tower, if asked to.
 
     Its scale is [1]: DeepSpeed views each parameter as bytes, which a 0-d one cannot be.
     """

@@ -171,7 +171,8 @@ def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
         drawing = sorted(numbers[module] for module in find_draws(model, *inputs))
         for number in drawing:
             intercept([*numbers][number], number)
-        for module, operator in find_draws(model, *inputs).items():
+        remaining = find_draws(model, *inputs) if drawing else {}
+        for module, operator in remaining.items():
             name = [*dict(model.named_modules())][numbers[module]]
             raise UserError(
                 f"model.name (open_clip:{architecture.open_clip}): {name} draws random numbers by "
