@@ -76,7 +76,7 @@ class Loaded:
     @torch.no_grad()
     def captions(self, images: Tensor) -> list[str]:
         """uint8 [b, 3, S, S] -> a caption for each, by greedy decoding. UserError for a model that
-        is no CoCa."""
+        is not a CoCa."""
         model: Any = self.model
         if not hasattr(model, "captions"):
             raise UserError(

@@ -193,9 +193,9 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
 
 
 def check_names(found: Resumed, model: str, *, said: bool) -> None:
-    """UserError where the model of a checkpoint behind a URL names a tokenizer or model of the
-    hub's, or a folder here, that neither OpenCLIP's model of this name has, nor one of which the
-    command line has said that it is it."""
+    """UserError if the model of a checkpoint behind a URL names a tokenizer or model of the hub, or
+    a local folder, that neither OpenCLIP's model of this name nor a model on the command line
+    names."""
 
     foreign = _names(found.state["architecture"])
     openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))

@@ -68,8 +68,8 @@ class BatchConfig(Settings):
         Rounding,
     ] = None
     """For auto: bytes that one rank may use for weights, gradients, optimizer state, activations
-    and features, as a number or as "24GiB". null: what is free on the GPU, less a tenth; a CPU
-    needs it said (Python and its libraries come on top there, about 0.5 GiB a rank)."""
+    and features, as a number or as "24GiB". null: the free memory of the GPU, minus a tenth. On a
+    CPU you must set it; Python and its libraries need about 0.5 GiB more on each rank."""
 
     def rules(self) -> Rules:
         if self.memory_limit is not None:
@@ -93,7 +93,7 @@ class BatchSizes:
     """The sizes of the global batches, a pure function of the step, so no state is saved."""
 
     sizes: tuple[int, ...]  # one after the other
-    ends: tuple[int, ...] = ()  # of each size but the last: the first step that it is not for
+    ends: tuple[int, ...] = ()  # for each size except the last: the first step after it
 
     @classmethod
     def constant(cls, global_size: int) -> BatchSizes:

@@ -31,16 +31,16 @@ class RankError(UserError):
 
 
 def unreadable(error: OSError, message: str) -> UserError:
-    """What cannot be read: the recipe's mistake where it is not there or not allowed, else this
-    machine's, for now."""
+    """The error for a file that cannot be read. A missing or forbidden file is the recipe's
+    mistake; other errors may be temporary."""
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return UserError(message)
     return RankError(f"{message} (on {socket.gethostname()})")
 
 
 def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
-    """What is not there: the recipe's mistake. Where its folder is not there either it may be a
-    mount that this node lacks, so that another attempt may find it."""
+    """The error for a missing file: the recipe's mistake. Where its folder is not there either it
+    may be a mount that this node lacks, so that another attempt may find it."""
     folder = os.path.dirname(os.fspath(path))
     if not folder or os.path.isdir(folder):
         return UserError(f"{what}; {remedy}")

@@ -76,7 +76,7 @@ class Allowed:
 
 
 class Settings(BaseModel):
-    """One section of the recipe. It stands beside the code that it configures and checks itself.
+    """One section of the recipe. It is next to the code that it configures, and validates itself.
 
     Docstrings under the fields become their descriptions, which `clip-train keys` prints.
     """

@@ -1,8 +1,8 @@
 """One training step, in two passes. Read this to know what the project is about.
 
 Every sample of the global batch is every other's negative, so the batch cannot be cut in pieces
-and the pieces' losses added. The features are computed piece by piece, the loss once over all of
-them, and its gradient is pushed back through the pieces (GradCache, arXiv 2101.06983; here with
+and the pieces' losses added. The features are computed piece by piece, and the loss once over all
+of them. Its gradient is then pushed back through the pieces (GradCache, arXiv 2101.06983; here with
 retained graphs, exact replay of random numbers, and the loss in closed form).
 """
 

@@ -236,7 +236,7 @@ class FragmentSource(Protocol):
         """
 
     def slots(self, name: str) -> set[str]:
-        """What is stored for a parameter: "param" and, unless frozen, the optimizer's slots."""
+        """The stored slots of a parameter: "param" and, unless frozen, the optimizer's slots."""
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         """Elements `[start, start + numel)` of the flattened parameter. CheckpointError if a part

@@ -148,7 +148,7 @@ _SQUARES = "images of one size alone: `model.image_size`"
 _ORDER = "the order is the seed's; the texts of a batch are cut behind the longest"
 _DECAY = "`optim.layer_decay` is one for both towers; `optim.lr_multipliers` tells them apart"
 _COMPILED = "`engine.compile` compiles each block with inductor"
-# The same, of what the main branch has beyond 3.3.0.
+# The same for flags that only the main branch has.
 NEWER = {
     **dict.fromkeys(
         (

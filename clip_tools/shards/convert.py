@@ -259,7 +259,8 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
 
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:
-    """Members of a tar. ValueError, in words to count, for what cannot be trained on."""
+    """Members of a tar. ValueError, with a reason to count, for a sample that cannot be trained
+    on."""
     if row.problem is not None:
         raise ValueError(row.problem)
     data = row.image

@@ -61,8 +61,8 @@ class CheckpointManager:
 
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
-    folder: `<run.dir>/checkpoints`. log, warn: take what a user should read, on rank 0; warn takes
-    failures. clock: the seconds by which saves are due and have waited too long.
+    folder: `<run.dir>/checkpoints`. log, warn: called on rank 0 with messages for the user; warn
+    gets failures. clock: seconds, to decide when a save is due or has waited too long.
     last_good: the newest checkpoint that this process has committed or resumed from.
     """
 
@@ -157,7 +157,7 @@ class CheckpointManager:
         rank_tensors: dict[str, Tensor],
         shared_tensors: dict[str, Tensor] | None = None,
     ) -> None:
-        """Allocate memory for what `save` will be given, while training continues.
+        """Allocate the memory that `save` will need, while training continues.
 
         Called on this rank alone, after `begin` and the first step.
         """
@@ -230,7 +230,7 @@ class CheckpointManager:
     def _submit(self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]) -> bool:
         """Take the snapshot and give it to the checkpoint writer, if all ranks can. Collective.
 
-        What is sent between ranks has the same size for any number of them.
+        Messages between ranks have the same size for any number of ranks.
         """
         assert self._memory is not None and self._policy is not None
         self._schedule.saved(step)

@@ -26,7 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 FORMAT_VERSION = 3  # 1 and 2 were clip-train 0.1's
-BLOCK_BYTES = 16 << 20  # what is fetched and verified at once
+BLOCK_BYTES = 16 << 20  # the unit of fetching and verification
 
 LEASE_NAME = re.compile(r"lease/e(\d{6,})\.json")
 _COMMIT_NAME = re.compile(r"commit/e(\d{6,})-s(\d{10,})\.json")
@@ -149,7 +149,7 @@ def check_format(body: Any) -> dict[str, Any]:
 
 
 class Block(NamedTuple):
-    """What is verified, and fetched, at once."""
+    """The unit of verification and fetching."""
 
     file: int  # its place in the manifest
     name: str

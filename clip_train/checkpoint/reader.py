@@ -139,10 +139,9 @@ class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
 
     folder: where the files are, or are fetched to; None: a temporary one of this rank.
-    remote: where missing blocks come from; None: nowhere.
-    shared: all ranks see `folder`, and what one of them fetches the others need not.
-    log: takes how far a fetch is.
-    path: of the checkpoint, a folder or a URL. shapes: every parameter with its shape. fetched:
+    remote: where missing blocks come from; None: nowhere. shared: all ranks see `folder`, so only
+    one of them fetches each block. log: called with the progress of a fetch. path: folder or URL of
+    the checkpoint. shapes: every parameter with its shape. fetched:
     bytes, by this rank.
     """
 
@@ -253,7 +252,7 @@ class FragmentReader:
     # -- reading
 
     def slots(self, name: str) -> set[str]:
-        """What is stored of a parameter: "param" and, unless frozen, the optimizer's slots."""
+        """The stored slots of a parameter: "param" and, unless frozen, the optimizer's slots."""
         if name not in self._rows:
             return set()
         stored = np.any(self._rows[name]["offsets"] >= 0, axis=0).tolist()

@@ -70,7 +70,7 @@ class Resumed:
     fetched: int = 0  # bytes that came from the remote store, over all ranks
 
     def describe(self) -> str:
-        """Which step, from where, and instead of what."""
+        """The step, its source, and the checkpoints that were skipped."""
         got = "nothing fetched"
         if self.fetched:
             got = f"{self.fetched / 1e6:,.1f} MB fetched"
@@ -107,8 +107,9 @@ def select(
     mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
     only.
 
-    Another run's place is where this run begins; once it has a checkpoint of its own, it continues
-    from that: a requeued job has the same line. log: takes progress, and what a user should know.
+    If it names another run, this run starts there. Once it has a checkpoint of its own, it
+    continues from that, because a requeued job has the same command. log: called with progress and
+    notices for the user.
 
     CheckpointError when there must be a checkpoint and none is whole, or when one cannot be read.
     UserError for a path that holds no checkpoints, or names one of this run's.
@@ -235,7 +236,7 @@ def resolve(
 
 
 def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found | str:
-    """What can be found out without reading the data; or what is wrong."""
+    """Facts that need no data, or the reason why it is damaged."""
     reasons: list[str] = []
     for storage in places:
         if storage is None or storage.url not in urls:
@@ -269,9 +270,9 @@ def _folders(
 def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
     """Those of each store, newest first, as JSON. verify: read every byte. CheckpointError.
 
-    `problem` is null where the checkpoint is whole, as far as was looked. What is not known of a
-    damaged one is null or empty: `num_bytes`, `created` (ISO 8601, UTC), `ranks`, and `engine`, the
-    section of its recipe.
+    `problem` is null where the checkpoint is whole, as far as was looked. Unknown fields of a
+    damaged one are null or empty: `num_bytes`, `created` (ISO 8601, UTC), `ranks`, and `engine`,
+    the section of its recipe.
     """
     lines = []
     for where, storage in zip(("local", "remote"), places, strict=True):

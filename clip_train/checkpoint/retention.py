@@ -63,8 +63,8 @@ def apply_retention(
     their files here. OSError; FencedError.
 
     The marker goes first and the data second, so a kill in between leaves an orphan for the next
-    time, not a broken checkpoint. What has a higher epoch than this writer's is never touched: it
-    may have slept since it asked for its lease.
+    time, not a broken checkpoint. Never removes anything with a higher epoch than this writer's:
+    the writer may have slept since it asked for its lease.
     """
     commits = list_commits(storage)
     if not any(ref not in policy.damaged for ref in commits):

@@ -119,7 +119,7 @@ class SharedMemory:
     """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to
     save, it only grows.
 
-    Anonymous: nothing of it is left when both processes have gone. Pinned for a GPU: then the copy
+    Anonymous: it is freed when both processes have ended. Pinned for a GPU: then the copy
     runs at full speed.
     """
 
@@ -153,7 +153,8 @@ class SharedMemory:
         return self._thread.submit(grow)
 
     def fill(self, plan: Plan) -> None:
-        """Copy the file that `plan` describes to its start. When it returns, training may go on."""
+        """Copy the file that `plan` describes to its start. When it returns, training may
+        continue."""
         assert plan.num_bytes <= self.capacity
         self._map[: len(plan.head)] = plan.head
         for at, tensor in plan.places:

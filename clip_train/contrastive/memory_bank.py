@@ -9,8 +9,8 @@ current features only.
                the paper
 
 The logarithm runs over all N + M columns in both. An entry whose row and column are the same sample
-by id is left out unless both are current: the past copy of a sample is no negative of it. Flops on
-a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
+by id is left out unless both are current: the past copy of a sample is not a negative of it. Flops
+on a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
 """
 
 import hashlib

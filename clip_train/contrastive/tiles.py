@@ -114,7 +114,7 @@ class Block:
             yield rows, cols, S if shift is None else S.sub_(shift), spare
 
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
-        """Overwrite the entries of the tile `S` that are no negatives."""
+        """Overwrite the entries of the tile `S` that are not negatives."""
         # the pair of row i is column first + i of the block, if it is there
         first = self.row - self.col
         lo, hi = max(rows.start + first, cols.start), min(rows.stop + first, cols.stop)

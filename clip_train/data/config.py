@@ -68,9 +68,8 @@ class DataConfig(Settings):
         BeforeValidator(lambda value: value.split("::") if isinstance(value, str) else value),
         Allowed("a list of numbers greater than 0, such as [3, 1], or null"),
     ] = None
-    """How much of the stream each of the sources joined by `::` gives, as [3, 1] or 3::1; each then
-    has epochs of its own. null: they are one list of shards, in whose epochs each sample comes
-    once."""
+    """The share of samples from each source joined by `::`, as [3, 1] or 3::1. Each source then has
+    its own epochs. null: the sources are one list of shards, and an epoch has each sample once."""
 
     resampled: bool | list[bool] = False
     """Draw shards with replacement rather than in epochs; with train_weights also one answer for
@@ -86,14 +85,14 @@ class DataConfig(Settings):
 
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], Silent] = "auto"
     """Loader processes on each rank; 0 loads inside the trainer. Never changes the samples or their
-    order. auto: of the rank's share of its node's cores all but two, up to 16, beside a GPU; half
-    of them, up to 4, where the model trains on the CPU, each of which takes a core from its threads
-    (OMP_NUM_THREADS says otherwise)."""
+    order. auto, with a GPU: the rank's share of its node's cores minus two, up to 16. auto, on a
+    CPU: half of these cores, up to 4. Each worker there takes a core from the model's threads,
+    unless OMP_NUM_THREADS is set."""
 
     lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
     """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every
-    global batch's size up to 64, or up to a 32nd of the smallest if that is more, at most 1024;
-    where it is below 16, a quarter of the smallest size, up to 64."""
+    global batch's size up to 64, or up to a 32nd of the smallest size if that is more, at most
+    1024. If this is below 16: a quarter of the smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on
@@ -134,8 +133,8 @@ class DataConfig(Settings):
     several sets, whose numbers begin with `coco/` and `emoji/`."""
 
     allow_changed_shards: Annotated[bool, Silent] = False
-    """Go on from a checkpoint though shards were added, removed or changed since: begin the new
-    list's first epoch."""
+    """Resume although shards were added, removed or changed: begin the first epoch of the new
+    list."""
 
     bad_sample_limit: Annotated[float, Field(ge=0, le=1), Silent] = 0.05
     """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was
@@ -268,9 +267,9 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """The number of streams: a function of the global batches' sizes alone, so that the order never
     depends on W.
 
-    Any number works with any sizes and ranks. Where it divides all sizes, each stream gives every
-    batch equally many; where it does not, the fewer samples a stream gives, the more of them are
-    read by several ranks, which costs reading (each sample is decoded once). Hence `auto`: a
+    Any number works with any sizes and ranks. If it divides all sizes, each stream gives the same
+    number of samples to every batch. If it does not, several ranks read some samples (each is
+    decoded once), and more so if a stream gives fewer samples. Hence `auto`: a
     divisor where there is one of some size, else a number that takes a few samples from each.
     """
     if lanes != "auto":
@@ -285,9 +284,9 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
 
 
 def resolve_workers(cores: int, device: str) -> int:
-    """Loader processes of a rank with so many cores on a device of this type. A GPU's rank needs a
-    core for the trainer and one for what pins and copies batches; 16 workers decode 19,000
-    samples/s, more than a GPU takes."""
+    """Loader processes of a rank with so many cores on a device of this type. A rank with a GPU
+    needs a core for the trainer and one for the thread that pins and copies batches. 16 workers
+    decode 19,000 samples/s, more than a GPU uses."""
     return max(1, min(cores // 2, 4)) if device == "cpu" else max(1, min(cores - 2, 16))
 
 
@@ -337,7 +336,7 @@ class SourceSummary:
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
     """Expands `data.train`, and reads the first sample of its first shard.
 
-    If that cannot be used it looks at the next shards: one damaged file is no reason not to start.
+    If it cannot be used, the next shards are tried: one damaged file does not prevent a start.
 
     Raises:
         UserError: nothing matches, a file is missing or cannot be opened, no sample in the first

@@ -1,4 +1,4 @@
-"""What is known about shards: the number of samples, the number of bytes, and checksums.
+"""The index of shards: the number of samples, the number of bytes, and checksums.
 
 `clip-train index` writes `clip_train_index.json` beside the shards: samples, size, sha256, a
 checksum of every block. Remote shards are verified by it while they are read. Counts also come from

@@ -64,7 +64,7 @@ def table_of(invalid: Iterable[Invalid]) -> str:
 
 
 class InvalidLimit:
-    """Ends a run whose data is mostly broken, by what one rank has met recently."""
+    """Ends a run whose data is mostly broken, judged by the recent samples of one rank."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit

@@ -37,7 +37,7 @@ from clip_train.storage.blocks import BlockCache
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
 MAX_OPEN_STREAMS = 64
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
-MAX_TRIED = 10_000  # as many samples in a row that cannot be used are no accident
+MAX_TRIED = 10_000  # so many unusable samples in a row are not an accident
 
 
 def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ...]) -> Tensor:

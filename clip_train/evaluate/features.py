@@ -99,8 +99,8 @@ def forward_together(engine: Engine, forward: Callable[[], T]) -> T:
 def _forward(
     engine: Engine, pixels: Tensor, tokens: Tensor, blank: Tensor, starts: range
 ) -> tuple[Tensor, list[Tensor]]:
-    """[n, D] float32 of the images, and the same of each part of the texts; `blank` stands in for
-    an empty part."""
+    """[n, D] float32 of the images, and the same of each part of the texts; `blank` replaces an
+    empty part."""
     texts = []
     for start in starts:
         part = tokens[start : start + starts.step]
@@ -123,7 +123,7 @@ def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch 
 
 
 def _blank(batch: ValBatch | None, device: torch.device) -> ValBatch:
-    """One image and one text of zeros, of the shape that some rank's batch has, which are no
+    """One image and one text of zeros, with the shape of another rank's batch. They are not a
     sample. Collective."""
     shapes = dist.gather_objects(
         None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])

@@ -33,8 +33,8 @@ def ranks_of_matches(
     rules: Sequence[Groups],
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> list[Tensor]:
-    """The place, from 1, of each query's best match among the candidates that are no match, under
-    each rule.
+    """The rank, from 1, of each query's best match among the non-matching candidates, under each
+    rule.
 
     A place among ties is that of a stable sort, as OpenCLIP's on a CPU; with `ties_ahead` it does
     not depend on the samples' order, and a collapsed model finds nothing. A NaN is never found.

@@ -188,7 +188,7 @@ class Run:
         return {}
 
     def notes(self) -> list[tuple[Level, str]]:
-        """Is it healthy? What speaks against it, each with what to look at."""
+        """Is it healthy? Signs of a problem, each with a hint."""
         word, reason = self.verdict or ("", "")
         wait = self.curves[DATA_WAIT].recent if DATA_WAIT in self.curves else 0.0
         count = sum(self.invalid.get("bad_samples", {}).values())

@@ -80,7 +80,7 @@ Chart = TensorBoardSink | WandbSink | ReportSink
 
 
 class Sinks(Callback):
-    """All sinks of a run; a no-op on every rank but 0.
+    """All sinks of a run; a no-op except on rank 0.
 
     A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while
     it is opened, is dropped with a warning (`Skipped`).

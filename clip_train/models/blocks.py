@@ -425,6 +425,6 @@ class VisionTower(nn.Module):
         x = self.transformer(x, sample_seeds, first)  # [b, 1, width]; averaged: [b, 1 + T, width]
         if not self.averaged:
             return self.ln_post(x[:, 0]) @ self.proj
-        x = x[:, 1:]  # the class token is no patch
+        x = x[:, 1:]  # the class token is not a patch
         x = self.ln_post(x.mean(dim=1)) if self.norm_after else self.ln_post(x).mean(dim=1)
         return x @ self.proj

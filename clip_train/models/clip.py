@@ -90,7 +90,7 @@ class CLIP(nn.Module):
         """Encode what is given. Call the model itself: ZeRO-3 gathers parameters in no other way.
 
         Args:
-            images: uint8 [b, 3, H, W], normalised here; or float, already normalised.
+            images: uint8 [b, 3, H, W], normalized here, or float, already normalized.
             texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
             sample_seeds: int64 [b], for the dropouts in training.
             num_tokens: of the texts up to their ends. Given, texts are computed without padding.

@@ -371,7 +371,7 @@ def preset_names() -> list[str]:
 def load_architecture(name: str) -> AnyArchitecture:
     """A preset, `open_clip:NAME`, or a JSON file in OpenCLIP's schema (a model's, or an export's).
 
-    UserError if there is no such model, or if it asks for what this project does not implement.
+    UserError if the model does not exist, or needs a feature that is not implemented.
     """
     known, said = preset_names(), name.removeprefix(PREFIX)
     path = PRESETS / f"{name}.json" if name in known else Path(said).expanduser()

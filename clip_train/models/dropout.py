@@ -1,8 +1,8 @@
 """Dropout whose randomness belongs to the sample.
 
 Every mask is an integer hash of (sample seed, layer, position), computed in wrapping int64
-arithmetic: the same on CPU and GPU, in any precision, in either pass over a sample, under
-recomputation, and however the samples are cut into micro-batches. `b` is the number of samples in a
+arithmetic. It is the same on CPU and GPU, in any precision, in both passes, under recomputation,
+and for any micro-batches. `b` is the number of samples in a
 micro-batch.
 """
 
@@ -36,7 +36,7 @@ _of_micro_batch: dict[str, Tensor | None] = {"seeds": None}
 
 def draw_by(sample_seeds: Tensor | None) -> None:
     """int64 [b], for modules that do not get them as an argument, until the next call: in a
-    forward, and in what its backward computes again."""
+    forward, and in its recomputation in the backward."""
     _of_micro_batch["seeds"] = sample_seeds
 
 

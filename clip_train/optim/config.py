@@ -17,11 +17,11 @@ class OptimConfig(Settings):
         ),
         Refused,
     ] = Field("adamw", pattern=rf"^(adamw|sgd|lion|muon|{IMPORT_PATH})$")
-    """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs
-    `pip install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the
-    blocks' matrices, AdamW the rest; it needs whole parameters, which not every engine and stage
-    leaves it (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step`
-    and tensors of a parameter's shape."""
+    """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs `pip
+    install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the blocks'
+    matrices, AdamW the rest; it needs whole parameters, so it works with some engines and stages
+    only (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step` and
+    tensors of a parameter's shape."""
     options: dict[str, Any] = Field({})
     """For an import path: the optimizer's arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4
@@ -40,9 +40,9 @@ class OptimConfig(Settings):
     """Factors of the learning rate by patterns over parameters' names, such as {"visual.*": 0.1};
     the first that matches counts."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """The learning rate of each layer of a tower, as a multiple of that of the layer above it
-    (BEiT, arXiv 2106.08254): the projection and the norm below it have all of it, the last block
-    once this factor, the embeddings the least."""
+    """The learning rate of each layer of a tower, as a multiple of the rate of the layer above it
+    (BEiT, arXiv 2106.08254). The projection and the norm below it have the full rate, the last
+    block has this factor once, and the embeddings have the lowest rate."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """The momentum of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0

@@ -37,7 +37,7 @@ class Storage(ABC):
     def list(self, prefix: str = "") -> list[Entry]:
         """List all files at any depth below the folder `prefix`, sorted by name. Never cached.
 
-        Empty if there is no such folder. Unfinished writes are not listed. OSError.
+        Empty if the folder does not exist. Unfinished writes are not listed. OSError.
         """
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Storage(ABC):
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Store a small file, whole or not at all. Return True if it was stored.
 
-        if_absent: only if there is no such file. Exactly one of several racing writers gets True.
+        if_absent: only if the file does not exist. Exactly one of several racing writers gets True.
         Their `data` must differ: if the store holds these very bytes, an earlier try of this call
         went through. OSError: then nothing was published.
         """

@@ -20,7 +20,8 @@ class StorageConfig(Settings):
     """How long an answer may take to begin; from then on `min_rate` counts."""
 
     min_rate: Annotated[int, Field(ge=0)] = 65_536
-    """Bytes per second below which a transfer is given up and retried; 0 accepts any but none."""
+    """Bytes per second below which a transfer is aborted and retried; 0 accepts any rate above
+    zero."""
 
     range_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
     """Bytes asked for at a time; an indexed shard is read in the index's blocks instead."""

@@ -94,7 +94,7 @@ class ChangedError(OSError):
     """Not what was opened, or nothing that can be read in ranges: another attempt cannot help."""
 
 
-# What is raised once retrying is over; StorageError if the cause may pass.
+# The error after the last attempt; StorageError if the cause may pass.
 RAISED: dict[Meaning, type[OSError]] = {
     "missing": MissingError,
     "denied": DeniedError,

@@ -138,7 +138,7 @@ def _part_of(target: Path) -> Iterator[Path]:
 
 
 def _claim(target: Path, part: Path) -> None:
-    """Make the name exist, by one system call. FileExistsError for all writers but one."""
+    """Make the name exist, by one system call. FileExistsError for all writers except one."""
     try:
         os.link(part, target)
     except OSError as e:

@@ -26,9 +26,8 @@ class RangedFile(BlockFile):
     from there, and go there.
 
     Raises (all of them `StorageError`, final, with the file, the bytes and the attempt):
-        MissingError: there is no such object.
-        DeniedError: refused twice, the second time with fresh credentials.
-        StorageError: another object than at opening, or every attempt failed.
+        MissingError: the object does not exist. DeniedError: refused twice, the second time with
+        fresh credentials. StorageError: another object than at opening, or every attempt failed.
     """
 
     def __init__(

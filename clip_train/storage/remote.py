@@ -118,7 +118,7 @@ class RemoteStorage(Storage):
 
     @abstractmethod
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
-        """Remove objects; a missing one is no error."""
+        """Remove objects; a missing one is not an error."""
 
     async def connect(self) -> None:
         """Called before each request: make sure that there is a client."""
@@ -137,7 +137,7 @@ class RemoteStorage(Storage):
     def wait(
         self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace | None = None
     ) -> T:
-        """Call in any thread but the loop's; a signal's handler can run meanwhile."""
+        """Call it outside the main thread, so that a signal handler can run meanwhile."""
         future = self.start(what.strip(), request, pace or self.pace)
         try:
             return future.result()

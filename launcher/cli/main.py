@@ -26,9 +26,9 @@ FEWEST_FILES = 128  # open at a time: of Python, torch, a loader's workers
 def entry() -> NoReturn:
     """The console script: `main`, and then out at once, however it went.
 
-    All files are closed and the process group is gone by now. What is left is the teardown of C++
-    threads, which races at times ("terminate called without an active exception") and would turn a
-    finished run's status 0, or a preempted one's 75, into a crash.
+    All files are closed and the process group is gone by now. Only the teardown of C++ threads
+    remains. It sometimes races ("terminate called without an active exception"), and would turn the
+    status 0 of a finished run, or 75 of a preempted one, into a crash.
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
@@ -101,8 +101,8 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """As the parser has it; overrides may also stand behind options, where argparse looks for
-    none.
+    """Like the parser, but overrides may also follow options, where argparse does not look for
+    them.
     """
     parser = build_parser()
     more: list[str] = []

@@ -102,8 +102,7 @@ VERBS = {
     "plan": Verb(
         "clip_tools.plan:run",
         "batch arithmetic, memory and length, without a GPU",
-        "Print what a run would do: batch arithmetic, memory by what needs it, steps, time. "
-        "Touches no GPU.",
+        "Print the plan of a run: batch arithmetic, memory by part, steps, time. Touches no GPU.",
         """\
     clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
     clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
@@ -263,8 +262,8 @@ VERBS = {
         "a table or a folder of images with captions as shards",
         """\
     Write WebDataset shards and their index. Rows whose image or caption cannot be used are left
-    out and reported. Run again after an interruption, it goes on. Of URLs, img2dataset makes
-    shards.""",
+    out and reported. After an interruption, run it again to continue. For URLs, use
+    img2dataset.""",
         """\
     clip-train shards captions.csv shards                   columns are found, or --image-key ...
     clip-train shards photos shards                         each x.jpg with its x.txt
@@ -349,8 +348,8 @@ VERBS = {
         "clip_tools.openclip.command:run",
         "an OpenCLIP command line as a recipe",
         """\
-    Print the recipe that trains what an OpenCLIP command line trains, with what means something
-    else here in comments above. The command comes from the command line alone: put in the
+    Print the recipe for an OpenCLIP command line. Comments above it explain flags with another
+    meaning here. The command comes from the command line alone: put in the
     values of a script's variables.""",
         """\
     clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar" > my.yaml

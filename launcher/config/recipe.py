@@ -182,7 +182,7 @@ class RunConfig(Settings):
 
     @property
     def evaluated_on(self) -> dict[str, str]:
-        """What is evaluated on, by key."""
+        """The data for evaluation, by key."""
         labelled = self.evaluate.zero_shot_data
         return self.data.val_places | ({"evaluate.zero_shot_data": labelled} if labelled else {})
 

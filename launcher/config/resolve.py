@@ -179,7 +179,7 @@ def look_at_data(
 
 
 def check_place(place: str, key: str) -> None:
-    """UserError, RankError where what is to be evaluated on is not there."""
+    """UserError, RankError if the data for evaluation is missing."""
     if key.startswith("data.val") or ImageFolder.find(place, key) is None:
         existing(place, key)
 

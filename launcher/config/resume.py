@@ -1,4 +1,4 @@
-"""Is the checkpoint one of this recipe's run? What each key's change means stands beside the field
+"""Is the checkpoint one of this recipe's run? The field itself declares the meaning of a change
 (`AtResume`).
 """
 

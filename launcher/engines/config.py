@@ -17,14 +17,15 @@ class EngineConfig(Settings):
     other. auto: FSDP on several GPUs, because it sends gradients while the backward still computes;
     DeepSpeed for fp16, for engine.ds_config, on one GPU and on CPUs."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
-    """What the ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
-    With engine.kind=fsdp 0 is plain data parallelism, 1 and 2 keep whole parameters from a step's
-    first forward to its last backward, and 3 gives them back after each forward; master weights,
-    moments and reduced gradients are shared out at 1, 2 and 3."""
+    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    parameters. With engine.kind=fsdp, 0 is plain data parallelism, 1 and 2 keep whole parameters
+    from a step's first forward to its last backward, and 3 frees them after each forward. Master
+    weights, moments and reduced gradients are sharded at 1, 2 and 3."""
     shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None
-    """With engine.kind=fsdp: among how many ranks, such as those of a node, one copy of the model
-    is shared out; they must divide the number of ranks. null: all, but with engine.kind=auto and
-    several nodes of GPUs the ranks of one node: only sums of shards then cross the network."""
+    """With engine.kind=fsdp: the number of ranks that one replica of the model is sharded across,
+    such as those of a node. It must divide the number of ranks. null: all ranks. With
+    engine.kind=auto and several nodes of GPUs, null means the ranks of one node, so that only sums
+    of shards cross the network."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Layout] = "auto"
     """The precision of the model's arithmetic. Master weights, moments, features and the loss are
     always fp32. auto: bf16 on GPUs that compute in it, else fp32. fp16 on a CPU needs AVX512-FP16
@@ -44,9 +45,9 @@ class EngineConfig(Settings):
     offload: Annotated[Literal["none", "optimizer"], Rounding] = "none"
     """optimizer: keep master weights and moments in the CPU's memory (stages 1-3)."""
     reduce_gradients: Annotated[Literal["once", "each_backward"], Rounding] = "each_backward"
-    """Stages 2 and 3: after each micro-batch, holding one shard and sending it k times; or once per
-    step, holding a whole gradient on every rank until then (with DeepSpeed summed in the model's
-    precision, with FSDP in fp32). Stages 0 and 1 always do it once."""
+    """Stages 2 and 3. each_backward: reduce after each micro-batch; a rank holds one shard and
+    sends k times. once: reduce once per step; every rank holds a whole gradient until then. Stages
+    0 and 1 always do it once."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"], Rounding] = "fp32"
     """The type in which ranks send and sum gradients. bf16, with engine.precision bf16 only: half
     the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). Where

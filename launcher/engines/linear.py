@@ -2,8 +2,8 @@
 it.
 
 Output and gradient of the input are products of rounded matrices, the weight's own gradient is not
-(SwitchBack, arXiv 2304.13013). Each row of activations and of their gradients, a token's, is scaled
-by itself, and so is a weight: what shares a micro-batch with a sample does not change its features,
+(SwitchBack, arXiv 2304.13013). Each row (a token) of activations, of their gradients, and of a
+weight has its own scale. So the other samples of a micro-batch change neither a sample's features
 nor its part of a gradient."""
 
 from dataclasses import replace

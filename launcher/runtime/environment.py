@@ -1,4 +1,4 @@
-"""Which rank this is, of how many, on what device: from the variables that launchers set."""
+"""The rank, the number of ranks and the device, from the variables that launchers set."""
 
 from __future__ import annotations
 

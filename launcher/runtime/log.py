@@ -32,8 +32,8 @@ class Redacting(io.TextIOWrapper):
 
 
 class Unfailing(Redacting):
-    """A stream that takes everything, also when its disk is full or its terminal has gone: no run
-    is to end by it."""
+    """A stream that accepts everything, even if its disk is full or its terminal was closed, so
+    that it never ends a run."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -46,8 +46,8 @@ class Unfailing(Redacting):
 
 
 class Lines(logging.Handler):
-    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to what is stderr at the
-    moment."""
+    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to the current
+    stderr."""
 
     rank = 0
 

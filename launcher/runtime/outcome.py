@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # For the cause to be known here if another rank has failed: a death is noticed after 18 s.
 CAUSE_SECONDS = 25.0
-# If all ranks have the same error, rank 0 is to be the first: it knows of the checkpoints.
+# If all ranks have the same error, rank 0 must be the first, because it knows the checkpoints.
 MAIN_SECONDS = 2.0
 # For the rank that failed first to print, write and end: a launcher should see it end first.
 FIRST_SECONDS = 3.0
@@ -251,7 +251,7 @@ HARDWARE = re.compile(
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """A collective that failed because another rank has gone: gloo's and NCCL's words for it."""
+    """Messages of gloo and NCCL for a collective that failed because another rank ended."""
     if OWN.search(str(error)):
         return False
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):

@@ -205,7 +205,7 @@ def some(ranks: Sequence[object]) -> str:
 
 
 def node_of(store: Store, rank: int) -> str:
-    """Of a rank that has joined."""
+    """Describes a rank that has joined."""
     return json.loads(store.get(f"here/{rank}"))["node"]
 
 

@@ -1,9 +1,8 @@
 """A thread beside each rank: does the rank make progress, should it stop, has another one failed?
 
 It asks for a stop when a STOP file is in the run directory, and when the launcher above this rank
-has ended. It ends the rank after another one has failed
-(`heartbeat`), and when a phase exceeds its limit: with every thread's stack in the log, and whether
-this rank waited for others or is the one that hangs.
+has ended. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
+limit. Then it logs every thread's stack, and whether this rank waited for others or hangs itself.
 """
 
 import contextlib

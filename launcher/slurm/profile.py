@@ -1,5 +1,5 @@
-"""What is asked of Slurm: a small YAML file of a site, with the options of `clip-train submit` over
-it."""
+"""The request to Slurm: a small YAML file of the site, overridden by the options of `clip-train
+submit`."""
 
 import os
 from collections.abc import Mapping

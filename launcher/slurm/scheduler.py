@@ -58,8 +58,8 @@ def field(job: str, name: str) -> str:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
-    """Exclude `nodes` from a pending job, beside what it excludes already: whether that was new,
-    and why it failed.
+    """Add `nodes` to the excluded nodes of a pending job. Returns whether this was new, and why it
+    failed.
 
     `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for
     ever.

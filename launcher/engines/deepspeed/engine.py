@@ -109,7 +109,8 @@ def build_engine(
 
 
 def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
-    """At stages 1 to 3 fp32 masters lie in a few flat tensors, on which torch's optimizer works."""
+    """At stages 1 to 3, the fp32 masters are in a few flat tensors, which torch's optimizer
+    updates."""
     W, here, wrapper = dist.world_size(), dist.rank(), engine.optimizer
     for i, (name, p) in enumerate(engine.module.named_parameters()):
         if stage and not p.requires_grad:
@@ -283,7 +284,7 @@ class DeepSpeedEngine(Engine):
         if self.stage:
             forget_gradients(self.engine.optimizer)
             if self._reduction is not None:
-                self._reduce()  # nothing: there is no gradient left
+                self._reduce()  # nothing: no gradient is left
                 forget_gradients(self.engine.optimizer)
         if self.direct:
             super().discard_gradients()

@@ -1,9 +1,9 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`) as an engine.
 
-One class covers all ways to hold a model, by two numbers: among how many ranks a copy of it is
-shared out (all of them, a node's, or 1, which is data parallelism), and whether the whole
-parameters of a unit are given back after its forward (`engine.zero_stage: 3`) or with the step's
-last backward."""
+One class covers all layouts of a model by two settings. The first is the number of ranks that a
+replica is sharded across: all, those of a node, or 1, which is data parallelism. The second is
+whether a unit's whole parameters are freed after its forward (`engine.zero_stage: 3`) or with the
+step's last backward."""
 
 import math
 from collections.abc import Callable, Iterator
