@@ -12,6 +12,7 @@ model in float64, one process, the whole batch at once, the objective's textbook
     batch schedule  InfoNCE over global batches of 64, 40, 47, 33 and 64 samples
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
+    widths          weighted InfoNCE of the first 32, 16 and 5 values, normalized again; texts gathered or on a ring
     own: ...        the four losses of examples/losses.py, and one of the tests: functions as `loss.kind`
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
@@ -26,6 +27,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 
@@ -35,7 +37,6 @@ from clip_train.contrastive.distillation import Distillation
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.ring import RingInfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
@@ -51,6 +52,7 @@ from tests.ranks import run_ranks
 from tests.toy import oracle_loss
 
 N, LR, TILE = 64, 0.1, 23
+WIDTHS = {32: 1.0, 16: 0.5, 5: 0.25}
 SIZES = (64, 40, 47, 33, 64)  # of the batch schedule's steps
 BANK, WARMUP = 100, 1  # past pairs; steps before they count
 PER_SHARE = {
@@ -73,7 +75,7 @@ class Row:
     micro: int  # b
     kept: int  # m
     stage: int
-    exchange: str = ""  # of sigmoid
+    exchange: str = ""  # of sigmoid and widths
     engine: str = "deepspeed"
 
     @property
@@ -101,6 +103,7 @@ KINDS = (
     "distillation",
     "batch schedule",
     "dropout",
+    "widths",
     *OWN,
     "fp16",
 )
@@ -119,7 +122,8 @@ def all_rows() -> list[Row]:
                     stage = stages[(len(of_engine) + len(of_engine) // 9) % len(stages)]
                     if kind == "fp16":
                         stage = 1 + len(of_engine) % 3  # DeepSpeed does not scale the loss at 0
-                    exchange = ("gather", "ring")[(world + i) % 2] if kind == "sigmoid" else ""
+                    is_either = kind in ("sigmoid", "widths")
+                    exchange = ("gather", "ring")[(world + i) % 2] if is_either else ""
                     of_engine.append(
                         Row(kind, world, micro, KEPT[i][world - 1], stage, exchange, engine)
                     )
@@ -193,6 +197,10 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
     if kind == "sigmoid":
         return siglip(image, text, scale, bias)
+    if kind == "widths":
+        cut = ((F.normalize(image[:, :d], dim=1), F.normalize(text[:, :d], dim=1)) for d in WIDTHS)
+        losses = (oracle_loss(i, t, scale) for i, t in cut)
+        return sum(map(torch.mul, losses, map(torch.tensor, WIDTHS.values())), torch.zeros(()))
     if kind in OWN:
         return own_loss(kind.removeprefix("own: "), image, text, scale, bias)
     if kind == "distillation":
@@ -232,11 +240,14 @@ class FrozenTeacher:
 def objective(row: Row) -> Objective:
     if row.kind in OWN:
         return build_loss(LossConfig(kind=OWN[row.kind], tile=TILE))
+    if row.exchange:  # by the recipe
+        keys = {"widths": WIDTHS} if row.kind == "widths" else {"kind": row.kind}
+        return build_loss(
+            LossConfig.model_validate({**keys, "exchange": row.exchange, "tile": TILE})
+        )
     match row.kind:
         case "InfoNCE, ring":
             return RingInfoNCE(tile=TILE)
-        case "sigmoid":
-            return SigmoidLoss(tile=TILE, exchange=row.exchange)  # type: ignore[arg-type]
         case "memory bank" | "contaccum":
             mode = "contaccum" if row.kind == "contaccum" else "negatives"
             return MemoryBank(BANK, WARMUP, mode, tile=TILE)

@@ -245,14 +245,14 @@ def evaluation(
             for key, place in places.items()
         }
         val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
-        out: dict[str, float] = {}
+        widths, out = config.loss.widths or (), dict[str, float]()
         for key, loader in loaders.items():
             name = key.removeprefix("data.val.")
             if name != key:
-                seen = evaluate(engine, loader, without_classes, tokenizer)
+                seen = evaluate(engine, loader, without_classes, tokenizer, None, widths)
                 out |= {f"{name}/{each}": value for each, value in seen.items()}
         if val or labelled:
-            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled)
+            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths)
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():

@@ -8,14 +8,17 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.ring import RingInfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
-from clip_train.settings import call_imported, import_path
+from clip_train.contrastive.views import matryoshka
+from clip_train.errors import UserError
+from clip_train.settings import call_imported, import_path, shown
 from clip_train.task import Objective
 
 
 def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
     """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked.
 
-    UserError for an import path of neither an Objective nor a function as `function.py` has it.
+    UserError for an import path of neither an Objective nor a function as `function.py` has it, and
+    for `loss.widths` of a loss with a memory.
     """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
@@ -35,5 +38,12 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
             objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
         else:
             objective = FunctionLoss.named(config.kind, found, config.options, tile)
+    if config.widths is not None:
+        if type(objective).after_step is not Objective.after_step:
+            raise UserError(
+                f"loss.widths ({shown(config.widths)}): loss.kind ({config.kind}) keeps features "
+                "of one width from step to step; set loss.widths=null, or loss.kind=info_nce"
+            )
+        objective = matryoshka(config.widths, objective)
     objective.matmul, objective.weights = config.matmul, config.weights
     return objective

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from clip_train.settings import (
     IMPORT_PATH,
@@ -48,6 +48,18 @@ class LossConfig(Settings):
     batch. 0 trains no decoder: also set model.freeze=['text_decoder.*']."""
     contrastive_weight: NonNegativeFloat = 1.0
     """A CoCa's: the factor of the contrastive loss; 0 trains the captions alone."""
+    widths: Annotated[
+        dict[PositiveInt, PositiveFloat] | None,
+        Field(min_length=1),
+        Allowed(
+            "keys such as 512: 1, a number of values and a weight above 0",
+            example="'{32: 1, 8: 0.5}'",
+        ),
+        Refused,
+    ] = None
+    """Matryoshka (arXiv 2205.13147): the loss over the first values of each feature, normalized
+    again, for each width with its weight, and their sum: {512: 1, 256: 1, 64: 0.5}. Evaluations
+    have the numbers of each width as well. null: all values, once."""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
     rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""

@@ -14,7 +14,16 @@ from torch.nn import functional as F
 
 from clip_train.contrastive.function import FunctionLoss
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective, is_scalar
+from clip_train.task import (
+    LOCAL_LOSS,
+    NO_CONTEXT,
+    Context,
+    Features,
+    LossOutput,
+    MicroBatch,
+    Objective,
+    is_scalar,
+)
 
 View = Callable[[Features], Features]
 Loss = Objective | Callable[..., Tensor] | None
@@ -37,6 +46,9 @@ class WeightedViews(Objective):
         self.objective, self.views, self.own_names = objective, [*views], own_names
         self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
         self.takes_ids = objective.takes_ids
+
+    def prepare(self, micro_batch: MicroBatch) -> Features | None:
+        return self.objective.prepare(micro_batch)
 
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
@@ -88,8 +100,10 @@ def matryoshka(widths: Mapping[int, float], loss: Loss = None) -> WeightedViews:
 
 
 def truncated(features: Features, width: int) -> Features:
-    """The first `width` values of each row. ValueError where rows have fewer."""
-    rows = {name: x for name, x in features.items() if not is_scalar(x)}
+    """The first `width` values of each row, normalized. ValueError where rows have fewer."""
+    rows = {
+        name: x for name, x in features.items() if not (is_scalar(x) or name.endswith(LOCAL_LOSS))
+    }
     narrowest = min(x.shape[1] for x in rows.values())
     if not 1 <= width <= narrowest:
         raise ValueError(f"widths: {width} must be between 1 and the features' {narrowest}")

@@ -6,11 +6,12 @@ ranks that have run out of samples encode a blank one for as long as another ran
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
@@ -35,6 +36,16 @@ class Encoded:
     owners: Tensor  # int64 [t]: whose caption it is, ascending
     labels: Tensor  # int64 [n], -1 where there is none
     logit_scale: Tensor  # [1], the factor itself; with captions only
+
+    def first_values(self, width: int | None) -> "Encoded":
+        """With the first `width` values of each feature."""
+        image, text = (first_values(x, width) for x in (self.image, self.text))
+        return replace(self, image=image, text=text)
+
+
+def first_values(x: Tensor, width: int | None) -> Tensor:
+    """[..., D] -> [..., width], normalized; None: as it is."""
+    return x if width is None else F.normalize(x[..., :width], dim=-1)
 
 
 def encode(

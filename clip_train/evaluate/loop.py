@@ -1,6 +1,6 @@
 """The metrics of each data set: it is encoded once, and every metric reads its features."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.features import encode
 from clip_train.evaluate.own import own_metrics
 from clip_train.evaluate.retrieval import caption_metrics
-from clip_train.evaluate.zero_shot import ZeroShotClasses, zero_shot_metrics
+from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
 
 
 @torch.no_grad()
@@ -23,6 +23,7 @@ def evaluate(
     config: EvaluateConfig,
     tokenize: Tokenize,
     labelled: Iterable[ValBatch] | None = None,
+    widths: Collection[int] = (),
 ) -> dict[str, float]:
     """The same numbers on every rank. All ranks must call it.
 
@@ -32,10 +33,12 @@ def evaluate(
         config: what to measure.
         tokenize: b prompts -> int64 [b, context_length].
         labelled: this rank's part of the images for zero-shot; None: `batches`.
+        widths: what is measured of whole features is also measured of their first values.
 
     Returns:
         `num_samples` of the validation set; the results of `caption_metrics`, of
-        `config.functions` and of `zero_shot_metrics`, if they are asked for.
+        `config.functions` and of `zero_shot_metrics`, if they are asked for. `width_64/...`: those
+        of the first 64 values.
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.
@@ -48,6 +51,7 @@ def evaluate(
         if isinstance(labelled, ValLoader) and isinstance(labelled.files, ImageFolder):
             labelled.files.check_classes(len(classes.classnames))
     label = classes.labeller() if classes is not None else None
+    sizes = {"": None} | {f"width_{width}/": width for width in widths}
     engine.train(False)
     try:
         out: dict[str, float] = {}
@@ -57,14 +61,18 @@ def evaluate(
             own = label if labelled is None else None
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
-            if with_text:
-                out |= caption_metrics(tested, config)
+            for prefix, width in sizes.items() if with_text else ():
+                found = caption_metrics(tested.first_values(width), config)
+                out |= {f"{prefix}{name}": value for name, value in found.items()}
             if config.functions:
                 out |= own_metrics(config.functions, tested)
         if labelled is not None:
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:
-            out |= zero_shot_metrics(engine, tokenize, classes, tested, config.batch_size)
+            prompts = prompt_features(engine, tokenize, classes, config.batch_size)
+            for prefix, width in sizes.items():
+                found = zero_shot_metrics(classes, prompts, tested, width)
+                out |= {f"{prefix}{name}": value for name, value in found.items()}
         return out
     finally:
         engine.train(True)

@@ -27,7 +27,7 @@ from clip_train.data.validation import ImageFolder, metadata_of
 from clip_train.engine import Engine
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET, EvaluateConfig
-from clip_train.evaluate.features import Encoded, Labeller, forward_together
+from clip_train.evaluate.features import Encoded, Labeller, first_values, forward_together
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
@@ -192,19 +192,21 @@ def check_labels(
 
 
 def zero_shot_metrics(
-    engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, seen: Encoded, batch_size: int
+    classes: ZeroShotClasses, prompts: Tensor, seen: Encoded, width: int | None = None
 ) -> dict[str, float]:
     """Accuracies from 0 to 1 over the labelled images of all ranks, and their number.
 
     A class that ties with the right one counts as guessed before it: a collapsed model scores 0.
     UserError if no image has a label.
+
+    prompts: of `prompt_features`. width: of how many values of the features; None: all.
     """
-    embeddings = class_embeddings(engine, tokenize, classes, batch_size)  # [C, D]
-    has_label = seen.labels >= 0
-    rule = Groups(
-        seen.labels[has_label], torch.arange(len(embeddings), device=engine.device), ties_ahead=True
-    )
-    (places,) = ranks_of_matches(seen.image[has_label], embeddings, [rule])
+    of_classes = F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
+    embeddings = dist.all_gather(of_classes)[: len(classes.classnames)]  # [C, D]
+    images, has_label = first_values(seen.image, width), seen.labels >= 0
+    numbers = torch.arange(len(embeddings), device=images.device)
+    rule = Groups(seen.labels[has_label], numbers, ties_ahead=True)
+    (places,) = ranks_of_matches(images[has_label], embeddings, [rule])
     hits = [int((places <= k).sum()) for k in (1, 5)]
     num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), len(places), *hits)
     if not labelled:
@@ -217,14 +219,13 @@ def zero_shot_metrics(
     return {**accuracies, "zero_shot_samples": labelled}
 
 
-def class_embeddings(
+def prompt_features(
     engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int
 ) -> Tensor:
-    """[C, D] float32 on the engine's device: the normalized mean of the prompts' normalized
-    features.
+    """[ceil(C / W), prompts, D] float32 on the engine's device, normalized: of this rank's classes.
 
-    Each rank encodes its share of the classes. If they do not divide, the last ranks repeat the
-    last class, so that all call the engine equally often.
+    If they do not divide, the last ranks repeat the last class, so that all call the engine equally
+    often.
     """
     num = len(classes.classnames)
     per_rank = -(-num // dist.world_size())
@@ -239,6 +240,4 @@ def class_embeddings(
         return parts
 
     parts = forward_together(engine, encode_prompts)
-    features = torch.cat(parts).view(per_rank, len(classes.templates), -1)
-    embeddings = F.normalize(features.mean(dim=1), dim=-1)
-    return dist.all_gather(embeddings)[:num]
+    return torch.cat(parts).view(per_rank, len(classes.templates), -1)

@@ -33,7 +33,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, spared
 from clip_train.optim.schedule import learning_rate
-from clip_train.settings import broken
+from clip_train.settings import broken, shown
 from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
@@ -200,7 +200,13 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     takes_bias, weights = build_loss(config.loss).takes_bias, config.loss.weights
     own_losses = isinstance(architecture, Architecture) and architecture.own is not None
     captions = getattr(architecture, "multimodal_cfg", None) is not None
+    widest = max(config.loss.widths or {0: 0})
     rules = [
+        (
+            widest > architecture.embed_dim,
+            f"loss.widths ({shown(config.loss.widths)}): {widest} is more than the "
+            f"{architecture.embed_dim} values of a feature of {name}; take it out",
+        ),
         (
             takes_bias and bias is None,
             f"loss.kind ({kind}) needs a model with a bias, and {name} has none: "

@@ -178,6 +178,25 @@ def test_nothing_to_evaluate_is_an_error(tmp_path: Path):
         )
 
 
+class Cut(FakeEngine):
+    """Its features have 2 values."""
+
+    def encode(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(super().encode(name, inputs)[:, :2], dim=1)
+
+
+def test_narrow_features_are_measured_as_those_of_a_narrow_model(tmp_path: Path):
+    whole, engine, cut = samples(NUM), cast(Any, FakeEngine()), cast(Any, Cut())
+    config = EvaluateConfig(zero_shot_classes=_write_classes(tmp_path), batch_size=4)
+    both = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize, widths=[2])
+    alone = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize)
+    narrow = evaluate(cut, batches(whole, 0, NUM, 4), config, tokenize)
+    assert narrow.pop("num_samples") == NUM
+    assert narrow["zero_shot_top1"] != alone["zero_shot_top1"]
+    assert both == {**alone, **{f"width_2/{name}": pytest.approx(x) for name, x in narrow.items()}}
+    assert engine.calls.count("image") == 2 * cut.calls.count("image")  # encoded once
+
+
 def test_only_what_is_asked_for_is_computed():
     engine: Any = FakeEngine()
     config = EvaluateConfig(retrieval=False, val_loss=False)
