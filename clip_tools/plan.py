@@ -66,9 +66,10 @@ def make_plan(
     checkpointing = bool(engine.activation_checkpointing)
     profile = predicted_profile(resolved, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
-    forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout)
+    T = config.data.num_texts
+    forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout, T)
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
-    flops = forward * (2 + forwards) + (flops_per_sample(teacher) if teacher else 0)
+    flops = forward * (2 + forwards) + (flops_per_sample(teacher, num_texts=T) if teacher else 0)
     samples = config.batch.sizes.before(config.steps)
     links = None
     if gpu and (network or plan.world_size <= per_node):

@@ -147,7 +147,9 @@ def two_pass(
             # add to the previous step's.
             parts = [gradient / len(cache)] * len(cache)
         else:
-            rows = gradient if order is None else gradient[order]
+            rows = gradient
+            if order is not None:
+                rows = of_samples(gradient, len(order))[order].flatten(0, 1)
             parts = list(rows.split([len(entry.features[name]) for entry in cache]))
         for of_micro_batch, part in zip(gradients, parts, strict=True):
             of_micro_batch[name] = part
@@ -232,8 +234,16 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
             out[name] = last.detach()
         else:
             rows = torch.cat([part[name].detach() for part in parts])
-            out[name] = rows if order is None else rows.index_copy(0, order, rows)
+            if order is not None:
+                moved = of_samples(rows, len(order))
+                rows = moved.index_copy(0, order, moved).flatten(0, 1)
+            out[name] = rows
     return out
+
+
+def of_samples(rows: Tensor, n: int) -> Tensor:
+    """[m n, ...] -> [n, m, ...]: the rows of each sample."""
+    return rows.unflatten(0, (n, -1))
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

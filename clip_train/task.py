@@ -53,14 +53,15 @@ class Batch:
     # uint8 [n, 3, H, W], not normalised: the model does that on the device; with `data.inputs`
     # [n, B], the bytes of their values (`clip_train.inputs.unpack`)
     images: Tensor
-    texts: Tensor  # int64 [n, context_length]
+    # int64 [n, context_length], or [n, T, context_length]: several of each image, positives first
+    texts: Tensor
     sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
     keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
     # "reason\tshard" -> invalid samples among its places
     bad_samples: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
-    # n, see `text_lengths`; None: micro-batches hold texts as they are
-    text_lengths: list[int] | None = None
+    # n, or n lists of T, see `text_lengths`; None: micro-batches hold texts as they are
+    text_lengths: list[Any] | None = None
     pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
 
     def __len__(self) -> int:
@@ -97,14 +98,14 @@ class Batch:
         to long texts, so that little padding is left. Texts are cut where all of them have ended,
         at one of few lengths, without asking the device.
         """
-        n, context = self.texts.shape
+        n, context = len(self), self.texts.shape[-1]
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        lengths = self.text_lengths or [context] * n
-        order = None
-        if len(sizes) > 1 and min(lengths) < max(lengths):
-            on_host = torch.tensor(lengths).argsort(stable=True)
-            lengths = sorted(lengths)
+        lengths = torch.tensor(self.text_lengths or [context] * n).view(n, -1)
+        longest, order = lengths.amax(dim=1), None
+        if len(sizes) > 1 and longest.min() < longest.max():
+            on_host = longest.argsort(stable=True)
+            lengths = lengths[on_host]
             if self.texts.is_cuda:
                 on_host = on_host.pin_memory()
             order = on_host.to(self.texts.device, non_blocking=True)
@@ -119,7 +120,7 @@ class MicroBatches(Sequence["MicroBatch"]):
 
     batch: Batch
     parts: list[slice]  # k
-    lengths: list[int]  # n, of the texts, in the order of the parts
+    lengths: Tensor  # int64 [n, T], of the texts, in the order of the parts; on the host
     order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
 
     def __len__(self) -> int:
@@ -131,20 +132,24 @@ class MicroBatches(Sequence["MicroBatch"]):
         lengths = self.lengths[part]
         return MicroBatch(
             batch.images[rows],
-            batch.texts[rows, : -(-max(lengths) // TEXT_STEP) * TEXT_STEP],
+            batch.texts[rows, ..., : -(-int(lengths.max()) // TEXT_STEP) * TEXT_STEP].flatten(
+                0, -2
+            ),
             batch.sample_seeds[rows],
             None if self.order is None else rows,
-            sum(lengths) if batch.pack_texts else None,
+            int(lengths.sum()) if batch.pack_texts else None,
         )
 
 
 def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
-    """int64 [n, L] -> int64 [n]: where each text ends, at its first `end_id` (None: highest id)."""
-    return (texts if end_id is None else (texts == end_id).int()).argmax(dim=1)
+    """int64 [..., L] -> int64 [...]: where each text ends, at its first `end_id` (None: highest
+    id)."""
+    return (texts if end_id is None else (texts == end_id).int()).argmax(dim=-1)
 
 
-def text_lengths(texts: Tensor, end_id: int | None = None) -> list[int]:
-    """Tokens of each text, int64 [n, L], up to its end. A causal tower reads nothing behind it."""
+def text_lengths(texts: Tensor, end_id: int | None = None) -> list[Any]:
+    """Tokens of each text, int64 [n, L] or [n, T, L], up to its end. A causal tower reads nothing
+    behind it."""
     return (text_ends(texts, end_id) + 1).tolist()
 
 
@@ -153,7 +158,8 @@ class MicroBatch:
     """What goes through the model at once."""
 
     images: Tensor  # uint8 [b, 3, H, W], or [b, B], as in `Batch`
-    texts: Tensor  # int64 [b, L], L at most context_length
+    # int64 [b, L], or [T b, L], those of an image one after another; L at most context_length
+    texts: Tensor
     sample_seeds: Tensor  # int64 [b]
     # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
     places: Tensor | None = None

@@ -184,7 +184,7 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
             )
         )
     if loaded is None:
-        return build_loss(config.loss), None
+        return build_loss(config.loss, None, config.data.texts_per_image), None
     teacher, digest = loaded
     (first, own), *others = dist.gather_objects((node_name(), digest))
     other = next((node for node, each in others if each != own), None)
@@ -199,7 +199,7 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
         image, *_ = teacher(micro_batch.images, None)
         return named_features(image, *teacher(None, micro_batch.texts)[1:])
 
-    return build_loss(config.loss, teach), digest
+    return build_loss(config.loss, teach, config.data.texts_per_image), digest
 
 
 def evaluation(

@@ -263,7 +263,12 @@ def build_trainer(
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture, traced = resolved.architecture, sorted(config.log.profile_steps or [0])
-    forward_flops = partial(flops_per_sample, architecture, architecture.vision_cfg.patch_dropout)
+    forward_flops = partial(
+        flops_per_sample,
+        architecture,
+        architecture.vision_cfg.patch_dropout,
+        config.data.num_texts,
+    )
     callbacks: list[Callback] = [
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),

@@ -8,17 +8,21 @@ from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.ring import RingInfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
-from clip_train.contrastive.views import matryoshka
+from clip_train.contrastive.views import matryoshka, over_texts
 from clip_train.errors import UserError
 from clip_train.settings import call_imported, import_path, shown
 from clip_train.task import Objective
 
 
-def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
+def build_loss(
+    config: LossConfig, teacher: Teacher | None = None, texts_per_image: int = 1
+) -> Objective:
     """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked.
 
+    texts_per_image: the positives of each image, as `data.texts_per_image`.
+
     UserError for an import path of neither an Objective nor a function as `function.py` has it, and
-    for `loss.widths` of a loss with a memory.
+    for `loss.widths` or several texts of a loss with a memory.
     """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
@@ -38,12 +42,16 @@ def build_loss(config: LossConfig, teacher: Teacher | None = None) -> Objective:
             objective = call_imported("loss.kind", config.kind, config.options, base=Objective)
         else:
             objective = FunctionLoss.named(config.kind, found, config.options, tile)
+    views = config.widths is not None or texts_per_image > 1
+    if views and type(objective).after_step is not Objective.after_step:
+        raise UserError(
+            f"loss.widths ({shown(config.widths)}) and data.texts_per_image ({texts_per_image}): "
+            f"loss.kind ({config.kind}) keeps features of one width and of one text from step to "
+            "step; set loss.widths=null data.texts_per_image=1, or loss.kind=info_nce"
+        )
+    if texts_per_image > 1:
+        objective = over_texts(texts_per_image, objective)
     if config.widths is not None:
-        if type(objective).after_step is not Objective.after_step:
-            raise UserError(
-                f"loss.widths ({shown(config.widths)}): loss.kind ({config.kind}) keeps features "
-                "of one width from step to step; set loss.widths=null, or loss.kind=info_nce"
-            )
         objective = matryoshka(config.widths, objective)
     objective.matmul, objective.weights = config.matmul, config.weights
     return objective

@@ -1,10 +1,12 @@
-"""One loss over several views of the features: pairs of more than two towers, nested widths.
+"""One loss over several views of the features: pairs of more than two towers, nested widths,
+several texts of an image.
 
 A view is a differentiable function of the features. The loss sees each view as a batch of its own,
 and autograd takes its gradients back through the view alone, which is cheap.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,10 +42,17 @@ class WeightedViews(Objective):
     """The sum of `weight * objective(view(features))` over (weight, view)."""
 
     def __init__(
-        self, objective: Objective, views: Iterable[tuple[float, View]], *, own_names: bool
+        self,
+        objective: Objective,
+        views: Iterable[tuple[float, View]],
+        *,
+        own_names: bool,
+        of_teacher: bool = False,
     ) -> None:
-        """own_names: the views know the features by the names that the model gives them."""
+        """own_names: the views know the features by the names that the model gives them.
+        of_teacher: what `Objective.prepare` returned is seen in the same way."""
         self.objective, self.views, self.own_names = objective, [*views], own_names
+        self.of_teacher = of_teacher
         self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
         self.takes_ids = objective.takes_ids
 
@@ -54,9 +63,12 @@ class WeightedViews(Objective):
         leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
         total: Any = 0.0
         unsafe: Any = None
+        given = context.prepared
         for weight, view in self.views:
             with torch.enable_grad():
                 seen = view(leaves)
+            if self.of_teacher and given is not None:
+                context = replace(context, prepared=view(given))
             output = self.objective({name: x.detach() for name, x in seen.items()}, context)
             total += weight * output.loss
             unsafe = output.unsafe if unsafe is None else unsafe | output.unsafe
@@ -108,3 +120,19 @@ def truncated(features: Features, width: int) -> Features:
     if not 1 <= width <= narrowest:
         raise ValueError(f"widths: {width} must be between 1 and the features' {narrowest}")
     return {**features, **{name: F.normalize(x[:, :width], dim=1) for name, x in rows.items()}}
+
+
+def over_texts(count: int, loss: Loss = None) -> WeightedViews:
+    """The mean of `loss` over each of `count` texts of an image. None is `InfoNCE()`.
+
+    A model returns m texts for each image, at least `count`. Those beyond are negatives in all.
+    """
+    views = [(1 / count, partial(with_text, place=t, count=count)) for t in range(count)]
+    return WeightedViews(as_objective(loss), views, own_names=False, of_teacher=True)
+
+
+def with_text(features: Features, place: int, count: int) -> Features:
+    """Of the first `count` texts of each image that at `place` alone, with all that follow."""
+    texts = features["text"].unflatten(0, (len(features["image"]), -1))  # [n, m, D]
+    chosen = torch.cat([texts[:, place : place + 1], texts[:, count:]], dim=1)
+    return {**features, "text": chosen.flatten(0, 1)}

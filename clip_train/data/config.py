@@ -121,6 +121,23 @@ class DataConfig(Settings):
     synthetic: 0.7}: each visit of the sample draws one, by the sample's seed, among those that it
     has. If the `.json` holds a list of captions, each visit draws one; evaluation takes all."""
 
+    texts_per_image: Annotated[int, Field(ge=1, le=1024), Refused] = 1
+    """Texts that an image goes forward with in each visit, its positives; the loss is the mean of
+    the losses with each of them. The names of data.caption_key take turns, and so do the captions
+    in a list, from one that the sample's seed draws; a sample with fewer repeats them. Evaluation
+    is not changed."""
+
+    negative_texts: Annotated[
+        dict[Name, Annotated[int, Field(ge=1, le=1024)]] | None,
+        Allowed(
+            "names with whole numbers from 1 to 1024, or null", example="'{json.negatives: 2}'"
+        ),
+        Refused,
+    ] = None
+    """Hard negatives of each image, {json.negatives: 2}: names as in data.caption_key, and how many
+    texts of each; of a list the sample's seed draws the first. They are negatives of every image,
+    and no image is one of theirs. A sample without them is invalid."""
+
     val: Annotated[
         str | dict[SetName, Name] | None,
         Allowed(
@@ -250,6 +267,11 @@ class DataConfig(Settings):
             )
 
     @property
+    def num_texts(self) -> int:
+        """T: texts of an image, its positives first."""
+        return self.texts_per_image + sum((self.negative_texts or {}).values())
+
+    @property
     def val_places(self) -> dict[str, str]:
         """The validation sets' shards by key: `data.val`, or `data.val.coco`."""
         named = self.val if isinstance(self.val, dict) else {"": self.val}
@@ -376,7 +398,9 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
             "in a tar"
         )
     try:
-        return sample.key, decode.usable_caption(sample, caption_key, stages, config.inputs)
+        return sample.key, decode.usable_caption(
+            sample, caption_key, stages, config.inputs, config.negative_texts
+        )
     except InvalidSample as e:
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)

@@ -57,11 +57,13 @@ def image_bytes(members: Mapping[str, Any]) -> Any:
     raise InvalidSample("no image")
 
 
-def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, list[str]]:
+def captions(
+    members: Mapping[str, Any], caption_key: CaptionKey, count: int = 1
+) -> dict[str, list[str]]:
     """The usable captions by name: the member of that name, or else that key of the `.json`.
 
-    A list of names gives only the first that has any, a mapping all of them. InvalidSample if there
-    is none."""
+    A list of names gives only the first `count` that have any, a mapping all of them. InvalidSample
+    if there is none."""
     names = caption_key or ["txt"]
     if isinstance(names, str):
         names = [names]
@@ -78,24 +80,39 @@ def captions(members: Mapping[str, Any], caption_key: CaptionKey) -> dict[str, l
                 usable[name] = _texts(value)
         except InvalidSample as e:
             reason = str(e) if reason == "no caption" else reason
-        if usable and not isinstance(caption_key, Mapping):
+        if len(usable) == count and not isinstance(caption_key, Mapping):
             break
     if not usable:
         raise InvalidSample(reason)
     return usable
 
 
-def caption(members: Mapping[str, Any], caption_key: CaptionKey, draw: int = 0) -> str:
-    """The one of `captions` that `draw`, uniform in [0, DRAWS), falls on; 0: the first.
+def texts_of(
+    members: Mapping[str, Any],
+    caption_key: CaptionKey,
+    count: int = 1,
+    negatives: Mapping[str, int] | None = None,
+    draw: int = 0,
+) -> list[str]:
+    """`count` of the `captions`, then of each name in `negatives` so many texts. InvalidSample.
 
-    A name is drawn by its weight among those of which the sample has a caption, then one of its
-    captions.
+    draw: uniform in [0, DRAWS); 0: the first ones. The names take turns, those of a mapping from
+    the one that is drawn by its weight among those of which the sample has a caption. Of a name's
+    captions one is drawn, and the next ones follow it around. Too few of them repeat.
     """
-    usable = captions(members, caption_key)
-    weights = caption_key if isinstance(caption_key, Mapping) else dict.fromkeys(usable, 1.0)
-    ends = list(itertools.accumulate(weights[name] for name in usable))
-    texts = list(usable.values())[bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])]
-    return texts[draw % len(texts)]
+    usable = captions(members, caption_key, count)
+    names, first = [*usable.values()], 0
+    if isinstance(caption_key, Mapping):
+        ends = list(itertools.accumulate(caption_key[name] for name in usable))
+        first = bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])
+    turns = [(names[(first + t) % len(names)], draw + t // len(names)) for t in range(count)]
+    texts = [own[place % len(own)] for own, place in turns]
+    for name, number in (negatives or {}).items():
+        try:
+            texts += texts_of(members, name, number, draw=draw)
+        except InvalidSample as e:
+            raise InvalidSample(f"data.negative_texts.{name}: {e}") from e
+    return texts
 
 
 def _texts(value: Any) -> list[str]:
@@ -143,10 +160,12 @@ def usable_caption(
     caption_key: CaptionKey,
     stages: Sequence[Stage | str] = (),
     inputs: Mapping[str, str] | None = None,
+    negatives: Mapping[str, int] | None = None,
 ) -> str:
     """The caption of a sample that can be used, as far as one can see without decoding its image.
 
-    stages, inputs: as `data.stages` and `data.inputs`; they run. InvalidSample.
+    stages, inputs, negatives: as `data.stages`, `data.inputs` and `data.negative_texts`; they run.
+    InvalidSample.
     """
     if sample.duplicate:
         raise InvalidSample("duplicate key")
@@ -158,7 +177,7 @@ def usable_caption(
         own_inputs(fields, layout, image_bytes)
     else:
         image_bytes(fields)
-    return caption(fields, caption_key)
+    return texts_of(fields, caption_key, negatives=negatives)[0]
 
 
 @contextlib.contextmanager

@@ -201,14 +201,14 @@ def adjust_color(image: Image.Image, operation: int, factor: float) -> Image.Ima
     return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
 
 
-def synthetic_sample(seed: int, image_size: int) -> tuple[Tensor, str]:
-    """Noise [3, S, S] of uint8, in memory that images share, and a caption: both by the sample's
+def synthetic_sample(seed: int, image_size: int, num_texts: int = 1) -> tuple[Tensor, list[str]]:
+    """Noise [3, S, S] of uint8, in memory that images share, and captions: both by the sample's
     seed alone."""
     size = 3 * image_size**2
     begin = seed % OFFSETS
     rng = random.Random(seed)
-    caption = " ".join(rng.choices(WORDS, k=rng.randint(FEWEST, MOST)))
-    return _noise(size + OFFSETS)[begin : begin + size].view(3, image_size, image_size), caption
+    captions = [" ".join(rng.choices(WORDS, k=rng.randint(FEWEST, MOST))) for _ in range(num_texts)]
+    return _noise(size + OFFSETS)[begin : begin + size].view(3, image_size, image_size), captions
 
 
 @functools.cache

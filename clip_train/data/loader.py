@@ -12,6 +12,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
-from clip_train.data.decode import Stage
+from clip_train.data.decode import Stage, texts_of
 from clip_train.data.images import TrainTransform, own_augmentation
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
@@ -69,7 +70,7 @@ class TrainLoader(Iterator[Batch]):
         storage: how patiently remote shards are read.
         tokenizer: picklable; None: CLIP's own.
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
-            nothing behind it.
+            nothing behind it; of several texts for an image [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
 
     Raises:
@@ -95,7 +96,7 @@ class TrainLoader(Iterator[Batch]):
         stages: Sequence[Stage] = (),
         storage: StorageConfig | None = None,
         tokenizer: Tokenize | None = None,
-        lengths: Callable[[Tensor], list[int]] | None = text_lengths,
+        lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
@@ -122,9 +123,15 @@ class TrainLoader(Iterator[Batch]):
             **config.augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
+        texts = partial(
+            texts_of,
+            caption_key=config.caption_key,
+            count=config.texts_per_image,
+            negatives=config.negative_texts,
+        )
         self._stream = PieceStream(
             self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
-            config.caption_key, (*(config.stages or ()), *stages), self.layout,
+            texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
             row_shape(self.layout, image_size),
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts

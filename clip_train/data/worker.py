@@ -12,7 +12,7 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.data import decode
-from clip_train.data.decode import CaptionKey, Stage
+from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
@@ -61,7 +61,7 @@ class Piece:
     """One worker's part of one step."""
 
     images: Tensor | None  # uint8 [p, *row]; None where they are in `shared_images`
-    texts: Tensor  # int64 [p, context_length]
+    texts: Tensor  # int64 [p, context_length], or [p, T, context_length]
     seeds: Tensor  # int64 [p]
     keys: list[str]  # p
     invalid: list[Invalid]
@@ -78,7 +78,8 @@ class PieceStream(IterableDataset):
     start: int  # the first step
     transform: TrainTransform
     tokenizer: Tokenize
-    caption_key: CaptionKey
+    texts_of: Callable[..., list[str]]  # from a sample and `draw` to its `num_texts` texts
+    num_texts: int  # T
     stages: Sequence[Stage | str]  # or their import paths; each maps one sample to one or none
     layout: Sequence[Input]  # of `data.inputs`
     row: tuple[int, ...]  # `row_shape` of the layout
@@ -119,7 +120,7 @@ class PieceStream(IterableDataset):
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
             keys: list[str] = []
-            captions: list[str] = []
+            texts: list[str] = []
             seeds: list[int] = []
             invalid: list[Invalid] = []
             for stream, numbers in shares.items():
@@ -134,14 +135,14 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
-                    image, caption, key = self._first_usable(candidates, seed, invalid)
+                    image, its_texts, key = self._first_usable(candidates, seed, invalid)
                     images[len(keys)] = image  # at once, while it is in the cache
-                    captions.append(caption)
+                    texts += its_texts
                     keys.append(key)
                     seeds.append(seed)
             yield Piece(
                 images if self.memory is None else None,
-                self.tokenizer(captions),
+                self.tokenizer(texts).unflatten(0, (count, self.num_texts)).squeeze(1),
                 torch.tensor(seeds, dtype=torch.int64),
                 keys,
                 invalid,
@@ -151,8 +152,8 @@ class PieceStream(IterableDataset):
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
-    ) -> tuple[Tensor, str, str]:
-        """Its row, caption and key of the first one that decodes. The first of all goes
+    ) -> tuple[Tensor, list[str], str]:
+        """Its row, texts and key of the first one that decodes. The first of all goes
         into `invalid` if it cannot be used; the others have places of their own, where they are
         counted."""
         tried: list[Invalid] = []
@@ -162,7 +163,7 @@ class PieceStream(IterableDataset):
                 continue
             key, url = item["__key__"], item["__url__"]
             if url.startswith(SYNTHETIC):
-                return *synthetic_sample(seed, self.transform.image_size), key
+                return *synthetic_sample(seed, self.transform.image_size, self.num_texts), key
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
                     fields = decode.staged(item, self.stages) if self.stages else item
@@ -172,12 +173,12 @@ class PieceStream(IterableDataset):
                         if self.layout
                         else self._image(fields)
                     )
-                    caption = decode.caption(fields, self.caption_key, draw=seed)
+                    texts = self.texts_of(fields, draw=seed)
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return row, caption, key
+            return row, texts, key
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:

@@ -177,7 +177,7 @@ def check_labels(
     with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
         for sample in itertools.islice(iter_samples(file), LOOK_AT):
             try:
-                caption = decode.caption(sample.members, caption_key)
+                caption = decode.texts_of(sample.members, caption_key)[0]
             except InvalidSample:
                 caption = ""
             try:

@@ -91,13 +91,14 @@ class CLIP(nn.Module):
 
         Args:
             images: uint8 [b, 3, H, W], normalized here, or float, already normalized.
-            texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended.
+            texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended. Or
+                [T b, L], where those of an image follow one another.
             sample_seeds: int64 [b], for the dropouts in training.
             num_tokens: of the texts up to their ends. Given, texts are computed without padding.
 
         Returns:
-            image features [b, D], text features [b, D] (None where not asked for), exp(logit_scale)
-            [1], logit_bias [1] or None. Features have length 1. All are float32, or float64 in a
+            image features [b, D], text features [b, D] or [T b, D] (None where not asked for),
+            exp(logit_scale) [1], logit_bias [1] or None. Features have length 1. All are float32, or float64 in a
             float64 model.
 
         Raises:
@@ -112,8 +113,14 @@ class CLIP(nn.Module):
     def _text_features(
         self, texts: Tensor, sample_seeds: Tensor | None, num_tokens: int | None = None
     ) -> Tensor:
-        """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off."""
+        """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off.
+
+        Of [T b, L] those of a sample follow one another, and draw by its seed and the next ones.
+        """
         cfg = self.architecture.text_cfg
+        if sample_seeds is not None and len(texts) > len(sample_seeds):
+            numbers = torch.arange(len(texts) // len(sample_seeds), device=texts.device)
+            sample_seeds = (sample_seeds[:, None] + numbers).flatten()
         if (
             texts.ndim != 2
             or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length
@@ -237,20 +244,22 @@ def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> n
 
 
 @torch.no_grad()
-def own_mistakes(architecture: OwnModel) -> list[str]:
+def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
     """What does not fit, by two samples on torch's meta device. UserError if it cannot be built."""
     length = architecture.text_cfg.context_length
-    where, wanted = f"model.name ({architecture.own})", [2, architecture.embed_dim]
+    where, D = f"model.name ({architecture.own})", architecture.embed_dim
+    both = 2 * num_texts
+    wanted = [[2, D], [both, D]] * 2
     with torch.device("meta"):
         model = build_model(architecture).eval()
         images = torch.zeros(2, *shape_of_sample(architecture), dtype=torch.uint8)
-        texts = torch.zeros(2, length, dtype=torch.int64)
+        texts = torch.zeros(both, length, dtype=torch.int64)
         try:
-            image, text, scale, bias, *_ = model(images, texts, texts[:, 0])
+            image, text, scale, bias, *_ = model(images, texts, texts[:2, 0])
             every = (image, text, model(images, None)[0], model(None, texts)[1])
             model.get_submodule("visual"), model.get_parameter("logit_scale")
             if architecture.tokenizer is not None:  # loader workers get a copy
-                texts = pickle.loads(pickle.dumps(architecture.tokenizer))(["a photo", "of two"])
+                texts = pickle.loads(pickle.dumps(architecture.tokenizer))(["a photo"] * both)
         except Exception as e:
             return [
                 f"{where} failed on two samples on torch's meta device: {type(e).__name__}: {e}. "
@@ -261,16 +270,19 @@ def own_mistakes(architecture: OwnModel) -> list[str]:
             ]
     shapes = [[*each.shape] for each in every]
     rules = [
-        (shapes != [wanted] * 4, f"returned features {shapes}; its embed_dim asks for {wanted}"),
+        (
+            shapes != wanted,
+            f"returned features {shapes}; its embed_dim and its texts ask for {wanted}",
+        ),
         ([*scale.shape] != [1], f"returned a scale {[*scale.shape]}; return exp(logit_scale), [1]"),
         (
             (bias is None) != (architecture.init_logit_bias is None),
             "must return a bias if it has an attribute init_logit_bias, and else None",
         ),
         (
-            texts.dtype != torch.int64 or [*texts.shape] != [2, length],
-            f"has a tokenizer that returned {texts.dtype} {[*texts.shape]} for 2 texts; return "
-            f"torch.int64 [2, {length}], or change its context_length",
+            texts.dtype != torch.int64 or [*texts.shape] != [both, length],
+            f"has a tokenizer that returned {texts.dtype} {[*texts.shape]} for {both} texts; "
+            f"return torch.int64 [{both}, {length}], or change its context_length",
         ),
     ]
     return [f"{where} {message}" for message in broken(rules)]
@@ -288,8 +300,10 @@ def count_parameters(architecture: AnyArchitecture) -> int:
 
 
 @cache
-def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) -> float:
-    """Floating point operations of one image and one text going forward: 2 for each MAC.
+def flops_per_sample(
+    architecture: AnyArchitecture, patch_dropout: float = 0.0, num_texts: int = 1
+) -> float:
+    """Floating point operations of one image and its texts going forward: 2 for each MAC.
 
     Counted by torch on tensors without data. Causal attention counts in full, as is the custom, and
     so does the padding behind a text, which the model may skip. A step costs 3 of these for each
@@ -304,7 +318,7 @@ def flops_per_sample(architecture: AnyArchitecture, patch_dropout: float = 0.0) 
             if type(module).__name__.startswith("PatchDropout"):  # timm's and OpenCLIP's, too
                 module.train()
         images = torch.zeros(1, *sample, dtype=torch.uint8)
-        texts = torch.zeros(1, length, dtype=torch.int64)
+        texts = torch.zeros(num_texts, length, dtype=torch.int64)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(images, texts, torch.zeros(1, dtype=torch.int64))
     return float(counter.get_total_flops())

@@ -53,24 +53,27 @@ def estimate_memory(
     )  # which every rank holds, as it does the memory banks
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
-    sample = math.prod(shape_of_sample(architecture)) + 8 * architecture.text_cfg.context_length
+    T, length = config.data.num_texts, architecture.text_cfg.context_length
+    sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
     return replace(
         held,
         parameters=held.parameters
         + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
         activations=profile.bytes_for(plan) if profile else 0.0,
-        features=4 * D * (2 * plan.global_size + 4 * plan.per_rank + 2 * banked)
+        features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
         + 2 * sample * plan.per_rank,  # and the next batch
     )
 
 
-def micro_batch(architecture: AnyArchitecture, device: torch.device, size: int) -> MicroBatch:
-    """Any one of that size."""
+def micro_batch(
+    architecture: AnyArchitecture, device: torch.device, size: int, num_texts: int = 1
+) -> MicroBatch:
+    """Any one of that size. num_texts: of each image."""
     sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
     return MicroBatch(
         torch.zeros(size, *sample, dtype=torch.uint8, device=device),
-        torch.zeros(size, length, dtype=torch.int64, device=device),
+        torch.zeros(num_texts * size, length, dtype=torch.int64, device=device),
         torch.arange(size, device=device),
     )
 
@@ -87,6 +90,7 @@ def _profile(
     dropout: float,
     checkpointing: bool,
     frozen: frozenset[str] = frozenset(),
+    num_texts: int = 1,
 ) -> Profile:
     """By fake tensors; of shallow towers, and what one block more takes of either: those of a large
     model take half a minute. OpenCLIP's stay whole. frozen: towers without a graph, which take
@@ -120,7 +124,10 @@ def _profile(
                 p.requires_grad_(IMAGE_TEXT.group(name) not in frozen)
             return model
 
-        return fake_profile(make_model, partial(micro_batch, architecture, torch.device("cpu")))
+        return fake_profile(
+            make_model,
+            partial(micro_batch, architecture, torch.device("cpu"), num_texts=num_texts),
+        )
 
     total = base = profile(shallow)
     for (name, tower), depth in towers.items():
@@ -132,13 +139,14 @@ def _profile(
 def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     """From fake tensors; with a teacher, its forward too."""
     config, architecture = resolved.config, resolved.architecture
-    precision = config.engine.precision
+    precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
-    own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen)
+    own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
     teacher = config.model.teacher_architecture()
     if teacher is None:
         return own
-    return replace(own, forward=max(own.forward, _profile(teacher, precision, 0.0, False).forward))
+    of_teacher = _profile(teacher, precision, 0.0, False, num_texts=T)
+    return replace(own, forward=max(own.forward, of_teacher.forward))
 
 
 def decide(resolved: Resolved, limit: float | None, activations: float = float("inf")) -> Resolved:

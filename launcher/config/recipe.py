@@ -102,6 +102,18 @@ class RunConfig(Settings):
             f"loss.exchange=gather, not with {self.loss.kind} and {self.loss.exchange}",
         )
         yield (
+            self.data.negative_texts is not None
+            and (
+                self.loss.kind in ("sigmoid", "memory_bank")
+                or self.loss.exchange == "ring"
+                or self.model.teacher is not None
+            ),
+            f"data.negative_texts ({shown(self.data.negative_texts)}) need loss.kind=info_nce with "
+            f"loss.exchange=gather and model.teacher=null (now {self.loss.kind}, "
+            f"{self.loss.exchange}, {shown(self.model.teacher)}); set these, or "
+            "data.negative_texts=null",
+        )
+        yield (
             isinstance(self.data.val, dict)
             and self.evaluate.zero_shot_classes is not None
             and self.evaluate.zero_shot_data is None,

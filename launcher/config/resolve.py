@@ -120,7 +120,9 @@ def resolve(
         problems += map(UserError, broken([numbered_layers]))
         collect(model.teacher_architecture)
         if isinstance(architecture, OwnModel):
-            problems += map(UserError, collect(own_mistakes, architecture) or [])
+            problems += map(
+                UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
+            )
         places = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
         for place in filter(hub.is_on_hub, filter(None, places)):
             collect(hub.resolve, place)
@@ -197,7 +199,8 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     cancel one. UserError for an import path that does not lead to a loss.
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
-    takes_bias, weights = build_loss(config.loss).takes_bias, config.loss.weights
+    weights, data = config.loss.weights, config.data
+    takes_bias = build_loss(config.loss, None, data.texts_per_image).takes_bias
     own_losses = isinstance(architecture, Architecture) and architecture.own is not None
     captions = getattr(architecture, "multimodal_cfg", None) is not None
     widest = max(config.loss.widths or {0: 0})
@@ -222,6 +225,12 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
             f"loss.caption_weight ({weights['caption_loss']}) and loss.contrastive_weight "
             f"({weights['contrastive_loss']}) are factors of a CoCa's two losses, and {name} has "
             "one: set loss.caption_weight=2 and loss.contrastive_weight=1, or take them out",
+        ),
+        (
+            captions and data.num_texts > 1,
+            f"data.texts_per_image ({data.texts_per_image}) and data.negative_texts "
+            f"({shown(data.negative_texts)}): {name} writes captions, and learns one text of each "
+            "image; set data.texts_per_image=1 and data.negative_texts=null",
         ),
         (
             not any(weights.values()),

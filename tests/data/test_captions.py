@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clip_train.data.config import DataConfig, check_source
-from clip_train.data.decode import DRAWS, caption, captions
+from clip_train.data.decode import DRAWS, captions, texts_of
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.validation import ValLoader
@@ -50,7 +50,7 @@ MEMBERS = {
 )
 def test_what_a_name_means(key, expected):
     assert [text for texts in captions(MEMBERS, key).values() for text in texts] == expected
-    assert caption(MEMBERS, key) == expected[0]
+    assert texts_of(MEMBERS, key)[0] == expected[0]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
 REFUSED = """run.seed model.name model.image_size model.patch_dropout model.dropout
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
+data.texts_per_image data.negative_texts
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
 data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options data.inputs data.stages
 data.scaled_decode
@@ -144,6 +145,8 @@ def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
     then = recipe().model_dump(mode="json")
     for key in (
         "kind",
+        "texts_per_image",
+        "negative_texts",
         "aug_ratio",
         "aug_color_jitter",
         "aug_color_jitter_prob",
