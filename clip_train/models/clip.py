@@ -98,8 +98,8 @@ class CLIP(nn.Module):
 
         Returns:
             image features [b, D], text features [b, D] or [T b, D] (None where not asked for),
-            exp(logit_scale) [1], logit_bias [1] or None. Features have length 1. All are float32, or float64 in a
-            float64 model.
+            exp(logit_scale) [1], logit_bias [1] or None. Features have length 1. All are float32,
+            or float64 in a float64 model.
 
         Raises:
             ValueError: `sample_seeds` are missing in training with dropout; a wrong size of images
