@@ -118,7 +118,7 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
         except UserError as e:
             yield error(name, str(e), "see the message")
         except Exception as e:
-            remedy = "mend it, or report it if it is no fault of this machine"
+            remedy = "correct it, or report it if this machine is not the cause"
             yield error(name, f"{type(e).__name__}: {e}", remedy)
 
 
@@ -134,8 +134,8 @@ def check_versions() -> Iterator[Finding]:
         if numbers(found)[: len(newest)] > newest:
             yield warning(
                 "versions",
-                f"{name} {found} is newer than {NEWEST[name]}, the newest version that was tested",
-                "docs/versions.md names those that were; install one of them if something fails",
+                f"{name} {found} is newer than {NEWEST[name]}, the newest tested version",
+                "docs/versions.md lists the tested versions; install one if something fails",
             )
         else:
             yield ok("versions", f"{name} {found}")

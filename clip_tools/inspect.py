@@ -121,7 +121,7 @@ def to_evaluate(
         )
     if ema:
         raise UserError(
-            f"--ema is of a run's checkpoint, not of weights ({weights or place}); leave it out"
+            f"--ema requires a training checkpoint, not weights ({weights or place}); leave it out"
         )
     if bare:
         config = check_config(apply_overrides(NO_RUN, overrides), place)
@@ -179,8 +179,8 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
         # a remote recipe must not choose what this machine opens or imports
         if url not in (None, IMAGENET) and name not in said:
             raise UserError(
-                f"the recipe in {found.path} names {name}={url}, which is used only if you say "
-                f"so: add {name}={url}, another, or {name}=null"
+                f"the recipe in {found.path} names {name}={url}, which is used only if you "
+                f"allow it: add {name}={url}, another, or {name}=null"
             )
     if "evaluate.functions" not in said:  # code is imported only if the command line names it
         recipe_there["evaluate"].pop("functions", None)
@@ -204,7 +204,7 @@ def check_names(found: Resumed, model: str, *, said: bool) -> None:
     if foreign:
         raise UserError(
             f"the model in {found.path} names {', '.join(sorted(foreign))}, which is opened only "
-            "if you say so: add model.name=<OpenCLIP's model, or a JSON, that names it as well>"
+            "if you allow it: add model.name=<OpenCLIP's model, or a JSON, that names it as well>"
         )
 
 

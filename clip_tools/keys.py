@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if path and prefix in POSITIONAL:
         rows = options_of(prefix, path)
     if not rows:
-        raise UserError(f"no key begins with {prefix}; {nearest(prefix)}")
+        raise UserError(f"no key starts with {prefix}; {nearest(prefix)}")
     if not args.markdown:
         for name, default, allowed, meaning in rows:
             print(f"{name}\t{default}\t{allowed}. {meaning}")

@@ -176,7 +176,7 @@ def dry_run(args: argparse.Namespace) -> int:
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
-    print("nothing was started or written: the same line without --dry-run trains")
+    print("nothing was started or written; run the same command without --dry-run to train")
     return 0
 
 

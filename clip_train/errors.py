@@ -45,7 +45,7 @@ def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
     if not folder or os.path.isdir(folder):
         return UserError(f"{what}; {remedy}")
     return RankError(
-        f"{what}, nor is there a folder {folder}: correct the path, or mount it on "
+        f"{what}, and the folder does not exist either: {folder}: correct the path, or mount it on "
         f"{socket.gethostname()}"
     )
 

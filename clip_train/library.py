@@ -79,7 +79,7 @@ def contrastive_step(
     if loss is not None and not known and (isinstance(loss, Objective) or not callable(loss)):
         raise ValueError(
             f"loss must be InfoNCE, SigmoidLoss, over_pairs, matryoshka or a function, not "
-            f"{type(loss).__name__}: others need the trainer"
+            f"{type(loss).__name__}: other losses need the trainer"
         )
     objective = as_objective(loss)
     given: dict[Any, Any] = dict(enumerate(inputs)) | named
@@ -121,7 +121,7 @@ def contrastive_step(
         ),
         (
             scaler is not None and hasattr(model, "coalesce_grad_reduction"),
-            f"scaler: {type(model).__name__} scales by itself; take it out",
+            f"scaler: {type(model).__name__} scales the loss itself; remove scaler",
         ),
         *wrapper_rules(model),
     ]
@@ -188,7 +188,7 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
         yield (
             is_sharded(module, "FullyShardedDataParallel")
             or (module is not model and hasattr(module, "set_gradient_accumulation_boundary")),
-            f"model holds {name}, which reduces gradients in its own way: wrap the plain module "
+            f"model holds {name}, which reduces gradients differently: wrap the plain module "
             "with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
         )
         if is_sharded(module):

@@ -129,8 +129,8 @@ class _Parts:
         if remedy is not None:
             raise OutOfMemoryError(
                 f"out of memory in the {phase} on rank {dist.rank()} ({error}), where the others "
-                f"wait for it: it cannot be made good. {remedy}; the run goes on from its last "
-                "checkpoint when started again"
+                f"wait for it, so the step cannot be repeated. {remedy}; start the run again to "
+                "continue from its last checkpoint"
             )
         why = f"out of memory in the {phase} ({error})"
         if phase != "backward pass" or dist.world_size() == 1:

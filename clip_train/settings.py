@@ -275,7 +275,7 @@ def explain(
         said = each["msg"]
         if each["type"] in ("extra_forbidden", "invalid_key"):
             path = ".".join(map(str, loc))
-            lines[path] = f"{path} ({shown(each['input'])}): there is no such key; {unknown(path)}"
+            lines[path] = f"{path} ({shown(each['input'])}): no such key; {unknown(path)}"
         elif each["type"] == "missing" and keys == list(loc):
             command = f", or {_example(path, field)} to the command" if within == "recipe" else ""
             lines[path] = f"{path} is missing; add it to the {within}{command}"

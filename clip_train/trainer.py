@@ -134,7 +134,7 @@ class Trainer:
             try:
                 self.last = next(batches)
             except StopIteration:
-                self.failure = DataError("the data has ended, although it should go round")
+                self.failure = DataError("the data ended, although it should repeat")
             except Exception as e:
                 self.failure = e
         if first:
@@ -287,7 +287,8 @@ class Trainer:
         if step == 0:
             removed = self._remove_stop_file()
             raise Preempted(
-                f"stopped by {reasons} before the first step{removed}; run the same line to begin"
+                f"stopped by {reasons} before the first step{removed}; "
+                "run the same command to start"
             )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
@@ -300,7 +301,7 @@ class Trainer:
         removed = self._remove_stop_file()
         raise Preempted(
             f"stopped by {reasons} after step {step}: {self.committed()}{removed}; "
-            "run the same line to continue"
+            "run the same command to continue"
         )
 
     def committed(self) -> str:

@@ -70,7 +70,7 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
         yield error(
             "disk",
             f"run.dir ({run_dir}) cannot be written: {e}",
-            "choose another, or mend its permissions",
+            "choose another, or correct its permissions",
         )
         return
     # fp32 weights and two moments of each parameter, in the checkpoints that are kept and one more

@@ -101,7 +101,7 @@ def build_loader(
         )
         index, began = data.index, data.began
         if data.notice and dist.is_main():
-            warn(f"the data begins anew at step {began}, as the recipe allows: {data.notice}")
+            warn(f"the data starts over at step {began}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, log=log)
     text = resolved.architecture.text_cfg
     return dist.agreed(

@@ -117,7 +117,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
     try:
         found, unknown = parser.parse_known_args(hyphens)
     except argparse.ArgumentError as e:
-        raise UserError(f"{e.argument_name} has no value; is the command cut?") from None
+        raise UserError(f"{e.argument_name} has no value; is the command truncated?") from None
     mistakes = []
     for flag in [word for word in unknown if word.startswith("--")]:
         near = get_close_matches(flag.removeprefix("--"), FLAGS, n=1)
@@ -229,8 +229,8 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
         (
             has_weights and "train-data" not in given,
             "--pretrained",
-            "without --train-data OpenCLIP evaluates these weights alone; so does: clip-train "
-            f"evaluate THIS.yaml --weights {keys.get('model.init_from')}",
+            "without --train-data, OpenCLIP only evaluates these weights. The same here: "
+            f"clip-train evaluate THIS.yaml --weights {keys.get('model.init_from')}",
         ),
         (
             from_hub and not has_weights,

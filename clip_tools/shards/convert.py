@@ -44,9 +44,7 @@ SETTINGS = "shards.json"  # what the shards of a folder were made of
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 ROWS_AT_ONCE = 1000
-UNREADABLE = (
-    'a quote (") that is not closed: close it, or write "" for a quote within a quoted text'
-)
+UNREADABLE = 'an unclosed quote ("): close it, or write "" for a quote within a quoted text'
 TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
 
 
@@ -310,7 +308,7 @@ def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         changed = [
             f"{k}: {before[k]}, now {v}" for k, v in settings.items() if before.get(k, v) != v
         ]
-        others = "; ".join(changed) or "they are not from here"
+        others = "; ".join(changed) or "they were not written by clip-train"
         raise UserError(
             f"OUT ({folder}) holds other shards ({others}): remove them, or give another folder"
         )

@@ -118,8 +118,8 @@ def check(storage: Storage, held: Lease) -> None:
     if epoch > held.epoch or token != held.token:
         raise FencedError(
             f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is "
-            f"{held.epoch}), so this one may not commit there any more: stop one of the two, or "
-            "give them different run.name and checkpoint.remote"
+            f"{held.epoch}), so this process may not commit there any more: stop one of the two, "
+            "or give them different run.name and checkpoint.remote"
         )
 
 
@@ -257,7 +257,7 @@ def readable(url: str) -> Iterator[None]:
     except OSError as e:
         raise CheckpointError(
             f"cannot read the checkpoints under {url}: {type(e).__name__}: {e}. This is not "
-            "taken for a damaged or missing checkpoint; mend it, or set checkpoint.resume"
+            "taken for a damaged or missing checkpoint; correct it, or set checkpoint.resume"
         ) from e
 
 

@@ -149,7 +149,7 @@ def preflight(storage: Storage) -> list[str]:
         storage.put_bytes(file, content)
         doing, right = "be read", "s3:GetObject"
         if storage.read_bytes(file) != content:
-            raise CheckpointError("gives back other bytes than were written")
+            raise CheckpointError("returns other bytes than were written")
         doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
         # two writers, of which one may win: this is how leases and commits are taken
         if not storage.put_bytes(once, b"first", if_absent=True):
@@ -158,7 +158,7 @@ def preflight(storage: Storage) -> list[str]:
             )
         if storage.put_bytes(once, b"second", if_absent=True):
             warnings.append(f"checkpoint.remote ({storage.url}) {_IGNORES_CONDITIONS}")
-        doing, right = "have files deleted (retention does)", "s3:DeleteObject"
+        doing, right = "delete files (needed for retention)", "s3:DeleteObject"
         for name in (file, once):
             storage.delete(name)
             if storage.exists(name):
@@ -181,7 +181,7 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Cl
     remedy = "give s3://bucket/prefix, or a folder"
     if isinstance(e, CheckpointError):
         kind, result = CheckpointError, str(e)
-        remedy = "use another server, or ask those who run it"
+        remedy = "use another server, or ask its administrators"
     elif isinstance(e, OSError):
         result = f"cannot {doing}: {str(e.strerror or e).removeprefix(f'{url}: ')}"
         head, _, advice = result.rpartition("; ")  # ObjectStorage ends its refusals with the remedy
@@ -192,5 +192,5 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Cl
         elif head:
             result, remedy = head, f"{advice} ({right})" if "the right" in advice else advice
         else:
-            remedy = "mend its permissions, or choose another place"
+            remedy = "correct its permissions, or choose another place"
     return kind(f"checkpoint.remote ({url}) {result}; {remedy}")

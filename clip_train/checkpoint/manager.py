@@ -387,7 +387,7 @@ class CheckpointManager:
 
     def _fallback(self) -> str:
         if self.last_good is None:
-            return "there is no good one yet"
+            return "no checkpoint is committed yet"
         return f"the last good one is {self.last_good.path}"
 
     def _count(self, what: str) -> None:

@@ -101,9 +101,9 @@ def parse_checked(data: bytes) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     digest = body.pop("sha256", None) or body.pop("seal", None)  # the name that format 2 gave it
     if digest is None and body.get("format") == FORMAT_VERSION:
-        raise ValueError("it names no sha256")
+        raise ValueError("it has no sha256")
     if digest not in (None, sha256_of(_canonical(body))):  # before its format is believed
-        raise ValueError("it does not have the sha256 that it names")
+        raise ValueError("its sha256 does not match")
     return check_format(body)
 
 
@@ -118,7 +118,7 @@ def sha256_of(data: bytes) -> str:
 def verified(data: bytes, sha256: str) -> bytes:
     """ValueError for data without this sha256."""
     if sha256_of(data) != sha256:
-        raise ValueError("it does not have its sha256")
+        raise ValueError("its sha256 does not match")
     return data
 
 
@@ -132,9 +132,9 @@ def check_format(body: Any) -> dict[str, Any]:
     if not isinstance(version, int) or version < 1:
         raise ValueError(f"format {version!r}")
     remedy = (
-        "go on with the clip-train that wrote it, or export its weights there (clip-train export) "
-        "and start from them in another run.dir and checkpoint.remote (model.init_from=<the "
-        "export>)"
+        "continue with the clip-train that wrote it, or export its weights there (clip-train "
+        "export) and start from them in another run.dir and checkpoint.remote "
+        "(model.init_from=<the export>)"
     )
     if version > FORMAT_VERSION:
         remedy = (

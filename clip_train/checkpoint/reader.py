@@ -86,7 +86,7 @@ def parse_layout(layout: bytes, sizes: list[int]) -> Layout:
     unpacked = zlib.decompressobj()
     data = unpacked.decompress(layout, LARGEST_LAYOUT)
     if not unpacked.eof:
-        raise ValueError(f"it is cut, or more than {LARGEST_LAYOUT} bytes")
+        raise ValueError(f"it is truncated, or larger than {LARGEST_LAYOUT} bytes")
     begin = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:begin])
     shapes = {name: tuple(shape) for name, shape in head["params"]}
@@ -223,7 +223,7 @@ class FragmentReader:
         DamagedError, CheckpointError.
         """
         path = self._folder / block.name
-        data, problem = b"", "does not have its sha256: a byte has changed since it was written"
+        data, problem = b"", "does not match its sha256: a byte changed after it was written"
         with readable(str(self._folder)):
             try:
                 with path.open("rb") as f:
@@ -243,8 +243,8 @@ class FragmentReader:
         except OSError as e:
             raise CheckpointError(
                 f"cannot write {path}, to which the checkpoint of step {self._found.commit.step} "
-                f"is fetched ({type(e).__name__}: {e}): make room there, or mend the disk, or set "
-                "run.dir"
+                f"is fetched ({type(e).__name__}: {e}): free space there, or set "
+                "run.dir to another disk"
             ) from e
         self._ready.add(block)
         return len(data)

@@ -164,7 +164,7 @@ def describe_skipped(skipped: Skipped) -> list[str]:
 def _describe_damage(places: Places, skipped: Skipped) -> str:
     where = " and ".join(each.url for each in places if each is not None)
     if not skipped:
-        return f"there is no checkpoint under {where}"
+        return f"no checkpoint was found under {where}"
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
     return f"none of the checkpoints under {where} is whole:{reasons}"
 
@@ -328,7 +328,7 @@ def open_to_look(
     found, skipped = resolve(places, only)
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
     if found is None:
-        why = f"there is no whole checkpoint under {where}{reasons}"
+        why = f"no whole checkpoint was found under {where}{reasons}"
         raise UserError(f"{why}; train first, or correct the place")
     if skipped:
         raise UserError(

@@ -388,7 +388,9 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
         with open_shard(shard, reading) as file:
             sample = next(iter_samples(file), None)
     except TarError as e:
-        raise UserError(f"data.train ({shard}) is no readable tar file: {e}; write it again") from e
+        raise UserError(
+            f"data.train ({shard}) cannot be read as a tar file: {e}; write it again"
+        ) from e
     except OSError as e:
         why = f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
         raise unreadable(e, why) from e
@@ -431,7 +433,7 @@ def existing(spec: str, field: str) -> list[list[str]]:
             "'OUT/*.tar' then"
         )
     what = (
-        f"{field} ({spec}): {len(lost)} of {len(shards)} shards are not there, the first is "
+        f"{field} ({spec}): {len(lost)} of {len(shards)} shards do not exist; the first is "
         f"{lost[0]}"
     )
     raise missing(local_path(lost[0]), what, "correct the path or the range in braces")

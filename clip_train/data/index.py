@@ -255,7 +255,7 @@ class ResumedData:
 
     index: ShardIndex  # with the counts that the order was made of
     began: int  # step
-    notice: str = ""  # why it begins anew
+    notice: str = ""  # why it starts over
 
 
 def resume_data(
@@ -285,7 +285,7 @@ def resume_data(
     ]
     if notices and not changed_order:
         raise UserError(
-            f"the order of the data is not that of the checkpoint: {'; '.join(notices)}. Restore "
+            f"the data order differs from the checkpoint's: {'; '.join(notices)}. Restore "
             "it, or set checkpoint.allow_changed_recipe=true to continue with the weights and "
             "begin the data anew"
         )

@@ -85,7 +85,7 @@ def encode(
         image.append(seen[: len(batch.captions)])  # of the blank sample only the width is kept
         text += read
     if blank is None:
-        raise UserError("there are no samples in the data to be evaluated on")
+        raise UserError("the evaluation data has no samples")
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:

@@ -223,7 +223,7 @@ class Run:
             ),
         ]
         found = [(level, text) for holds, level, text in rules if holds]
-        return found or [("ok", "nothing to remark: no failed save, data in time")]
+        return found or [("ok", "no problems: no failed save, and data arrives in time")]
 
 
 def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any]) -> None:

@@ -381,7 +381,7 @@ def load_architecture(name: str) -> AnyArchitecture:
         try:
             content = json.loads(path.read_text())
         except ValueError as e:
-            raise UserError(f"model.name: {path} is not JSON: {e}; mend the file") from e
+            raise UserError(f"model.name: {path} is not JSON: {e}; correct the file") from e
         if name.startswith(PREFIX) or is_resnet(content):
             return parse_openclip(content, said)
         return parse_architecture(content, str(path))
@@ -395,7 +395,7 @@ def load_architecture(name: str) -> AnyArchitecture:
     near += [by_lower[preset] for preset in close]
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(
-        f"model.name ({clipped(name)}): there is no such preset or file{hint} known are tiny, "
+        f"model.name ({clipped(name)}): no preset or file has this name{hint} known are tiny, "
         "OpenCLIP's ViTs and ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or "
         "the path of a JSON file in its schema"
     )

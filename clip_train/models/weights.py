@@ -222,7 +222,7 @@ def file_at(path: str | os.PathLike, key: str) -> Path:
         names = [name for name in WEIGHTS_NAMES if (file / name).is_file()]
         file = file / names[0] if names else file
     if not file.is_file():
-        what = f"{key}: {path} is no file, nor a folder with {' or '.join(WEIGHTS_NAMES)}"
+        what = f"{key}: {path} is neither a file nor a folder with {' or '.join(WEIGHTS_NAMES)}"
         raise missing(file, what, "correct the path")
     return file
 

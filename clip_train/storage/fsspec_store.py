@@ -49,12 +49,12 @@ class FsspecStorage(RemoteStorage):
         info = await pace.hold(self._call("info", key))
         if info.get("mimetype") == "text/html" and not key.endswith((".html", ".htm")):
             raise ChangedError(
-                "the server answers with an HTML page, not with the file: check the URL in a "
-                "browser; it may want a login, or a proxy may be in between"
+                "the server returned an HTML page instead of the file: open the URL in a "
+                "browser; it may need a login, or a proxy may intercept it"
             )
         if info.get("size") is None:
             raise ChangedError(
-                f"{key}: the server does not say how long it is, so it cannot be read in ranges"
+                f"{key}: the server does not report its length, so it cannot be read in ranges"
             )
         return Entry(key, int(info["size"]))
 

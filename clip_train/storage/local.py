@@ -33,7 +33,9 @@ def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     except OSError as e:
         if e.errno != errno.ELOOP:
             raise
-        raise UserError(f"{path} is a symbolic link, which is not written to; remove it") from None
+        raise UserError(
+            f"{path} is a symbolic link, and clip-train does not write through links; remove it"
+        ) from None
 
 
 class LocalStorage(Storage):

@@ -269,7 +269,7 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
         raw = yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as e:
         raise UserError(
-            f"the {what} {path} is not YAML: {' '.join(str(e).split())}; mend that line"
+            f"the {what} {path} is not YAML: {' '.join(str(e).split())}; correct that line"
         ) from None
     if not isinstance(raw, dict):
         holds = (
@@ -340,7 +340,7 @@ def with_samples(config: RunConfig) -> RunConfig:
 def nearest(path: str) -> str:
     """To a key that does not exist: what may have been meant."""
     if path.startswith("batch.schedule."):
-        return f"known ones are {', '.join(BatchStage.model_fields)}"
+        return f"known keys are {', '.join(BatchStage.model_fields)}"
     section, _, name = path.partition(".")
     known = [key for key, _ in known_keys()]
     own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
@@ -354,7 +354,7 @@ def nearest(path: str) -> str:
     return (
         f"did you mean {names[near[0]]}?"
         if near
-        else f"known ones are {', '.join(own.values() or sections)}"
+        else f"known keys are {', '.join(own.values() or sections)}"
     )
 
 

@@ -107,8 +107,8 @@ def compare_with(
     if another and not config.checkpoint.allow_changed_recipe:
         raise UserError(
             f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: "
-            f"{'; '.join(map(str, another))}. Restore the recipe, or begin anew with another "
-            "run.name, or with checkpoint.resume=never; or resume all the same with "
+            f"{'; '.join(map(str, another))}. Restore the recipe, or start over with another "
+            "run.name or with checkpoint.resume=never; or resume anyway with "
             "checkpoint.allow_changed_recipe=true"
         )
     reported = [change for change in found if change.kind == "reported"]
@@ -121,12 +121,12 @@ def compare_with(
     if rounds:
         lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
     elif before == after and not (reported or another or config.chosen):
-        lines[0] += ": bitwise as if never stopped"
+        lines[0] += ": bitwise equal to an uninterrupted run"
     samples = resumed.state["samples"]
     epochs = f" ({samples / config.data.num_samples:.2f} epochs)" if config.data.num_samples else ""
     lines.append(f"  samples seen   {samples:,}{epochs}")
     lines += [f"  changed since  {change}" for change in reported]
-    lines += [f"  WARNING        this is another run now: {change}" for change in another]
+    lines += [f"  WARNING        this is a different run now: {change}" for change in another]
     return lines
 
 

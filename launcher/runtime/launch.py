@@ -79,7 +79,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
     try:
         if stop.look() is not None:
             raise Preempted(
-                f"stopped by {stop.reason} before the first step; run the same line to begin"
+                f"stopped by {stop.reason} before the first step; run the same command to start"
             )
         for rank in range(ranks):
             environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}

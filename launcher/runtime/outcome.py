@@ -155,7 +155,7 @@ class Outcome:
             if self.trainer is not None:
                 message = (
                     f"interrupted at step {self.trainer.step}, without a save: "
-                    f"{self.trainer.committed()}; run the same line to continue"
+                    f"{self.trainer.committed()}; run the same command to continue"
                 )
             return failure(message, status=130), ""
         if isinstance(error, OutOfMemoryError):
@@ -167,7 +167,7 @@ class Outcome:
             suspect = error.node_suspect
             return failure(message, error.word, error.exit_status, node_suspect=suspect), ""
         if is_lost_contact(error):
-            what = "lost contact with another rank, which may have its own message"
+            what = "lost contact with another rank, which may have printed the cause"
             return failure(f"{what}: {' '.join(message.split())}", lost=True), ""
         trace = redact("".join(traceback.format_exception(error)))
         message, hardware = f"{type(error).__name__}: {message}", bool(HARDWARE.search(message))
@@ -222,7 +222,7 @@ class Outcome:
         if self.trainer is not None and self.run_dir is not None and self.trainer.step:
             from clip_train.metrics.report import write_report
 
-            remedy = f"mend the cause, then: clip-train report {self.run_dir}"
+            remedy = f"correct the cause, then run: clip-train report {self.run_dir}"
             plot = partial(write_report, self.run_dir)
             self.trainer.skipped.attempt("report.html", plot, remedy=remedy)
 

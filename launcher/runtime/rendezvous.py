@@ -182,7 +182,7 @@ def meet(
     if differences:
         raise UserError(
             f"this rank differs from rank 0 on {first['node']}: {'; '.join(differences)} here; "
-            "start all with the same line, from the same folder"
+            "start all ranks with the same command, from the same folder"
         )
 
 

@@ -28,7 +28,7 @@ from clip_train.storage.local import LocalStorage
 #   skipped    parts that only observe the run, and failed
 # The words:
 #   DONE       all steps are trained and committed
-#   PREEMPTED  asked to stop; a checkpoint is committed; run the same line again
+#   PREEMPTED  asked to stop; a checkpoint is committed; run the same command again
 #   FAILED     ended by an error that may pass; running again may help
 #   FATAL      ended by an error that will come again: a mistake in the recipe, a diverged loss
 VERDICT_FILE = "VERDICT"

@@ -120,12 +120,12 @@ def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
         (outcome.terminated, "leave", ended),
-        (outcome.verdict == "FATAL", "stop", f"it would come again: {outcome.reason}"),
+        (outcome.verdict == "FATAL", "stop", f"it would fail again: {outcome.reason}"),
         (outcome.stop_file, "leave", stopped),
         (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
         (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
-        (True, "requeue", failure if failures else "it failed, but had come further"),
+        (True, "requeue", failure if failures else "it failed, but made progress"),
     )
     decision, why = next((decision, why) for holds, decision, why in rules if holds)
     return Decision(decision, why, failures, fruitless)

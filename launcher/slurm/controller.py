@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
         say(
             f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. "
-            f"Mend it, submit again"
+            f"Correct it and submit again"
         )
         return 1
 

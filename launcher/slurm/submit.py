@@ -54,9 +54,8 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
         ),
         (
             config.checkpoint.resume == "never",
-            "checkpoint.resume (never): each time that the job is requeued it would begin anew; "
-            "set checkpoint.resume=auto, and choose a new run.name where the old run must not be "
-            "gone on with",
+            "checkpoint.resume (never): every requeued attempt would start from step 0; set "
+            "checkpoint.resume=auto, and choose a new run.name if the old run must not continue",
         ),
     ]
     for message in broken(rules):
@@ -72,15 +71,16 @@ def check_slurm(run_dir: Path, options: Sequence[str] = ()) -> None:
     --dependency=singleton the new job may wait for that one."""
     if shutil.which("sbatch") is None:
         raise UserError(
-            "sbatch is not here: submit from a login node, or look at the script with --dry-run"
+            "sbatch was not found on this machine: run submit on a login node, or show the "
+            "script with --dry-run"
         )
     waits = any(option.startswith("--dependency") for option in options)
     for file in [] if waits else sorted(run_dir.glob("submit/*/submit.json")):
         number = json.loads(file.read_text()).get("job")
         if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
             raise UserError(
-                f"job {number} is queued or running for {run_dir} already: two would write the "
-                f"same run. Wait, or scancel {number}, or choose another run.name"
+                f"job {number} is already queued or running for {run_dir}: both would write "
+                f"the same run. Wait, or scancel {number}, or choose another run.name"
             )
 
 

@@ -112,7 +112,7 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
         assert reason in lines[step]["problem"], lines[step]
     assert lines[6]["problem"] is lines[1]["problem"] is None
     status, lines = listed(verify=True)
-    assert status == 1 and "does not have its sha256" in lines[1]["problem"]
+    assert status == 1 and "sha256 does not match" in lines[1]["problem"]
     # as a table, too
     assert main(["checkpoints", str(tmp_path), "--verify"]) == 1
     out = capsys.readouterr().out

@@ -57,11 +57,11 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
-        ("rank00000.safetensors", flip, "does not have its sha256"),
+        ("rank00000.safetensors", flip, "sha256 does not match"),
         ("rank00000.safetensors", truncate, r"has \d+ bytes instead of \d+"),
         ("rank00000.safetensors", Path.unlink, "rank00000.safetensors is missing"),
-        ("_MANIFEST.json", flip, "does not have its sha256"),
-        ("_MANIFEST.json", truncate, "does not have its sha256"),
+        ("_MANIFEST.json", flip, "sha256 does not match"),
+        ("_MANIFEST.json", truncate, "sha256 does not match"),
         ("_MANIFEST.json", Path.unlink, "_MANIFEST.json is missing"),
         ("commit", truncate, "is not readable"),
         ("commit", lambda path: path.write_bytes(b""), "is not readable"),
@@ -113,7 +113,7 @@ def test_all_damaged(tmp_path: Path) -> None:
 
 
 def test_modes(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint was found"):
         Run(tmp_path, resume="must").resume()
     Run(tmp_path).save(1, 5)
     fresh = Run(tmp_path, resume="never")

@@ -309,7 +309,7 @@ def changed_since(root: Path) -> str:
 def test_what_has_changed_since_ends_all_ranks(tmp_path: Path) -> None:
     zero, one = run_ranks(changed_since, 2, tmp_path)
     assert zero.startswith("DamagedError: ")
-    assert "rank00001.safetensors is not readable: it does not have its sha256" in zero
+    assert "rank00001.safetensors is not readable: its sha256 does not match" in zero
     assert one.startswith("RemoteRankError: rank 0 failed: DamagedError: ")
 
 

@@ -223,7 +223,7 @@ def test_a_byte_that_has_changed_is_not_given_out(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not have its sha256"):
+    with pytest.raises(CheckpointError, match="does not match its sha256"):
         reader.read("logit_scale", "param", 0, 1)
 
 

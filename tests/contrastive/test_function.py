@@ -128,6 +128,6 @@ def test_a_function_that_is_no_loss_is_refused(name, message):
 
 def test_options_that_do_not_fit_are_refused():
     with pytest.raises(
-        UserError, match=r"loss.options.temperature \(1\): there is no such key; .*takes none"
+        UserError, match=r"loss.options.temperature \(1\): no such key; .*takes none"
     ):
         build_loss(LossConfig(kind="examples.losses.nt_xent", options={"temperature": 1}))

@@ -102,17 +102,17 @@ def test_captions_from_json(tmp_path):
 
 def test_not_a_tar(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"<html>" * 500)
-    with pytest.raises(UserError, match="no readable tar"):
+    with pytest.raises(UserError, match="cannot be read as a tar file"):
         check(tmp_path / "a.tar")
     (tmp_path / "empty.tar").write_bytes(b"")
-    with pytest.raises(UserError, match="no readable tar"):
+    with pytest.raises(UserError, match="cannot be read as a tar file"):
         check(tmp_path / "empty.tar")
 
 
 def test_one_damaged_shard_is_no_reason_not_to_start(tmp_path):
     (tmp_path / "0.tar").write_bytes(b"")
     write_shard(tmp_path / "1.tar", [("a.jpg", jpeg(0))])
-    with pytest.raises(UserError, match=r"0\.tar.*no readable tar"):
+    with pytest.raises(UserError, match=r"0\.tar.*cannot be read as a tar file"):
         check(tmp_path / "*.tar")
     write_shard(tmp_path / "2.tar", sample("b", 1))
     summary = check(tmp_path / "*.tar")
@@ -147,7 +147,8 @@ def test_remote_urls_are_read_through_the_storage(tmp_path):
 def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     """So a job tries again, perhaps elsewhere; a shard that is missing from its folder is one."""
     with pytest.raises(
-        RankError, match=r"000000.tar, nor is there a folder .*/unmounted: .* mount it on \w"
+        RankError,
+        match=r"000000.tar, and the folder does not exist either: .*/unmounted: .* mount it on \w",
     ):
         check_source(DataConfig(train=f"{tmp_path}/unmounted/{{000000..000005}}.tar"))
     with pytest.raises(UserError, match="6 of 6 shards are not there") as e:
@@ -156,7 +157,9 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
 
 
 def test_a_pattern_in_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
-    with pytest.raises(RankError, match=r"nor is there a folder .*/missing: .* mount it on \w"):
+    with pytest.raises(
+        RankError, match=r"the folder does not exist either: .*/missing: .* mount it on \w"
+    ):
         check_source(DataConfig(train=f"{tmp_path}/missing/*.tar"))
     with pytest.raises(UserError, match="matches no shard") as found:
         check_source(DataConfig(train=f"{tmp_path}/*.tar"))

@@ -164,7 +164,7 @@ def test_a_bad_label_on_one_rank_ends_all(tmp_path: Path):
 
 def test_nothing_to_evaluate_is_an_error(tmp_path: Path):
     engine: Any = FakeEngine()
-    with pytest.raises(UserError, match="there are no samples"):
+    with pytest.raises(UserError, match="has no samples"):
         evaluate(engine, [], EvaluateConfig(), tokenize)
     assert engine.training
     whole = samples(2)

@@ -94,7 +94,7 @@ def test_after_out_of_memory_on_ranks_another_attempt_has_half_the_activations(r
 
     def ended(*overrides, **environ):
         status, out = finish(start(recipe, *overrides, ranks=2, fault="memory:1", environ=environ))
-        assert status == 1 and "or auto; the run goes on from its last" in out, out
+        assert status == 1 and "or auto; start the run again to" in out, out
         word, why = read_verdict(tmp_path / "run")
         line = metrics(tmp_path / "run")[-1]
         return word, why.get("room", 0), line["micro_size"] * line["kept_graphs"]

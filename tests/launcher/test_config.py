@@ -119,7 +119,7 @@ def test_keys_are_printed(capsys):
         "optim.beta2",
     ]
     assert main(["keys", "optim.learnrate"]) == 2
-    assert "no key begins with optim.learnrate; did you mean optim.lr" in capsys.readouterr().err
+    assert "no key starts with optim.learnrate; did you mean optim.lr" in capsys.readouterr().err
 
 
 def test_help_teaches_and_names_the_verbs(capsys):

@@ -78,7 +78,7 @@ def test_what_has_no_average_says_so(recipe, tmp_path):
         status, out = run(recipe, "--ema", *more, verb=verb)
         assert status == 2 and "has no moving average, as optim.ema_decay was null" in out, out
     status, out = run(recipe, "--ema", "--weights", "there", verb="evaluate")
-    assert status == 2 and "not of weights (there); leave it out" in out, out
+    assert status == 2 and "not weights (there); leave it out" in out, out
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,7 @@ def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path):
     check("org/other", own, said=True)
     for name, said in (("ViT-L-14-CLIPA", False), ("ViT-L-14-CLIPA", True), (own, False)):
         with pytest.raises(
-            UserError, match=r"s3://bucket/run names org/other, which is opened only if you say so"
+            UserError,
+            match=r"s3://bucket/run names org/other, which is opened only if you allow it",
         ):
             check("org/other", name, said=said)

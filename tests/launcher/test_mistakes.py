@@ -82,7 +82,7 @@ MISTAKES = {
     ),
     "unknown key in the batch schedule": (
         ["batch.schedule=[{until: 9, until_step: 9, global_size: 8}]"],
-        ["batch.schedule.0.until (9)", "known ones are until_step, global_size"],
+        ["batch.schedule.0.until (9)", "known keys are until_step, global_size"],
     ),
     "half a piece of the batch schedule": (
         ["batch.schedule=[{until_step: 9}]"],
@@ -194,7 +194,7 @@ MISTAKES = {
     ),
     "a linear probe": (
         ["evaluate.linear_probe=/data/train"],
-        ["evaluate.linear_probe ('/data/train'): there is no such key"],
+        ["evaluate.linear_probe ('/data/train'): no such key"],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],

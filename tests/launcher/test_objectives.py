@@ -73,7 +73,7 @@ def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
     status, out = run(
         recipe, "run.steps=4", *short[1:], "run.dir=one", "checkpoint.allow_changed_recipe=true"
     )
-    assert status == 0 and "WARNING        this is another run now: model.teacher" in out, out
+    assert status == 0 and "WARNING        this is a different run now: model.teacher" in out, out
     # a run as the teacher: its newest checkpoint, of which each node's first rank makes an export that all of it read
     named = (
         *short[:2],

@@ -402,7 +402,7 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         (("loss.kind=torch.nn.Linear",), "is not a subclass of clip_train.task.Objective"),
         (
             (LOSS, "loss.options={height: 2}"),
-            f"loss.options.height (2): there is no such key; {__name__}.Distance takes weight",
+            f"loss.options.height (2): no such key; {__name__}.Distance takes weight",
         ),
         (
             (BOUNDED, "loss.options={margin: 2, kind: hinge}"),

@@ -26,7 +26,7 @@ def test_report_renders_a_run_anew(tmp_path, capsys):
     (said,) = capsys.readouterr().err.splitlines()
     assert LINE.fullmatch(said).groups() == ("0", "info", f"written: {one / 'report.html'}")
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err
 
 
 def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):

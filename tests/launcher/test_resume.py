@@ -107,7 +107,7 @@ def test_ctrl_c_twice_ends_at_once_and_names_what_is_committed(recipe, tmp_path)
     status, out = finish(process)
     assert status == 130, out
     assert (
-        "without a save: nothing is committed; run the same line to continue" in out
+        "without a save: nothing is committed; run the same command to continue" in out
         and "Traceback" not in out
     ), out
     word, why = read_verdict(tmp_path / "run")

@@ -18,7 +18,7 @@ def test_a_stop_file_is_removed_once_it_was_obeyed(recipe, tmp_path, ranks):
     (tmp_path / "run" / "STOP").touch()
     status, out = finish(process)
     assert status == 75 and not (tmp_path / "run" / "STOP").exists(), out
-    assert "and the STOP file was removed; run the same line to continue" in out, out
+    assert "and the STOP file was removed; run the same command to continue" in out, out
     word, why = read_verdict(tmp_path / "run")
     assert word == "PREEMPTED" and str(tmp_path / "run" / "STOP") in why["reason"]
     step = why["step"]

@@ -90,7 +90,7 @@ def test_the_whole_message() -> None:
 
 def test_the_same_recipe() -> None:
     assert told(recipe()) == (
-        "  layout         the same (1 rank at ZeRO 1, fp32): bitwise as if never stopped\n"
+        "  layout         the same (1 rank at ZeRO 1, fp32): bitwise equal to an uninterrupted run\n"
         "  samples seen   2,500 (2.50 epochs)"
     )
 
@@ -136,7 +136,7 @@ def test_another_run_is_refused_unless_it_is_forced(section: str, key: str, valu
         told(recipe(**{section: {key: value}}))
     forced = told(recipe(**{section: {key: value}, "checkpoint": {"allow_changed_recipe": True}}))
     assert (
-        f"WARNING        this is another run now: {section}.{key}" in forced
+        f"WARNING        this is a different run now: {section}.{key}" in forced
         and "bitwise" not in forced
     )
 

@@ -258,7 +258,7 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
     "lines, told",
     [
         ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
-        ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): there is no such key"),
+        ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): no such key"),
         (
             (["run.steps=10"], ["batch.global_size=1"]),
             "batch.global_size (1) must be at least the number of ranks (2)",

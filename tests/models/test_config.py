@@ -42,7 +42,7 @@ def test_an_unknown_preset_names_its_neighbours():
         load_architecture("vit-b32")
     assert "OpenCLIP's ViTs and ResNets such as ViT-B-32 and RN50" in str(e.value)
     with pytest.raises(
-        UserError, match=r"model\.name \(nowhere/model\.json\): there is no such preset or file"
+        UserError, match=r"model\.name \(nowhere/model\.json\): no preset or file has this name"
     ):
         load_architecture("nowhere/model.json")
     with pytest.raises(UserError, match="did you mean open_clip:ViT-B-16-SigLIP2 or ViT-B-16"):

@@ -179,7 +179,7 @@ def test_options_are_an_imported_optimizers():
         nn.Linear(2, 2).named_parameters(),
     )
     assert optimizer.param_groups[0]["alpha"] == 0.5
-    with pytest.raises(UserError, match=r"optim\.options\.alfa \(0\.5\): there is no such key"):
+    with pytest.raises(UserError, match=r"optim\.options\.alfa \(0\.5\): no such key"):
         needs(OptimConfig(name="torch.optim.RMSprop", options={"alfa": 0.5}))
     with pytest.raises(ValueError, match=r"go with an optim.name that is an import path"):
         OptimConfig(options={"alpha": 0.5})

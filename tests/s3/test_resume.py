@@ -160,6 +160,6 @@ def test_ranks_that_share_no_disk(tmp_path: Path, url: str, view: Bucket) -> Non
     assert [(seen["resumed"], seen["same"], seen["saved"]) for seen in more] == [
         (1, True, True)
     ] * 3
-    damage = "rank00001.safetensors is not readable: it does not have its sha256"
+    damage = "rank00001.safetensors is not readable: its sha256 does not match"
     assert [damage in seen["told"] for seen in more] == [True] * 3
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]

@@ -67,7 +67,7 @@ def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     try:
         base = json.loads(path.read_text())
     except json.JSONDecodeError as e:
-        raise UserError(f"engine.ds_config ({path}) is not JSON: {e}; mend the file") from None
+        raise UserError(f"engine.ds_config ({path}) is not JSON: {e}; correct the file") from None
     if not isinstance(base, dict):
         raise UserError(
             f"engine.ds_config ({path}) must hold a JSON object, not {type(base).__name__}"
@@ -143,7 +143,7 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
             node = node[section]
         if node.get(name) not in (None, "auto", value):
             mistakes.append(
-                f"{file} says {key} = {node[name]!r}, but {field} in the recipe makes it "
+                f"{file} sets {key} = {node[name]!r}, but {field} in the recipe makes it "
                 f'{value!r}: take it out of the JSON (or write "auto"), and set {field}'
             )
         node[name] = value

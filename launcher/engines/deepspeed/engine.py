@@ -272,9 +272,7 @@ class DeepSpeedEngine(Engine):
             return None
         if phase == "loss":
             return LOSS_REMEDY
-        once = (
-            ", or engine.reduce_gradients=once, with which the run would go on" if not stuck else ""
-        )
+        once = ", or engine.reduce_gradients=once, which lets the run continue" if not stuck else ""
         return (
             f"Set a smaller batch.micro_size, or a lower batch.memory_limit where it is auto{once}"
         )
