@@ -497,7 +497,7 @@ def test_mistakes_are_explained():
     for engine in (EngineOfItsOwn(), ZeroEngine()):
         with pytest.raises(ValueError, match=r"model is \w*Engine\w*, whose gradients"):
             contrastive_step(engine, images, texts, micro_size=2)
-    with pytest.raises(ValueError, match="scaler: ZeroEngine scales by itself"):
+    with pytest.raises(ValueError, match="scaler: ZeroEngine scales the loss itself"):
         scaler = torch.amp.GradScaler("cpu")
         contrastive_step(ZeroEngine(), images, texts, micro_size=2, scaler=scaler)
     with pytest.raises(ValueError, match="the model must return"):

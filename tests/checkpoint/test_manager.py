@@ -57,7 +57,7 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
-        ("rank00000.safetensors", flip, "sha256 does not match"),
+        ("rank00000.safetensors", flip, "does not match its sha256"),
         ("rank00000.safetensors", truncate, r"has \d+ bytes instead of \d+"),
         ("rank00000.safetensors", Path.unlink, "rank00000.safetensors is missing"),
         ("_MANIFEST.json", flip, "sha256 does not match"),

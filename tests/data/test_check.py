@@ -37,7 +37,7 @@ def test_order_of_shards(tmp_path):
     "train,message",
     [
         ("{folder}/none/*.tar", r"data\.train \(.*none/\*\.tar\).*matches no"),
-        ("{folder}/{{000..005}}.tar", r"data\.train.*4 of 6 shards are not there.*002\.tar"),
+        ("{folder}/{{000..005}}.tar", r"data\.train.*4 of 6 shards do not exist.*002\.tar"),
         ("{folder}/{{000..001.tar", r"data\.train.*braces"),
         ("pipe:cat {folder}/000.tar", r"data\.train.*pipe:.*shell"),
         ("{folder}/000.tar::pipe:curl x", r"pipe:"),
@@ -151,7 +151,7 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
         match=r"000000.tar, and the folder does not exist either: .*/unmounted: .* mount it on \w",
     ):
         check_source(DataConfig(train=f"{tmp_path}/unmounted/{{000000..000005}}.tar"))
-    with pytest.raises(UserError, match="6 of 6 shards are not there") as e:
+    with pytest.raises(UserError, match="6 of 6 shards do not exist") as e:
         check_source(DataConfig(train=f"{tmp_path}/{{000..005}}.tar"))
     assert not isinstance(e.value, RankError)
 

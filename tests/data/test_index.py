@@ -275,7 +275,7 @@ def test_the_command(folder: Path, capsys) -> None:
         and "002.tar: has 10240 bytes" in told
     )
     assert main(["index", str(folder / "{000..007}.tar")]) == 2
-    assert "5 of 8 shards are not there" in capsys.readouterr().err
+    assert "5 of 8 shards do not exist" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) -> None:

@@ -318,7 +318,7 @@ def test_a_command_that_evaluates_says_what_does_here(capsys):
     recipe, text = imported(capsys, LINES["README.md, Evaluating hosted pretrained checkpoint"])
     weights = "open_clip:ViT-B-32-quickgelu/laion400m_e32"
     assert recipe["model"] == {"name": "ViT-B-32-quickgelu", "init_from": weights}
-    assert f"so does: clip-train evaluate THIS.yaml --weights {weights}\n" in text
+    assert f"The same here: clip-train evaluate THIS.yaml --weights {weights}\n" in text
 
 
 def test_a_variable_of_a_script_is_named(capsys):

@@ -183,7 +183,7 @@ MISTAKES = {
     ),
     "labelled images elsewhere": (
         ["evaluate.zero_shot_data=/nowhere/val", "evaluate.zero_shot_classes=imagenet"],
-        ["evaluate.zero_shot_data (/nowhere/val)", "not there", "correct the path"],
+        ["evaluate.zero_shot_data (/nowhere/val)", "do not exist", "correct the path"],
     ),
     "labelled images for nothing": (
         ["evaluate.zero_shot_data=/nowhere/val"],
@@ -281,7 +281,7 @@ def test_samples_are_not_counted_on_a_mount_that_is_not_there(recipe, tmp_path):
         "run.epochs=1",
         f"data.train={tmp_path}/unmounted/{{000..003}}.tar",
     ]
-    with pytest.raises(RankError, match=r"4 of 4 shards are not there.* mount it on"):
+    with pytest.raises(RankError, match=r"4 of 4 shards do not exist.* mount it on"):
         with_samples(load_config(str(recipe), overrides))
     with pytest.raises(RankError, match=r"cannot read the recipe .* mount it on"):
         load_config(str(tmp_path / "unmounted" / "recipe.yaml"))
@@ -344,4 +344,4 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(recipe, capsys):
     assert "2 ranks x" in out and "the first caption: '" in out and "nothing was started" in out
     assert not (recipe.parent / "run").exists()
     assert main(["train", str(recipe), "--dry-run", "data.train=missing.tar"]) == 2
-    assert "1 of 1 shards are not there" in capsys.readouterr().err
+    assert "1 of 1 shards do not exist" in capsys.readouterr().err

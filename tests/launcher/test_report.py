@@ -34,7 +34,7 @@ def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run")
     assert main(["watch", str(folder), "--once"]) == 0
     out = capsys.readouterr().out
-    for text in ("run  training  step 120 of 200  0:00:40 left", "ok: nothing to remark", "learning rate",
+    for text in ("run  training  step 120 of 200  0:00:40 left", "ok: no problems", "learning rate",
                  "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero_shot_top1 0.5"):  # fmt: skip
         assert text in out, out
     assert max(map(len, out.splitlines())) <= 120

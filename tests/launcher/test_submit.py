@@ -131,7 +131,7 @@ def test_shells_accept_it(script):
         (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
-        (["checkpoint.resume=never"], "each time that the job is requeued it would begin anew"),
+        (["checkpoint.resume=never"], "every requeued attempt would start from step 0"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
         (
@@ -145,7 +145,7 @@ def test_shells_accept_it(script):
         ),
         (
             ["checkpoint.remote=recipe.yaml"],
-            "recipe.yaml) cannot be written to: File exists; mend its",
+            "recipe.yaml) cannot be written to: File exists; correct its",
         ),
         (["checkpoint.remote=nope://bucket/run"], "not a URL that fsspec can open"),
         (["checkpoint.remote=s3://"], "checkpoint.remote: s3://: write s3://bucket/prefix"),
@@ -172,7 +172,7 @@ def test_the_cluster_is_asked(here, tmp_path, monkeypatch):
     check_slurm(tmp_path)
     (tmp_path / "submit" / "0001").mkdir(parents=True)
     (tmp_path / "submit" / "0001" / "submit.json").write_text(json.dumps({"job": "77"}))
-    with pytest.raises(UserError, match="job 77 is queued or running"):
+    with pytest.raises(UserError, match="job 77 is already queued or running"):
         check_slurm(tmp_path)
 
 

@@ -63,7 +63,7 @@ def test_other_verbs_look_at_each_set(recipe, data, capsys):
     assert main(["train", "--dry-run", str(recipe), *good]) == 0, capsys.readouterr()
     bad = [*good, "data.val.other=nowhere.tar"]
     assert main(["train", "--dry-run", str(recipe), *bad]) == 2
-    said = "data.val.other (nowhere.tar): 1 of 1 shards are not there"
+    said = "data.val.other (nowhere.tar): 1 of 1 shards do not exist"
     assert said in capsys.readouterr().err
     train, _, test, other = check_shards(load_config(str(recipe), bad))
     assert (train.level, test.level, other.level) == ("ok", "ok", "error")

@@ -34,7 +34,7 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
         "training",
         "step 120 of 200 (60.0%)",
         "0:00:40 left: done about",
-        "nothing to remark",
+        "no problems",
         "16",
         "960",
     ):

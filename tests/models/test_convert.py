@@ -224,7 +224,7 @@ def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
         CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'
     ):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
-    with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is no file"):
+    with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is neither a file"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
 
 
@@ -271,7 +271,7 @@ class _Code:
 
 
 def test_damage_and_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(UserError, match=r"nothing\.pt is no file"):
+    with pytest.raises(UserError, match=r"nothing\.pt is neither a file"):
         load_openclip(tmp_path / "nothing.pt", ARCHITECTURE)
     with pytest.raises(UserError, match=r"nor a folder with open_clip_model\.safetensors or"):
         load_openclip(tmp_path, ARCHITECTURE)

@@ -99,7 +99,7 @@ def test_a_healthy_bucket(view: Bucket) -> None:
         (
             Fault("other", method="GET", key="preflight"),
             "error",
-            "cannot be read: .*Checksum|gives back other bytes",
+            "cannot be read: .*Checksum|returns other bytes",
         ),
     ],
     ids=lambda value: (

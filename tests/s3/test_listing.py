@@ -74,7 +74,7 @@ def test_ranks_do_not_ask_what_an_epoch_has(
     status, out = finish(
         Command(["train", str(recipe), "--ranks", "3"], env=clean_environment(), cwd=tmp_path)
     )
-    assert status == 2 and "is no readable tar file" in out, out
+    assert status == 2 and "cannot be read as a tar file" in out, out
     assert len([each for each in proxy.requests if "GET" in each and "sizes.json" in each]) == 2, (
         proxy.requests
     )

@@ -286,7 +286,7 @@ def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
     job = Job(cluster, number, tmp_path / "run", folder / f"small-{number}.log", "2x1", MANY_STEPS)
     try:
         assert refused == 2
-        assert f"job {number} is queued or running" in capsys.readouterr().err
+        assert f"job {number} is already queued or running" in capsys.readouterr().err
         places: set[str] = set()
 
         def seen() -> bool:
