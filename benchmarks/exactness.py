@@ -13,6 +13,7 @@ model in float64, one process, the whole batch at once, the objective's textbook
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
     widths          weighted InfoNCE of the first 32, 16 and 5 values, normalized again; texts gathered or on a ring
+    several texts   the mean of InfoNCE over two texts of each image, with one hard negative text of each
     own: ...        the four losses of examples/losses.py, and one of the tests: functions as `loss.kind`
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
@@ -54,6 +55,7 @@ from tests.toy import oracle_loss
 N, LR, TILE = 64, 0.1, 23
 WIDTHS = {32: 1.0, 16: 0.5, 5: 0.25}
 SIZES = (64, 40, 47, 33, 64)  # of the batch schedule's steps
+TEXTS = 2  # positives of each image
 BANK, WARMUP = 100, 1  # past pairs; steps before they count
 PER_SHARE = {
     1: (64, 22, 8),
@@ -104,6 +106,7 @@ KINDS = (
     "batch schedule",
     "dropout",
     "widths",
+    "several texts",
     *OWN,
     "fp16",
 )
@@ -156,10 +159,11 @@ def make_teacher() -> CLIP:
 def global_batch(kind: str, step: int) -> Batch:
     """Every second batch is the same, so that banks hold copies of current samples."""
     size, seed = SIZES[step] if kind == "batch schedule" else N, step % 2
+    texts = (size, TEXTS + 1, 12) if kind == "several texts" else (size, 12)
     g = torch.Generator().manual_seed(seed)
     return Batch(
         images=torch.randint(0, 256, (size, 3, 32, 32), generator=g, dtype=torch.uint8),
-        texts=torch.randint(1, 64, (size, 12), generator=g),
+        texts=torch.randint(1, 64, texts, generator=g),
         sample_seeds=torch.randint(0, 2**62, (size,), generator=g),
         keys=[f"{seed}/{i}" for i in range(size)],
     )
@@ -182,7 +186,8 @@ def oracle(kind: str) -> Truth:
     truth = Truth([], [], flatten(dict(model.named_parameters())), torch.empty(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(len(SIZES)):
-        loss = textbook(kind, model, step, past)
+        by_texts = kind == "several texts"
+        loss = with_texts(model, step) if by_texts else textbook(kind, model, step, past)
         optimizer.zero_grad()
         loss.backward()
         truth.losses.append(loss.item())
@@ -224,6 +229,19 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     return oracle_loss(image, text, scale)
 
 
+def with_texts(model: CLIP, step: int) -> torch.Tensor:
+    """The mean over the positives; the last text of each image is a column of the logits alone."""
+    batch = global_batch("several texts", step)
+    image, _, scale, _ = model(batch.images)
+    texts = [model(None, each)[1] for each in batch.texts.unbind(1)]
+    own, total = torch.arange(len(image)), torch.zeros(())
+    for text in texts[:TEXTS]:
+        by_image = scale * image @ torch.cat([text, texts[TEXTS]]).T
+        by_text = scale * text @ image.T
+        total = total + F.cross_entropy(by_image, own) + F.cross_entropy(by_text, own)
+    return total / (2 * TEXTS)
+
+
 # --- the subject -------------------------------------------------------------------------------------------
 
 
@@ -238,8 +256,9 @@ class FrozenTeacher:
 
 
 def objective(row: Row) -> Objective:
-    if row.kind in OWN:
-        return build_loss(LossConfig(kind=OWN[row.kind], tile=TILE))
+    if row.kind in OWN or row.kind == "several texts":
+        kind, texts = OWN.get(row.kind, "info_nce"), 1 if row.kind in OWN else TEXTS
+        return build_loss(LossConfig(kind=kind, tile=TILE), None, texts)
     if row.exchange:  # by the recipe
         keys = {"widths": WIDTHS} if row.kind == "widths" else {"kind": row.kind}
         return build_loss(

@@ -125,14 +125,14 @@ def truncated(features: Features, width: int) -> Features:
 def over_texts(count: int, loss: Loss = None) -> WeightedViews:
     """The mean of `loss` over each of `count` texts of an image. None is `InfoNCE()`.
 
-    A model returns m texts for each image, at least `count`. Those beyond are negatives in all.
+    A model returns m texts for each image, at least `count`. The others are negatives in each loss.
     """
     views = [(1 / count, partial(with_text, place=t, count=count)) for t in range(count)]
     return WeightedViews(as_objective(loss), views, own_names=False, of_teacher=True)
 
 
 def with_text(features: Features, place: int, count: int) -> Features:
-    """Of the first `count` texts of each image that at `place` alone, with all that follow."""
+    """The text at `place` among the first `count` of each image, and all texts behind these."""
     texts = features["text"].unflatten(0, (len(features["image"]), -1))  # [n, m, D]
     chosen = torch.cat([texts[:, place : place + 1], texts[:, count:]], dim=1)
     return {**features, "text": chosen.flatten(0, 1)}

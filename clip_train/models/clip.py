@@ -115,7 +115,8 @@ class CLIP(nn.Module):
     ) -> Tensor:
         """int64 [b, L], int64 [b] -> [b, D]. Padding that all texts share may be cut off.
 
-        Of [T b, L] those of a sample follow one another, and draw by its seed and the next ones.
+        With [T b, L] the T texts of a sample follow one another. They draw by its seed and by the
+        T - 1 numbers after it.
         """
         cfg = self.architecture.text_cfg
         if sample_seeds is not None and len(texts) > len(sample_seeds):
