@@ -124,7 +124,6 @@ NOTES = {
     "image-std": "of the model's JSON",
     "image-interpolation": "bicubic, antialiased",
     "image-resize-mode": "shortest side, then the centre",
-    "force-context-length": "of the model's JSON",
     "force-custom-text": "one layout of weights for all models",
     "torchscript": "`engine.compile` compiles",
     "trace": "for inference",

@@ -30,6 +30,7 @@ from clip_train.models.openclip.config import (
     is_resnet,
     named_model,
     parse_openclip,
+    with_context,
 )
 from clip_train.settings import (
     IMPORT_PATH,
@@ -195,7 +196,8 @@ class Architecture(Described):
             vision_cfg = VisionConfig.model_validate({**self.vision_cfg.model_dump(), **vision})
         except ValidationError as e:
             raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
+        text_cfg = with_context(self.text_cfg, config.context_length)
+        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
 
 
 class OwnModel(Architecture):
@@ -241,6 +243,7 @@ class OwnModel(Architecture):
         self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
     ) -> OwnModel:
         keys = {"dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers"}
+        keys |= {"context_length", "keep_positions"}
         given = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
         for key, value in given.items():
             raise UserError(
@@ -264,6 +267,12 @@ class ModelConfig(Settings):
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
     the JSON says."""
+    context_length: Annotated[Annotated[int, Field(ge=3, le=65_536)] | None, Refused] = None
+    """Tokens of a text, its start and end included; positional embeddings of `init_from` are
+    interpolated; none: as the JSON says. Long-CLIP has 248."""
+    keep_positions: NonNegativeInt = 0
+    """With context_length, the first positions of `init_from` that stay as they are, 20 in
+    Long-CLIP; those behind them are interpolated. 0: all are interpolated, as in OpenCLIP."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON
     says."""
@@ -317,6 +326,14 @@ class ModelConfig(Settings):
             value = getattr(self, key)
             message = f"model.{key} ({shown(value)}) without a lock; set model.{lock}=true"
             yield bool(value) and not getattr(self, lock), message
+        starts = self.init_from or self.init_text_from
+        yield (
+            self.keep_positions > 0
+            and (starts is None or self.keep_positions >= (self.context_length or 0)),
+            f"model.keep_positions ({self.keep_positions}) needs weights to start from "
+            f"(model.init_from is {shown(starts)}) and a model.context_length "
+            f"({shown(self.context_length)}) that is greater; set both, or model.keep_positions=0",
+        )
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""

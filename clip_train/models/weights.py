@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
-from clip_train.models.clip import build_model, parse_saved
+from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
 from clip_train.task import IMAGE_TEXT, Wanted
@@ -95,10 +95,12 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     """
     architecture, state = config.architecture(), {}
     if config.init_from is not None:
-        state = load_openclip(config.init_from, architecture, log)
+        state = load_openclip(
+            config.init_from, architecture, log, keep_positions=config.keep_positions
+        )
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= load_openclip(place, architecture, log, tower)
+            state |= load_openclip(place, architecture, log, tower, config.keep_positions)
     if config.init_from is not None:
         return WholeState(state)
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))
@@ -141,16 +143,58 @@ def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source:
         ) from None
 
 
-def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, log: Log) -> None:
+def resize_positions(
+    state: dict[str, Tensor], architecture: AnyArchitecture, log: Log, keep: int = 0
+) -> None:
     """Interpolate positional embeddings of another image size or context in place.
 
     As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
-    linear. `check_state` rejects what cannot be interpolated, and models that OpenCLIP builds.
+    linear. `check_state` rejects what cannot be interpolated, and images of models that OpenCLIP
+    builds. keep: as `model.keep_positions`.
     """
-    if not isinstance(architecture, Architecture) or isinstance(architecture, OwnModel):
+    if isinstance(architecture, OwnModel):
         return
+    lines = []
+    if isinstance(architecture, Architecture):
+        lines += resize_grid(state, architecture)
+    for name in ("positional_embedding", "text.positional_embedding"):
+        old, size = state.get(name), parameter_sizes(architecture).get(name, 0)
+        if old is None or old.ndim != 2 or not old.numel() or size % old.shape[1]:
+            continue
+        context = size // old.shape[1]  # a token of the model's own may come on top
+        if context not in (0, len(old)):
+            state[name] = stretched(old.float(), context, keep)
+            kept = f", the first {keep} as they are" if keep else ""
+            lines.append(f"the text's from {len(old)} to {context} tokens{kept}")
+    if lines:
+        log(f"positional embeddings interpolated: {', '.join(lines)}")
+
+
+def stretched(old: Tensor, context: int, keep: int) -> Tensor:
+    """[L, width] -> [context, width]. UserError where L is too small to keep so many.
+
+    With `keep` as Long-CLIP does (arXiv 2403.15378): position `keep + j` is at `keep + j (L - keep)
+    / (context - keep)` of the old ones, and the last ones follow the line through the last two.
+    """
+    if keep == 0:
+        row = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)
+        return row[0].T.contiguous()
+    if keep > len(old) - 2:
+        raise UserError(
+            f"model.keep_positions ({keep}) must be at most {len(old) - 2}: the weights have "
+            f"{len(old)} positions, and two are needed to interpolate; lower it"
+        )
+    ratio = (len(old) - keep) / (context - keep)
+    places = keep + ratio * torch.arange(context - keep, dtype=torch.float64)
+    left = places.long().clamp(max=len(old) - 2)
+    rest = old[left].lerp(old[left + 1], (places - left).to(old.dtype)[:, None])
+    return torch.cat([old[:keep], rest])
+
+
+def resize_grid(state: dict[str, Tensor], architecture: Architecture) -> list[str]:
+    """The image's part of `resize_positions`. Returns what was done."""
     side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
-    name, lines = "visual.positional_embedding", []
+    name = "visual.positional_embedding"
     old = state.get(name)  # [1 + T, width]
     if old is not None and old.ndim == 2 and len(old) > 1 and len(old) != 1 + side**2:
         was = math.isqrt(len(old) - 1)
@@ -162,15 +206,8 @@ def resize_positions(state: dict[str, Tensor], architecture: AnyArchitecture, lo
                 grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
             )
             state[name] = torch.cat([old[:1].float(), grid[0].flatten(1).T])
-            lines.append(f"the image's from {was} x {was} to {side} x {side} patches")
-    name, context = "positional_embedding", architecture.text_cfg.context_length
-    old = state.get(name)  # [context_length, width]
-    if old is not None and old.ndim == 2 and len(old) and len(old) != context:
-        row = F.interpolate(old.float().T[None], size=context, mode="linear", align_corners=False)
-        state[name] = row[0].T.contiguous()
-        lines.append(f"the text's from {len(old)} to {context} tokens")
-    if lines:
-        log(f"positional embeddings interpolated: {', '.join(lines)}")
+            return [f"the image's from {was} x {was} to {side} x {side} patches"]
+    return []
 
 
 def load_openclip(
@@ -178,6 +215,7 @@ def load_openclip(
     architecture: AnyArchitecture,
     log: Log = silent,
     tower: str | None = None,
+    keep_positions: int = 0,
 ) -> dict[str, Tensor]:
     """Load weights in OpenCLIP's layout for `build_model(architecture)`, in the file's precision.
 
@@ -189,9 +227,10 @@ def load_openclip(
         log: takes a line where another image size or context is made to fit.
         tower: "image" or "text": only that tower's part of the state. The weights may be such a
             tower alone, with or without `visual.` or `text.` before their names.
+        keep_positions: as `model.keep_positions`.
 
     Raises:
-        UserError: there is nothing at `path`.
+        UserError: there is nothing at `path`; it has too few positions to keep so many.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
     file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
@@ -210,7 +249,7 @@ def load_openclip(
         with torch.device("meta"):
             rest = build_model(architecture).state_dict()
         rest = {name: t for name, t in rest.items() if IMAGE_TEXT.group(name) != tower}
-    resize_positions(state, architecture, log)
+    resize_positions(state, architecture, log, keep_positions)
     check_state(rest | state, architecture, source)
     return state
 

@@ -18,6 +18,7 @@ SAME = {
     "lr-cooldown-end": "schedule.final_lr",
     "lr-cooldown-power": "schedule.cooldown_power",
     "force-patch-dropout": "model.patch_dropout",
+    "force-context-length": "model.context_length",
     "wandb-project-name": "log.wandb_project",
     "grad-checkpointing": "engine.activation_checkpointing",
     "torchcompile": "engine.compile",

@@ -49,7 +49,7 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
     return "\n".join(compare_with(config, resumed(was, **state), now))
 
 
-REFUSED = """run.seed model.name model.image_size model.patch_dropout model.dropout
+REFUSED = """run.seed model.name model.image_size model.context_length model.patch_dropout model.dropout
 model.init_logit_bias model.freeze model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.texts_per_image data.negative_texts

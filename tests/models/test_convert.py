@@ -174,6 +174,44 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
         load_openclip(tmp_path / "odd.safetensors", large)
 
 
+def long_clip(old: torch.Tensor, keep: int) -> torch.Tensor:
+    """As the paper's code has it: four positions for each old one behind the first `keep`."""
+    L = len(old)
+    new = torch.zeros(4 * L - 3 * keep, old.shape[1])
+    new[:keep] = old[:keep]
+    for i in range(L - 1 - keep):
+        for part in range(4):
+            new[4 * i + part + keep] = (4 - part) / 4 * old[i + keep] + part / 4 * old[i + keep + 1]
+    for part in range(4):
+        new[4 * L - 3 * keep - 4 + part] = old[L - 1] + part * (old[L - 1] - old[L - 2]) / 4
+    return new
+
+
+def test_the_first_positions_stay_as_in_long_clip(tmp_path: Path):
+    """And an export has the length."""
+    state, said = small_model().state_dict(), []
+    save_file(state, tmp_path / "small.safetensors")
+    keys = {"init_from": str(tmp_path / "small.safetensors"), "context_length": 23}
+    (tmp_path / "model.json").write_text(json.dumps(small_architecture().model_cfg()))
+    config = ModelConfig(name=str(tmp_path / "model.json"), keep_positions=3, **keys)
+    held = initial_weights(config, 0, said.append)
+    name, width = "positional_embedding", state["positional_embedding"].shape[1]
+    new = held.read(name, "param", 0, 23 * width).view(23, width)
+    torch.testing.assert_close(new, long_clip(state[name], 3), rtol=0, atol=1e-6)
+    assert said == [
+        "positional embeddings interpolated: the text's from 8 to 23 tokens, the first 3 as they are"
+    ]
+    longer = config.architecture()
+    export = export_openclip(held._state, longer, tmp_path / "export")
+    described = json.loads((export / "open_clip_config.json").read_text())["model_cfg"]
+    assert described["text_cfg"]["context_length"] == 23
+    with pytest.raises(UserError, match=r"keep_positions \(7\) must be at most 6"):
+        initial_weights(config.model_copy(update={"keep_positions": 7}), 0)
+    for wrong in ({"init_from": None}, {"context_length": 3}, {"context_length": None}):
+        with pytest.raises(ValueError, match=r"model\.keep_positions \(3\) needs weights"):
+            ModelConfig(name="tiny", keep_positions=3, **{**keys, **wrong})
+
+
 @pytest.mark.parametrize("tower", ["image", "text"])
 @pytest.mark.parametrize("kind", ["whole model", "tower alone", "tower with its prefix"])
 def test_one_tower_starts_from_a_file_and_the_rest_is_drawn(tmp_path: Path, tower: str, kind: str):

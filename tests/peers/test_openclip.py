@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.models.clip import CLIP
+from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig, load_architecture, preset_names
 from clip_train.models.freeze import frozen_names
+from clip_train.models.openclip.config import parse_openclip
 from clip_train.models.weights import export_openclip, load_openclip
 
 pytestmark = [
@@ -158,6 +159,29 @@ def test_positions_of_another_size_are_interpolated_as_openclip_does(
             peer.state_dict()[name]
         )
     _compare(ours, resized)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_positions_of_a_model_that_openclip_builds(tmp_path: Path, custom: bool):
+    """A longer context as OpenCLIP's --force-context-length, then as Long-CLIP."""
+    content, kind = _small(), open_clip.model.CustomTextCLIP if custom else open_clip.model.CLIP
+    peer = _perturbed(kind(**content))
+    torch.save(peer.state_dict(), tmp_path / "before.pt")
+    text = {**content["text_cfg"], "context_length": 31}
+    resized = kind(**{**content, "text_cfg": text})
+    open_clip.factory.load_checkpoint(resized, str(tmp_path / "before.pt"))
+    name = "text.positional_embedding" if custom else "positional_embedding"
+    architecture = parse_openclip({**content, "custom_text": custom}, "small")
+    config = ModelConfig(
+        context_length=31, init_from=str(tmp_path / "before.pt"), keep_positions=11
+    )
+    longer = architecture.changed(config, {}, {})
+    expected, old = resized.state_dict()[name], peer.state_dict()[name]
+    assert torch.equal(load_openclip(tmp_path / "before.pt", longer)[name], expected)
+    kept = load_openclip(tmp_path / "before.pt", longer, keep_positions=11)
+    assert torch.equal(kept[name][:11], old[:11])
+    torch.testing.assert_close(kept[name][11::4], old[11:])
+    build_model(longer).load_state_dict(kept)
 
 
 def test_a_preset_of_full_size_agrees(tmp_path: Path):

@@ -202,6 +202,11 @@ class OpenCLIPArchitecture(Described):
                 f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and "
                 "has no patches; set model.patch_dropout=null",
             ),
+            (
+                bool(config.context_length and self.multimodal_cfg),
+                f"model.context_length ({config.context_length}): {self.open_clip} writes "
+                "captions, and its decoder has a length of its own; set model.context_length=null",
+            ),
         ]
         for key in ("lock_image_unlocked_groups", "lock_text_unlocked_layers"):
             numbered = (
@@ -214,7 +219,13 @@ class OpenCLIPArchitecture(Described):
         for message in broken(rules):
             raise UserError(message)
         vision_cfg = self.vision_cfg.model_copy(update=vision)
-        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg})
+        text_cfg = with_context(self.text_cfg, config.context_length)
+        return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
+
+
+def with_context(text: Any, length: int | None) -> Any:
+    """A `text_cfg` of so many tokens; None: as it is."""
+    return text if length is None else text.model_copy(update={"context_length": length})
 
 
 def library(name: str) -> Any:
