@@ -202,7 +202,7 @@ def test_the_first_positions_stay_as_in_long_clip(tmp_path: Path):
         "positional embeddings interpolated: the text's from 8 to 23 tokens, the first 3 as they are"
     ]
     longer = config.architecture()
-    export = export_openclip(held._state, longer, tmp_path / "export")
+    export = export_openclip({**state, name: new}, longer, tmp_path / "export")
     described = json.loads((export / "open_clip_config.json").read_text())["model_cfg"]
     assert described["text_cfg"]["context_length"] == 23
     with pytest.raises(UserError, match=r"keep_positions \(7\) must be at most 6"):
