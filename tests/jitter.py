@@ -39,13 +39,15 @@ def plant() -> None:
         if event in EVENTS and not str(args[0]).endswith((".py", ".pyc")):
             delay()
 
-    sys.addaudithook(hook)
     if "torch.distributed" in sys.modules:
+        import torch
         import torch.distributed as torch_dist
 
+        hook = torch.compiler.disable(hook)  # else dynamo counts it as a frame of the model
         for name in COLLECTIVES:
             if hasattr(torch_dist, name):
                 setattr(torch_dist, name, _late(getattr(torch_dist, name), delay))
+    sys.addaudithook(hook)
 
 
 def _late(function: Callable[..., Any], delay: Callable[[], None]) -> Callable[..., Any]:
