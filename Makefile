@@ -94,6 +94,8 @@ check: $(READY)
 	$(BIN)/python scripts/structure.py
 	@echo "== English"
 	$(BIN)/python scripts/prose.py
+	@echo "== figures"
+	$(BIN)/python scripts/figures.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
