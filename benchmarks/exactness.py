@@ -9,6 +9,8 @@ model in float64, one process, the whole batch at once, the objective's textbook
     memory bank     cross-entropy over current and past columns, the past a list in sample order, copies masked
     contaccum       the same with past pairs as rows, too
     distillation    OpenCLIP's DistillClipLoss, with a frozen teacher
+    two teachers    MobileCLIP's: 0.25 CLIP + 0.75 the cross-entropy with the average of two teachers' softmaxes, each
+                    of its own width, scale and weight; their features computed online, or read beside the samples
     batch schedule  InfoNCE over global batches of 64, 40, 47, 33 and 64 samples
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
@@ -26,6 +28,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +38,7 @@ from invariance import assemble, flatten, own_share
 
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.distillation import Distillation
+from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.ring import RingInfoNCE
@@ -46,8 +50,9 @@ from clip_train.step import train_step
 from clip_train.task import Batch, Features, MicroBatch, Objective, named_features
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
+from launcher.parts import stored, teach
 from tests.contrastive.oracle import siglip
-from tests.contrastive.oracles import banked_loss, distill_loss, own_loss
+from tests.contrastive.oracles import averaged_teachers_loss, banked_loss, distill_loss, own_loss
 from tests.processor import answer
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss
@@ -77,7 +82,7 @@ class Row:
     micro: int  # b
     kept: int  # m
     stage: int
-    exchange: str = ""  # of sigmoid and widths
+    exchange: str = ""  # of sigmoid and widths; of two teachers: where their features are from
     engine: str = "deepspeed"
 
     @property
@@ -107,6 +112,7 @@ KINDS = (
     "dropout",
     "widths",
     "several texts",
+    "two teachers",
     *OWN,
     "fp16",
 )
@@ -127,6 +133,8 @@ def all_rows() -> list[Row]:
                         stage = 1 + len(of_engine) % 3  # DeepSpeed does not scale the loss at 0
                     is_either = kind in ("sigmoid", "widths")
                     exchange = ("gather", "ring")[(world + i) % 2] if is_either else ""
+                    if kind == "two teachers":
+                        exchange = ("online", "from shards")[(world + i) % 2]
                     of_engine.append(
                         Row(kind, world, micro, KEPT[i][world - 1], stage, exchange, engine)
                     )
@@ -151,9 +159,17 @@ def make_model(kind: str) -> CLIP:
     )
 
 
-def make_teacher() -> CLIP:
-    torch.manual_seed(8)
-    return CLIP(small_clip(), dropout=0.1).eval()
+def make_teacher(seed: int = 8, width: int = 32) -> CLIP:
+    torch.manual_seed(seed)
+    return CLIP(small_clip().model_copy(update={"embed_dim": width}), dropout=0.1).eval()
+
+
+TWO = ((9, 24), (10, 40))  # seeds and widths of two teachers
+TWO_KEYS: dict[str, Any] = {
+    "teacher_scales": [60.0, 25.0],
+    "teacher_weights": [1.0, 3.0],
+    "distill_weights": (0.25, 0.75),
+}
 
 
 def global_batch(kind: str, step: int) -> Batch:
@@ -211,7 +227,15 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     if kind == "distillation":
         with torch.no_grad():
             teacher = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
-        return sum(distill_loss(image, text, scale, *teacher[:3]), torch.zeros(()))
+        halves = distill_loss(image, text, scale, *teacher[:3])
+    if kind == "two teachers":
+        scales, weights = TWO_KEYS["teacher_scales"], TWO_KEYS["teacher_weights"]
+        with torch.no_grad():
+            seen = [make_teacher(*each).double()(batch.images, batch.texts) for each in TWO]
+        teachers = [(*x[:2], z, w) for x, z, w in zip(seen, scales, weights, strict=True)]
+        halves = averaged_teachers_loss(image, text, scale, teachers, TWO_KEYS["distill_weights"])
+    if kind in ("distillation", "two teachers"):
+        return sum(halves, torch.zeros(()))
     if kind in ("memory bank", "contaccum"):
         known = past[-BANK:] if step >= WARMUP else []
         names = sorted({*batch.keys, *(key for _, _, key in known)})
@@ -255,15 +279,29 @@ class FrozenTeacher:
         )
 
 
+def teachers(where: str) -> list[Teacher]:
+    """For rows of two teachers: online, or from shards."""
+    widths, scales = [width for _, width in TWO], TWO_KEYS["teacher_scales"]
+    calls: dict[str, list[Teacher]] = {
+        "online": [
+            partial(teach, make_teacher(*each), z) for each, z in zip(TWO, scales, strict=True)
+        ],
+        "from shards": [partial(stored, widths, t, z) for t, z in enumerate(scales)],
+    }
+    return calls.get(where, [])
+
+
 def objective(row: Row) -> Objective:
     if row.kind in OWN or row.kind == "several texts":
         kind, texts = OWN.get(row.kind, "info_nce"), 1 if row.kind in OWN else TEXTS
-        return build_loss(LossConfig(kind=kind, tile=TILE), None, texts)
+        return build_loss(LossConfig(kind=kind, tile=TILE), (), texts)
     if row.exchange:  # by the recipe
-        keys = {"widths": WIDTHS} if row.kind == "widths" else {"kind": row.kind}
-        return build_loss(
-            LossConfig.model_validate({**keys, "exchange": row.exchange, "tile": TILE})
-        )
+        of_kind = {"widths": {"widths": WIDTHS}, "two teachers": TWO_KEYS}
+        keys = dict(of_kind.get(row.kind, {"kind": row.kind}))
+        if row.kind != "two teachers":
+            keys["exchange"] = row.exchange
+        config = LossConfig.model_validate({**keys, "tile": TILE})
+        return build_loss(config, teachers(row.exchange))
     match row.kind:
         case "InfoNCE, ring":
             return RingInfoNCE(tile=TILE)
@@ -271,7 +309,7 @@ def objective(row: Row) -> Objective:
             mode = "contaccum" if row.kind == "contaccum" else "negatives"
             return MemoryBank(BANK, WARMUP, mode, tile=TILE)
         case "distillation":
-            return Distillation(FrozenTeacher(), tile=TILE)
+            return Distillation([FrozenTeacher()], tile=TILE)
     return InfoNCE(tile=TILE)
 
 
@@ -297,6 +335,11 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     loss, results = objective(row), []
     for step in range(len(SIZES)):
         batch = own_share(global_batch(row.kind, step))
+        if row.exchange == "from shards":
+            with torch.no_grad():
+                seen = [make_teacher(*each)(batch.images, batch.texts) for each in TWO]
+            parts = [each[place] for place in range(2) for each in seen]
+            batch.teacher_features = torch.cat(parts, dim=1)
         results.append(
             train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=LR)
         )

@@ -77,8 +77,7 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
     banked = loss.bank_size if loss.kind == "memory_bank" else 0
     if banked:
         yield Collective("loss", "all_gather", "int64", rows, W)
-    teacher = config.model.teacher_architecture()
-    for width in [each.embed_dim for each in (resolved.architecture, teacher) if each is not None]:
+    for width in [resolved.architecture.embed_dim, *config.teacher_widths]:
         yield Collective("loss", "all_gather", "fp32", 2 * rows * width, W)
         if loss.kind != "sigmoid":
             yield Collective("loss", "all_reduce", "fp64", 2 * (plan.global_size + banked), W)

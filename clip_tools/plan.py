@@ -62,14 +62,15 @@ def make_plan(
         limit = memory_limit(resolved, None)
     resolved = decide(resolved, limit)
     config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
-    engine, layout, teacher = config.engine, resolved.layout, config.model.teacher_architecture()
+    engine, layout, teachers = config.engine, resolved.layout, config.model.teacher_architectures()
     checkpointing = bool(engine.activation_checkpointing)
     profile = predicted_profile(resolved, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     T = config.data.num_texts
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout, T)
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
-    flops = forward * (2 + forwards) + (flops_per_sample(teacher, num_texts=T) if teacher else 0)
+    flops = forward * (2 + forwards)
+    flops += sum(flops_per_sample(teacher, num_texts=T) for teacher in teachers)
     samples = config.batch.sizes.before(config.steps)
     links = None
     if gpu and (network or plan.world_size <= per_node):

@@ -63,6 +63,8 @@ class Batch:
     # n, or n lists of T, see `text_lengths`; None: micro-batches hold texts as they are
     text_lengths: list[Any] | None = None
     pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
+    # float32 [n, F], of `data.reinforced`: teachers' features of image and texts
+    teacher_features: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -71,7 +73,8 @@ class Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
         move = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("images", "texts", "sample_seeds")
+            for name in ("images", "texts", "sample_seeds", "teacher_features")
+            if getattr(self, name) is not None
         }
         return replace(self, **move)
 
@@ -89,6 +92,7 @@ class Batch:
             shares=shares,
             text_lengths=lengths,
             pack_texts=self.pack_texts,
+            teacher_features=None if self.teacher_features is None else self.teacher_features[rows],
         )
 
     def micro_batches(self, micro_size: int) -> MicroBatches:
@@ -138,6 +142,7 @@ class MicroBatches(Sequence["MicroBatch"]):
             batch.sample_seeds[rows],
             None if self.order is None else rows,
             int(lengths.sum()) if batch.pack_texts else None,
+            None if batch.teacher_features is None else batch.teacher_features[rows],
         )
 
 
@@ -164,6 +169,7 @@ class MicroBatch:
     # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
     places: Tensor | None = None
     num_tokens: int | None = None  # of the texts up to their ends, for a model that packs them
+    teacher_features: Tensor | None = None  # float32 [b, F], as in `Batch`
 
 
 FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53

@@ -2,14 +2,16 @@
 evaluation."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from clip_train import dist
 from clip_train.checkpoint.restore import Resumed
 from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.distillation import Teacher
 from clip_train.data.config import order_keys
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import table_of
@@ -121,6 +123,7 @@ def build_loader(
         tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
         lengths=partial(text_lengths, end_id=text.end_id) if resolved.texts_end else None,
         pack_texts=resolved.padded_because is None,
+        stored_features=config.model.teacher is None,
     )
 
 
@@ -175,31 +178,45 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
 
 
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
-    """Collective: the loss; with its frozen teacher, in the engine's precision, where the recipe
-    names one, and its digest. RankError where the nodes see different ones."""
-    with weights_here(config.model, config.storage, ["teacher"]) as here:
-        loaded = dist.agreed(
-            partial(
-                load_teacher, config.model, here.teacher, device, DTYPES[config.engine.precision]
+    """Collective: the loss; with frozen teachers, in the engine's precision, where the recipe
+    names some, and their digests. RankError where the nodes see different ones."""
+    scales: list[Any] = config.loss.teacher_scales or [None] * config.num_teachers
+    teachers: list[Teacher] = []
+    digests: list[str] = []
+    for alone, scale in zip(config.model.teachers(), scales, strict=False):
+        with weights_here(alone, config.storage, ["teacher"]) as here:
+            load = partial(load_teacher, alone, str(here.teacher), device)
+            teacher, digest = dist.agreed(load, DTYPES[config.engine.precision])
+        (first, own), *others = dist.gather_objects((node_name(), digest))
+        other = next((node for node, each in others if each != own), None)
+        if other is not None:
+            raise RankError(
+                f"model.teacher ({alone.teacher}) on {other} is not that of {first}; mount it on "
+                "all"
             )
-        )
-    if loaded is None:
-        return build_loss(config.loss, None, config.data.texts_per_image), None
-    teacher, digest = loaded
-    (first, own), *others = dist.gather_objects((node_name(), digest))
-    other = next((node for node, each in others if each != own), None)
-    if other is not None:
-        raise RankError(
-            f"model.teacher ({config.model.teacher}) on {other} is not that of {first}; mount it "
-            "on all"
-        )
+        teachers.append(partial(teach, teacher, scale))
+        digests.append(digest)
+    if not teachers:
+        widths = config.data.reinforced or []
+        teachers = [partial(stored, widths, t, scale) for t, scale in enumerate(scales)]
+    loss = build_loss(config.loss, teachers, config.data.texts_per_image)
+    return loss, ",".join(digests) or None
 
-    def teach(micro_batch: MicroBatch) -> Features:
-        # each alone: a CoCa writes no captions then
-        image, *_ = teacher(micro_batch.images, None)
-        return named_features(image, *teacher(None, micro_batch.texts)[1:])
 
-    return build_loss(config.loss, teach, config.data.texts_per_image), digest
+def teach(teacher: torch.nn.Module, scale: float | None, micro_batch: MicroBatch) -> Features:
+    """scale: the factor of its logits; None: its own."""
+    # each alone: a CoCa writes no captions then
+    image, *_ = teacher(micro_batch.images, None)
+    _, text, own = teacher(None, micro_batch.texts)[:3]
+    return named_features(image, text, own if scale is None else torch.full_like(own, scale))
+
+
+def stored(widths: Sequence[int], t: int, scale: float, micro_batch: MicroBatch) -> Features:
+    """The features of teacher t that the shards hold; of all: `widths`."""
+    assert micro_batch.teacher_features is not None
+    rows = micro_batch.teacher_features.unflatten(1, (-1, sum(widths)))  # [b, 1 + T, F]
+    image, texts = rows[:, 0].split([*widths], 1)[t], rows[:, 1:].split([*widths], 2)[t]
+    return named_features(image, texts.flatten(0, 1), image.new_full((1,), scale))
 
 
 def evaluation(

@@ -55,7 +55,7 @@ def objective(kind: str):
         case "negatives" | "contaccum":
             return MemoryBank(BANK, 1, kind, tile=10)
         case "distill":
-            return Distillation(CountingTeacher(), tile=10)
+            return Distillation([CountingTeacher()], tile=10)
 
 
 def steps(engine, loss, micro_size: int, lr: float = LR, kept_graphs: int = 2):
@@ -73,7 +73,7 @@ def on_a_rank(kind: str, micro_size: int):
     results = steps(
         PlainEngine(model, torch.optim.SGD(model.parameters(), lr=LR)), loss, micro_size
     )
-    seen = loss.teacher.samples if kind == "distill" else 0
+    seen = loss.teachers[0].samples if kind == "distill" else 0
     return (
         torch.cat([p.detach().flatten() for p in model.parameters()]),
         [(r.loss, r.grad_norm) for r in results],
@@ -158,7 +158,7 @@ def on_engine(kind: str, layout: str, micro_size: int):
     engine = engine_at(layout, lambda: student().float(), optim, clip=0.5)
     loss = objective(kind)
     if kind == "distill":
-        loss.teacher.model.float()
+        loss.teachers[0].model.float()
     told = [(r.loss, r.grad_norm) for r in steps(engine, loss, micro_size, lr=0.3)]
     engine.close()
     return told

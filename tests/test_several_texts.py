@@ -158,9 +158,9 @@ def test_a_step_is_that_of_the_whole_batch(kind):
     loss = textbook(kind, image, torch.stack(texts, 1), *clip(batch.images, None, seeds)[2:])
     loss.backward()
     expected = {name: p.grad for name, p in clip.named_parameters()}
-    objective = build_loss(LossConfig(kind="sigmoid" if kind == "sigmoid" else "info_nce"), None, T)
+    objective = build_loss(LossConfig(kind="sigmoid" if kind == "sigmoid" else "info_nce"), (), T)
     if kind == "distillation":
-        objective = over_texts(T, Distillation(teacher))
+        objective = over_texts(T, Distillation([teacher]))
     for micro_size in (N, 5, 2):
         subject = model(kind)
         before = {name: p.detach().clone() for name, p in subject.named_parameters()}

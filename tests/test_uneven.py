@@ -55,7 +55,7 @@ def objective(kind: str):
         case "negatives" | "contaccum":
             return MemoryBank(BANK, 1, kind, tile=7)
         case "distill":
-            return Distillation(CountingTeacher(), tile=7)
+            return Distillation([CountingTeacher()], tile=7)
         case "softmax ring":
             return RingInfoNCE(tile=7)
     return InfoNCE(tile=7)

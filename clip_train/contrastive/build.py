@@ -1,5 +1,7 @@
 """From the `loss` section to the objective."""
 
+from collections.abc import Sequence
+
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.function import FunctionLoss
@@ -15,9 +17,9 @@ from clip_train.task import Objective
 
 
 def build_loss(
-    config: LossConfig, teacher: Teacher | None = None, texts_per_image: int = 1
+    config: LossConfig, teachers: Sequence[Teacher] = (), texts_per_image: int = 1
 ) -> Objective:
-    """The objective of the recipe. A teacher goes with `info_nce`, as RunConfig has checked.
+    """The objective of the recipe. Teachers go with `info_nce`, as RunConfig has checked.
 
     texts_per_image: the positives of each image, as `data.texts_per_image`.
 
@@ -26,8 +28,8 @@ def build_loss(
     """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
     objective: Objective = InfoNCE(tile=tile)
-    if teacher is not None:
-        objective = Distillation(teacher, tile=tile)
+    if teachers:
+        objective = Distillation(teachers, tile, config.teacher_weights, config.distill_weights)
     elif config.kind == "memory_bank":
         objective = MemoryBank(
             config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile

@@ -15,6 +15,8 @@ from clip_train.settings import (
     shown,
 )
 
+Factor = Annotated[float, Field(gt=0, le=1e9)]
+
 
 class LossConfig(Settings):
     """Which objective is minimised over the global batch."""
@@ -60,6 +62,21 @@ class LossConfig(Settings):
     """Matryoshka (arXiv 2205.13147): the loss over the first values of each feature, normalized
     again, for each width with its weight, and their sum: {512: 1, 256: 1, 64: 0.5}. Evaluations
     have the numbers of each width as well. null: all values, once."""
+    distill_weights: Annotated[
+        tuple[NonNegativeFloat, NonNegativeFloat], Allowed("a list of 2 numbers"), Refused
+    ] = (1.0, 1.0)
+    """With teachers: the factors of CLIP's loss and of the cross-entropy with the teachers'
+    softmaxes. [1, 1] is OpenCLIP's distillation; DataCompDR-12M is trained with [0, 1]."""
+    teacher_scales: Annotated[
+        list[Factor] | None, Allowed("a list of numbers greater than 0, or null"), Refused
+    ] = None
+    """The factor of each teacher's logits, such as [70, 60]; null: its own, which features from
+    shards (data.reinforced) do not tell."""
+    teacher_weights: Annotated[
+        list[Factor] | None, Allowed("a list of numbers greater than 0, or null"), Refused
+    ] = None
+    """How much each teacher counts in the average of their softmaxes, in proportion; null: all
+    equally."""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
     rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""

@@ -1,17 +1,18 @@
-"""CLIP's loss plus the cross-entropy with a frozen teacher's softmaxes, in closed form.
+"""CLIP's loss plus the cross-entropy with frozen teachers' softmaxes, in closed form.
 
-    L = InfoNCE + 1/(2N) sum_i [ -sum_j q_ij log p_ij ] + [ -sum_j q'_ji log p'_ji ]
+    L = a InfoNCE + b sum_t w_t 1/(2N) sum_i [ -sum_j q_ij log p_ij ] + [ -sum_j q'_ji log p'_ji ]
 
 p, p' are the softmaxes over rows and over columns of the student's logits `S = s I T^T`, q, q'
-those of the teacher's `Z = z U V^T`. Both halves have weight 1, as in OpenCLIP's `DistillClipLoss`;
-the teacher's width may differ from D.
+those of teacher t's `Z = z U V^T`, with a width and a scale of its own. The weights w_t sum to 1:
+the teachers' softmaxes are averaged (arXiv 2311.17049). a = b = 1 with one teacher is OpenCLIP's
+`DistillClipLoss`.
 
 `-sum_j q_ij log p_ij = (lse_i - S_ii) - sum_j (q_ij - 1_ij) S_ij`: the second half is InfoNCE
 again, minus something linear in S. So its gradient is InfoNCE's with p in place of 1 and q in place
 of p, and its value, too, falls out of a product with features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,41 +29,58 @@ Teacher = Callable[[MicroBatch], Features]
 class Distillation(Objective):
     """The loss of the formula above."""
 
-    # Normalized features of any width, and the factor, for a micro-batch of the first pass.
-    teacher: Teacher
+    # Each: normalized features of any width, and the factor, for a micro-batch of the first pass.
+    teachers: Sequence[Teacher]
     tile: int = AUTO_SIDE
+    teacher_weights: Sequence[float] | None = None  # in proportion; None: equal
+    factors: Sequence[float] = (1.0, 1.0)  # a and b
 
     def prepare(self, micro_batch: MicroBatch) -> Features:
-        return self.teacher(micro_batch)
+        return {
+            f"{name} {t}": feature
+            for t, teacher in enumerate(self.teachers)
+            for name, feature in teacher(micro_batch).items()
+        }
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         target = context.prepared
         if target is None:
             raise ValueError(
-                "distillation needs the teacher's features of the same samples (context.prepared)"
+                "distillation needs the teachers' features of the same samples (context.prepared)"
             )
         I, T, scale = features["image"], features["text"], features["logit_scale"]
         side, deferred = self.tile, context.deferred
         dtype = accumulation_dtype(I, T)
         pairs = Pairs.of(features, context)
-        of_teacher = Pairs.gathered(
-            target["image"].to(dtype), target["text"].to(dtype), pairs.counts
-        )
         student = Softmaxes.of(pairs, scale, side, deferred=deferred)
-        teacher = Softmaxes.of(of_teacher, target["logit_scale"], side, deferred=deferred)
+        unsafe = [] if student.unsafe is None else [student.unsafe]
 
         weight = 1 / (2 * len(pairs.image_all))
         d_image, d_text = torch.zeros_like(I, dtype=dtype), torch.zeros_like(T, dtype=dtype)
-        add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, -weight, values=pairs)
+        parts = self.teacher_weights or [1.0] * len(self.teachers)
+        for t, part in enumerate(parts):
+            U, V = target[f"image {t}"].to(dtype), target[f"text {t}"].to(dtype)
+            of_teacher = Pairs.gathered(U, V, pairs.counts)
+            teacher = Softmaxes.of(of_teacher, target[f"logit_scale {t}"], side, deferred=deferred)
+            share = -weight * part / sum(parts)
+            add_cross_entropy_gradient(d_image, d_text, of_teacher, teacher, share, values=pairs)
+            unsafe += [] if teacher.unsafe is None else [teacher.unsafe]
         clip_loss = student.loss()
         # - 1/2N sum (q + q' - 2) S is s <I, dI> so far, summed over ranks
         distill_loss = clip_loss + pairs.sum(row_dots(I, d_image).sum() * scale)[0]
-        add_cross_entropy_gradient(d_image, d_text, pairs, student, 2 * weight)  # of both halves
-        d_scale, loss = row_dots(I, d_image).sum(), clip_loss + distill_loss
-        either = [each.unsafe for each in (student, teacher) if each.unsafe is not None]
-        unsafe = torch.stack(either).any() if either else None
-        metrics = {"clip_loss": clip_loss, "distill_loss": distill_loss}
+        of_clip, of_teachers = self.factors
+        d_image.mul_(of_teachers)
+        d_text.mul_(of_teachers)
+        total = (of_clip + of_teachers) * weight
+        add_cross_entropy_gradient(d_image, d_text, pairs, student, total)
+        d_scale = row_dots(I, d_image).sum()
         return LossOutput.scaled(
-            loss, d_image, d_text, d_scale, scale, metrics=metrics, unsafe=unsafe
+            of_clip * clip_loss + of_teachers * distill_loss,
+            d_image,
+            d_text,
+            d_scale,
+            scale,
+            metrics={"clip_loss": clip_loss, "distill_loss": distill_loss},
+            unsafe=torch.stack(unsafe).any() if unsafe else None,
         )

@@ -133,6 +133,11 @@ def over_texts(count: int, loss: Loss = None) -> WeightedViews:
 
 def with_text(features: Features, place: int, count: int) -> Features:
     """The text at `place` among the first `count` of each image, and all texts behind these."""
-    texts = features["text"].unflatten(0, (len(features["image"]), -1))  # [n, m, D]
-    chosen = torch.cat([texts[:, place : place + 1], texts[:, count:]], dim=1)
-    return {**features, "text": chosen.flatten(0, 1)}
+    out = dict(features)
+    for name in features:
+        if name.startswith("text"):  # "text 0" is the first teacher's
+            images = features[name.replace("text", "image")]
+            texts = features[name].unflatten(0, (len(images), -1))  # [n, m, D]
+            chosen = torch.cat([texts[:, place : place + 1], texts[:, count:]], dim=1)
+            out[name] = chosen.flatten(0, 1)
+    return out

@@ -138,6 +138,15 @@ class DataConfig(Settings):
     texts of each; of a list the sample's seed draws the first. They are negatives of every image,
     and no image is one of theirs. A sample without them is invalid."""
 
+    reinforced: Annotated[
+        list[Annotated[int, Field(gt=0)]] | None,
+        Allowed("a list of whole numbers greater than 0, such as [768, 768], or null"),
+        Refused,
+    ] = None
+    """Learn from shards as `clip-train reinforce` writes them (or DataCompDR): a sample's image is
+    cut by one of its stored augmentations (`.paug.json`); its `.npz` has the features of teachers
+    of these widths. With model.teacher those teachers compute them instead. []: no teachers."""
+
     val: Annotated[
         str | dict[SetName, Name] | None,
         Allowed(
@@ -244,6 +253,18 @@ class DataConfig(Settings):
             self.kind == "synthetic" and self.inputs is not None,
             f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has no "
             "files; set data.inputs=null, or data.kind=shards",
+        )
+        other = {
+            key: getattr(self, key)
+            for key, field in type(self).model_fields.items()
+            if key.startswith(("aug_", "inputs", "scaled_decode"))
+            and getattr(self, key) != field.get_default(call_default_factory=True)
+        }
+        yield (
+            self.reinforced is not None and (self.kind == "synthetic" or bool(other)),
+            f"data.reinforced ({self.reinforced}) brings the images' augmentations, of files: take "
+            f"out data.{next(iter(other), 'kind')} ({shown(other or self.kind)}), or set "
+            "data.reinforced=null",
         )
         sources = len(split_sources(self.train))
         for key in ("train_weights", "resampled"):

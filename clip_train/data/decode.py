@@ -9,6 +9,9 @@ import contextlib
 import io
 import itertools
 import json
+import random
+import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +37,9 @@ MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each 
 MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
 STRIP_PIXELS = 1 << 22
 DRAWS = 1 << 63  # a sample's seed is below it
+# Members of a sample of a reinforced data set, as DataCompDR names them.
+AUGMENTATIONS, SYNTHETIC_TEXTS, FEATURES = "paug.json", "syn.json", "npz"
+MAX_FEATURE_BYTES = 1 << 26  # of a sample's teachers, once they are decompressed
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 """A stage of webdataset's, such as webdataset.map(f): from samples to samples."""
@@ -74,7 +80,9 @@ def captions(
             value = members.get(name)
             if value is None and name in members:
                 raise InvalidSample("member is too large")
-            if value is None and name != "txt":
+            if name == SYNTHETIC_TEXTS and value is not None:
+                value = synthetic_texts(members)
+            elif value is None and name != "txt":
                 value = metadata(members, strict=True).get(name.removeprefix("json."))
             if value is not None:
                 usable[name] = _texts(value)
@@ -138,6 +146,55 @@ def _texts(value: Any) -> list[str]:
     if not texts:
         raise InvalidSample(reason)
     return texts
+
+
+def synthetic_texts(members: Mapping[str, Any]) -> list[Any]:
+    """The captions that a model wrote, of all `syn_text` lists of the `.syn.json`; [] without one.
+    InvalidSample."""
+    with invalid_if_failing(SYNTHETIC_TEXTS):
+        lists = json.loads(members.get(SYNTHETIC_TEXTS, b"{}"))
+        return [text for key in lists if key.startswith("syn_text") for text in lists[key]]
+
+
+def stored_augmentation(members: Mapping[str, Any], seed: int) -> tuple[int, list[Any]]:
+    """One of the stored augmentations, by the seed: its place among them, and its parameters as
+    `TrainTransform.stored` takes them. InvalidSample."""
+    with invalid_if_failing(AUGMENTATIONS):
+        stored = json.loads(members[AUGMENTATIONS])["param_aug"]
+        choices = json.loads(stored) if isinstance(stored, str) else stored
+        place = random.Random(seed).randrange(len(choices))
+        return place, choices[place]
+
+
+def stored_features(
+    members: Mapping[str, Any], place: int, texts: Sequence[str], width: int
+) -> Tensor:
+    """float32 [(1 + T) width]: of the image under the augmentation at `place`, and of T texts.
+
+    The `.npz` has `image_emb` [A, width] and `text_emb` [1 + S, width], of the `.txt` and the S
+    synthetic texts, or only of the first, and those of a list `syn_text` are `syn_text_emb`.
+    InvalidSample. UserError where they are a pickle.
+    """
+    if "pth.gz" in members and FEATURES not in members:
+        raise UserError(
+            f"data.reinforced: sample {members['__key__']} has its features as .pth.gz, a pickle, "
+            "which can run any code and is not opened; write the shards again with "
+            "`clip-train reinforce`, or take DataCompDR's with .npz"
+        )
+    synthetic = synthetic_texts(members)
+    with invalid_if_failing(FEATURES):
+        data = io.BytesIO(members[FEATURES])
+        if sum(each.file_size for each in zipfile.ZipFile(data).infolist()) > MAX_FEATURE_BYTES:
+            raise InvalidSample("npz is too large")
+        arrays = np.load(data, allow_pickle=False)
+        more = [arrays[name] for name in arrays.files if re.fullmatch("syn_text.*_emb", name)]
+        of_texts = np.concatenate([arrays["text_emb"], *more])
+        known = [*_texts(members["txt"]), *synthetic]
+        rows = [arrays["image_emb"][place], *(of_texts[known.index(text)] for text in texts)]
+        features = np.concatenate(rows).astype(np.float32)
+    if features.shape != ((1 + len(texts)) * width,) or not np.isfinite(features).all():
+        raise InvalidSample(f"npz: not {width} finite features")
+    return torch.from_numpy(features)
 
 
 def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Grayscale on Pillow's operations, as in OpenCLIP's `--aug-cfg`.
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,6 +49,31 @@ def own_augmentation(
     if isinstance(found, type):
         return call_imported("data.aug_own", path, options)
     return functools.partial(found, **checked_options("data.aug_own", path, options))
+
+
+def rand_augment(image: Image.Image, operation: int, m: float) -> Image.Image:
+    """One operation of torchvision's RandAugment on Pillow's images, of magnitude m, as DataCompDR
+    numbers them. KeyError for another number."""
+    moves = {  # from a pixel's place to that of the pixel it is taken from
+        1: (1, m, 0, 0, 1, 0),
+        2: (1, 0, 0, m, 1, 0),
+        3: (1, 0, -int(m), 0, 1, 0),
+        4: (1, 0, 0, 0, 1, -int(m)),
+    }
+    if operation in moves:
+        return image.transform(image.size, Image.Transform.AFFINE, moves[operation])
+    factors = {6: "Brightness", 7: "Color", 8: "Contrast", 9: "Sharpness"}
+    if operation in factors:
+        return getattr(ImageEnhance, factors[operation])(image).enhance(1 + m)
+    others: dict[int, Callable[[], Image.Image]] = {
+        0: image.copy,
+        5: functools.partial(image.rotate, m),
+        10: functools.partial(ImageOps.posterize, image, int(m)),
+        11: functools.partial(ImageOps.solarize, image, math.ceil(m)),
+        12: functools.partial(ImageOps.autocontrast, image),
+        13: functools.partial(ImageOps.equalize, image),
+    }
+    return others[operation]()
 
 
 @contextlib.contextmanager
@@ -135,6 +161,22 @@ class TrainTransform:
             top, left, height, width = self.rectangle(rng)
             out = out.clone()
             out[:, top : top + height, left : left + width] = ERASED
+        return out.contiguous()
+
+    def stored(self, image: Tensor, augmentation: Sequence[Any]) -> Tensor:
+        """uint8 [3, H, W] -> uint8 [3, S, S], by stored parameters: [[top, left, height, width]],
+        and of RandAugment [[operation, magnitude], ...] behind it, or null. ValueError where the
+        image is smaller than the crop."""
+        (top, left, height, width), *operations = augmentation
+        region = image[:, top : top + height, left : left + width]
+        if region.shape[1:] != (height, width) or min(top, left, height, width) < 0:
+            raise ValueError(f"the crop is not within an image of {list(image.shape[1:])}")
+        out = _resize(region, self.image_size, self.image_size)
+        if any(operations):
+            picture = Image.fromarray(out.permute(1, 2, 0).contiguous().numpy())
+            for operation, magnitude in itertools.chain(*filter(None, operations)):
+                picture = rand_augment(picture, operation, magnitude)
+            out = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         return out.contiguous()
 
     def rectangle(self, rng: random.Random) -> tuple[int, int, int, int]:

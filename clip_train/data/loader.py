@@ -72,6 +72,7 @@ class TrainLoader(Iterator[Batch]):
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
             nothing behind it; of several texts for an image [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
+        stored_features: with `data.reinforced`, batches come with the teachers' features.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -98,6 +99,7 @@ class TrainLoader(Iterator[Batch]):
         tokenizer: Tokenize | None = None,
         lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
+        stored_features: bool = True,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
         sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
@@ -133,6 +135,7 @@ class TrainLoader(Iterator[Batch]):
             self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
             texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
             row_shape(self.layout, image_size),
+            None if config.reinforced is None else sum(config.reinforced) * stored_features,
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
@@ -199,8 +202,13 @@ class TrainLoader(Iterator[Batch]):
         texts = torch.cat([piece.texts for piece in pieces])
         seeds = torch.cat([piece.seeds for piece in pieces])
         lengths = None if self._lengths is None else self._lengths(texts)
+        parts = [piece.teacher_features for piece in pieces if piece.teacher_features is not None]
+        teacher_features = torch.cat(parts) if parts else None
         if self._pin_memory:
             texts, seeds = texts.pin_memory(), seeds.pin_memory()
+            teacher_features = (
+                teacher_features if teacher_features is None else teacher_features.pin_memory()
+            )
         invalid = [sample for piece in pieces for sample in piece.invalid]
         self._limit.add(sum(counts), invalid)
         of_ranks = shares(self._sizes.at(self.step), self._world_size)
@@ -214,6 +222,7 @@ class TrainLoader(Iterator[Batch]):
             shares=tuple(of_ranks),
             text_lengths=lengths,
             pack_texts=self._pack_texts,
+            teacher_features=teacher_features,
         )
 
     def stop(self) -> None:
@@ -331,9 +340,10 @@ class Prefetcher(Iterator[Batch]):
             return batch.to(self.device)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(copied)
-        for tensor in (batch.images, batch.texts, batch.sample_seeds):
+        for tensor in (batch.images, batch.texts, batch.sample_seeds, batch.teacher_features):
             # the copying stream may not reuse its memory before this stream is done with it
-            tensor.record_stream(current)
+            if tensor is not None:
+                tensor.record_stream(current)
         return batch
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class Piece:
     images: Tensor | None  # uint8 [p, *row]; None where they are in `shared_images`
     texts: Tensor  # int64 [p, context_length], or [p, T, context_length]
     seeds: Tensor  # int64 [p]
+    teacher_features: Tensor | None  # float32 [p, F], as in `Batch`
     keys: list[str]  # p
     invalid: list[Invalid]
 
@@ -83,6 +84,8 @@ class PieceStream(IterableDataset):
     stages: Sequence[Stage | str]  # or their import paths; each maps one sample to one or none
     layout: Sequence[Input]  # of `data.inputs`
     row: tuple[int, ...]  # `row_shape` of the layout
+    # of all teachers' stored features together; 0: they are not read; None: no augmentations either
+    width: int | None = None
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -122,6 +125,7 @@ class PieceStream(IterableDataset):
             keys: list[str] = []
             texts: list[str] = []
             seeds: list[int] = []
+            stored: list[Tensor] = []
             invalid: list[Invalid] = []
             for stream, numbers in shares.items():
                 used[stream] = step
@@ -135,7 +139,8 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
-                    image, its_texts, key = self._first_usable(candidates, seed, invalid)
+                    image, its_texts, key, its = self._first_usable(candidates, seed, invalid)
+                    stored += [its] if its is not None else []
                     images[len(keys)] = image  # at once, while it is in the cache
                     texts += its_texts
                     keys.append(key)
@@ -144,6 +149,7 @@ class PieceStream(IterableDataset):
                 images if self.memory is None else None,
                 self.tokenizer(texts).unflatten(0, (count, self.num_texts)).squeeze(1),
                 torch.tensor(seeds, dtype=torch.int64),
+                torch.stack(stored) if stored else None,
                 keys,
                 invalid,
             )
@@ -152,8 +158,8 @@ class PieceStream(IterableDataset):
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
-    ) -> tuple[Tensor, list[str], str]:
-        """Its row, texts and key of the first one that decodes. The first of all goes
+    ) -> tuple[Tensor, list[str], str, Tensor | None]:
+        """Row, texts, key and features of the first one that decodes. The first of all goes
         into `invalid` if it cannot be used; the others have places of their own, where they are
         counted."""
         tried: list[Invalid] = []
@@ -163,7 +169,8 @@ class PieceStream(IterableDataset):
                 continue
             key, url = item["__key__"], item["__url__"]
             if url.startswith(SYNTHETIC):
-                return *synthetic_sample(seed, self.transform.image_size, self.num_texts), key
+                made = synthetic_sample(seed, self.transform.image_size, self.num_texts)
+                return *made, key, None
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
                     fields = decode.staged(item, self.stages) if self.stages else item
@@ -174,16 +181,24 @@ class PieceStream(IterableDataset):
                         else self._image(fields)
                     )
                     texts = self.texts_of(fields, draw=seed)
+                    stored = None
+                    if self.width:
+                        place, _ = decode.stored_augmentation(fields, seed)
+                        stored = decode.stored_features(fields, place, texts, self.width)
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return row, texts, key
+            return row, texts, key, stored
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
         data, seed = decode.image_bytes(fields), fields["__seed__"]
+        if self.width is not None:
+            with decode.invalid_if_failing(decode.AUGMENTATIONS):
+                _, stored = decode.stored_augmentation(fields, seed)
+                return self.transform.stored(decode.decode_image(data), stored)
         size = decode.jpeg_size(data) if self.transform.scaled_decode else None
         divisor = self.transform.divisor(*size, seed) if size else 1
         return self.transform(decode.decode_image(data, divisor), seed, size)

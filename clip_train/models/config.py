@@ -300,12 +300,18 @@ class ModelConfig(Settings):
     init_text_from: str | None = None
     """Only the text tower from these weights, of a whole model or of a text tower; the rest is
     initialized at random, or from `init_from`."""
-    teacher: str | None = None
-    """Learn from this frozen model as well (OpenCLIP's distillation loss): weights from any place
-    of `init_from`. It sees the same images and texts, once per step; every rank holds all of it."""
-    teacher_name: str | None = None
-    """The teacher's architecture, as in `name`; none: by its tag, or its folder's own
-    open_clip_config.json."""
+    teacher: Annotated[
+        str | Annotated[list[str], Field(min_length=1)] | None,
+        Allowed("a place, a list of places, or null"),
+    ] = None
+    """Learn from this frozen model as well (OpenCLIP's distillation loss), or from a list of
+    models: weights from any place of `init_from`. They see the same images and texts, once per
+    step; every rank holds all of them."""
+    teacher_name: Annotated[
+        str | list[str | None] | None, Allowed("a name, a list of names, or null")
+    ] = None
+    """The teacher's architecture, as in `name`, or a list with each teacher's; none: by its tag, or
+    its folder's own open_clip_config.json."""
     init_logit_scale: Annotated[
         float | None,
         Field(ge=0, le=math.log(100)),
@@ -334,6 +340,12 @@ class ModelConfig(Settings):
             f"(model.init_from is {shown(starts)}) and a model.context_length "
             f"({shown(self.context_length)}) that is greater; set both, or model.keep_positions=0",
         )
+        names = self.teacher_name
+        yield (
+            isinstance(names, list) and len(names) != len(self.teachers()),
+            f"model.teacher_name ({shown(names)}) must have a name, or null, for each of the "
+            f"{len(self.teachers())} teachers of model.teacher",
+        )
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
@@ -345,11 +357,24 @@ class ModelConfig(Settings):
             self.model_dump(include=vision, exclude_none=True),
         )
 
-    def teacher_architecture(self) -> AnyArchitecture | None:
-        """The teacher's, or None without one. UserError, also if it needs other samples."""
+    def teachers(self) -> list[ModelConfig]:
+        """For each teacher this section, as if that one were alone."""
+        places = [self.teacher] if isinstance(self.teacher, str) else self.teacher or []
+        names = self.teacher_name
+        names = names if isinstance(names, list) else [names] * len(places)
+        return [
+            self.model_copy(update={"teacher": place, "teacher_name": name})
+            for place, name in zip(places, names, strict=False)
+        ]
+
+    def teacher_architectures(self) -> list[AnyArchitecture]:
+        """The teachers'. UserError, also if one needs other samples."""
+        return [each.teacher_architecture() for each in self.teachers()]
+
+    def teacher_architecture(self) -> AnyArchitecture:
+        """That of the only teacher. UserError."""
         place, name = self.teacher, self.teacher_name
-        if place is None:
-            return None
+        assert isinstance(place, str) and not isinstance(name, list)
         remote = is_remote(place) or place.startswith((PREFIX, "hf-hub:"))
         if not remote and not os.path.exists(local_path(place)):
             what = f"model.teacher ({clipped(place)}): no such file or folder"

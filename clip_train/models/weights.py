@@ -107,18 +107,14 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
 
 
 def load_teacher(
-    config: ModelConfig, place: str | None, device: torch.device, dtype: torch.dtype
-) -> tuple[nn.Module, str] | None:
-    """Load `model.teacher`, which is at `place` on this node, frozen and in eval mode.
+    config: ModelConfig, place: str, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, str]:
+    """Load the only `model.teacher`, which is at `place` on this node, frozen and in eval mode.
 
-    Returns it with a digest of its weights and description; None without a teacher.
-    UserError, CheckpointError.
+    Returns it with a digest of its weights and description. UserError, CheckpointError.
     """
-    architecture = config.teacher_architecture()
-    if place is None or architecture is None:
-        return None
     file = file_at(place, "model.teacher")
-    architecture = architecture.model_copy(update=trained_with(file))
+    architecture = config.teacher_architecture().model_copy(update=trained_with(file))
     state = load_openclip(file, architecture)
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)

@@ -217,6 +217,32 @@ VERBS = {
             EMA,
         ),
     ),
+    "reinforce": Verb(
+        "clip_tools.reinforce:run",
+        "shards with teachers' features, augmentations and synthetic captions",
+        """\
+    Write SHARDS again: each sample with stored augmentations, and with the features that one or
+    more teachers have of each of them and of its captions. data.reinforced trains on them. Under
+    torchrun each rank writes its share. Run again after an interruption, it goes on. A teacher is
+    any PLACE that evaluate takes.""",
+        """\
+    clip-train reinforce 'cc12m/*.tar' --teacher open_clip:ViT-L-14/openai --to cc12m-dr
+    clip-train reinforce 's3://b/{00..99}.tar' --teacher runs/large,runs/other --to s3://b/dr""",
+        positions=("shards",),
+        options=(
+            ("teacher", "PLACES", "the teachers, separated by commas"),
+            ("to", "PLACE", "the folder or URL for the shards"),
+            ("augmentations", "N", "of each image (default: 10)", 10),
+            ("crop", "AREA", "the least part of an image in a crop (default: 0.08)", 0.08),
+            (
+                "synthetic-key",
+                "NAME",
+                "where synthetic captions are, as data.caption_key (default: syn.json)",
+                "syn.json",
+            ),
+            ("half", None, "features of 16 bits; a curve then differs by their rounding"),
+        ),
+    ),
     "caption": Verb(
         "clip_tools.captions:run",
         "captions of the images in a folder, by a CoCa",
@@ -386,7 +412,7 @@ VERBS = {
         positions=("shell",),
     ),
 }
-TYPES = {"N": int, "RATE": float}
+TYPES = {"N": int, "RATE": float, "AREA": float}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -48,17 +48,15 @@ def estimate_memory(
     held: Memory = find_engine(engine.kind).memory(
         engine, P, trained, moment_bytes(config.optim), plan.world_size
     )
-    teacher = (
-        config.model.teacher_architecture()
-    )  # which every rank holds, as it does the memory banks
+    # every rank holds all of them, as it does the memory banks
+    teachers = sum(map(count_parameters, config.model.teacher_architectures()))
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
     T, length = config.data.num_texts, architecture.text_cfg.context_length
     sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
     return replace(
         held,
-        parameters=held.parameters
-        + (DTYPES[engine.precision].itemsize * count_parameters(teacher) if teacher else 0),
+        parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
         activations=profile.bytes_for(plan) if profile else 0.0,
         features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
@@ -137,16 +135,16 @@ def _profile(
 
 
 def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
-    """From fake tensors; with a teacher, its forward too."""
+    """From fake tensors; with teachers, their forwards too."""
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
     own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
-    teacher = config.model.teacher_architecture()
-    if teacher is None:
-        return own
-    of_teacher = _profile(teacher, precision, 0.0, False, num_texts=T)
-    return replace(own, forward=max(own.forward, of_teacher.forward))
+    forwards = (
+        _profile(teacher, precision, 0.0, False, num_texts=T).forward
+        for teacher in config.model.teacher_architectures()
+    )
+    return replace(own, forward=max(own.forward, *forwards, 0))
 
 
 def decide(resolved: Resolved, limit: float | None, activations: float = float("inf")) -> Resolved:

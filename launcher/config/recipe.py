@@ -95,23 +95,39 @@ class RunConfig(Settings):
 
     def rules(self) -> Rules:
         schedule, epochs = self.schedule, self.run.epochs or 0
+        loss, number = self.loss, self.num_teachers
+        teachers = f"model.teacher ({shown(self.model.teacher)})"
+        if self.model.teacher is None:
+            teachers = f"data.reinforced ({shown(self.data.reinforced)})"
         yield (
-            self.model.teacher is not None
-            and (self.loss.kind, self.loss.exchange) != ("info_nce", "gather"),
-            f"model.teacher ({self.model.teacher}) goes with loss.kind=info_nce and "
-            f"loss.exchange=gather, not with {self.loss.kind} and {self.loss.exchange}",
+            bool(number) and (loss.kind, loss.exchange) != ("info_nce", "gather"),
+            f"{teachers} goes with loss.kind=info_nce and loss.exchange=gather, not with "
+            f"{loss.kind} and {loss.exchange}",
+        )
+        # shards do not tell the factors of their teachers' logits
+        needed = bool(number) and self.model.teacher is None
+        for key, may_be_null in (("teacher_scales", not needed), ("teacher_weights", True)):
+            given = getattr(loss, key)
+            yield (
+                (given is None and not may_be_null) or (given is not None and len(given) != number),
+                f"loss.{key} ({shown(given)}) must have one number for each of the {number} "
+                f"teachers of {teachers}; set loss.{key}={[100] * number or 'null'} or another",
+            )
+        yield (
+            not number and loss.distill_weights != (1.0, 1.0),
+            f"loss.distill_weights ({shown(loss.distill_weights)}) need teachers: name them in "
+            "model.teacher, or in data.reinforced; set loss.distill_weights='[1.0, 1.0]'",
         )
         yield (
             self.data.negative_texts is not None
             and (
                 self.loss.kind in ("sigmoid", "memory_bank")
                 or self.loss.exchange == "ring"
-                or self.model.teacher is not None
+                or number > 0
             ),
             f"data.negative_texts ({shown(self.data.negative_texts)}) need loss.kind=info_nce with "
-            f"loss.exchange=gather and model.teacher=null (now {self.loss.kind}, "
-            f"{self.loss.exchange}, {shown(self.model.teacher)}); set these, or "
-            "data.negative_texts=null",
+            f"loss.exchange=gather and no teachers (now {loss.kind}, {loss.exchange}, {teachers}); "
+            "set these, or data.negative_texts=null",
         )
         yield (
             isinstance(self.data.val, dict)
@@ -123,7 +139,7 @@ class RunConfig(Settings):
         )
         yield (
             self.model.teacher is not None and self.data.inputs is not None,
-            f"model.teacher ({self.model.teacher}) sees images, and the samples have data.inputs "
+            f"{teachers} sees images, and the samples have data.inputs "
             f"({shown(self.data.inputs)}); set model.teacher=null",
         )
         if self.run.epochs is not None and self.data.num_samples is None:
@@ -164,6 +180,17 @@ class RunConfig(Settings):
             )
         layout = layout_of(inputs, architecture.vision_cfg.image_size)
         return architecture.model_copy(update={"inputs": layout})
+
+    @property
+    def num_teachers(self) -> int:
+        """Those of model.teacher, or else those whose features are in the shards."""
+        return len(self.model.teachers() or self.data.reinforced or ())
+
+    @property
+    def teacher_widths(self) -> list[int]:
+        """Of each teacher's features. UserError."""
+        online = [teacher.embed_dim for teacher in self.model.teacher_architectures()]
+        return online or self.data.reinforced or []
 
     @property
     def chosen(self) -> list[str]:

@@ -65,9 +65,9 @@ class Resolved:
 
     @property
     def texts_end(self) -> bool:
-        """No tower reads behind a text's end, and a teacher finds it at the same token."""
-        text, teacher = self.architecture.text_cfg, self.config.model.teacher_architecture()
-        readers = [text] if teacher is None else [text, teacher.text_cfg]
+        """No tower reads behind a text's end, and teachers find it at the same token."""
+        text, teachers = self.architecture.text_cfg, self.config.model.teacher_architectures()
+        readers = [text, *(teacher.text_cfg for teacher in teachers)]
         return all(each.ends and each.end_id == text.end_id for each in readers)
 
     @property
@@ -118,12 +118,13 @@ def resolve(
             "name",
         )
         problems += map(UserError, broken([numbered_layers]))
-        collect(model.teacher_architecture)
+        collect(model.teacher_architectures)
         if isinstance(architecture, OwnModel):
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
             )
-        places = (model.init_from, model.init_image_from, model.init_text_from, model.teacher)
+        places: list[Any] = [model.init_from, model.init_image_from, model.init_text_from]
+        places += [each.teacher for each in model.teachers()]
         for place in filter(hub.is_on_hub, filter(None, places)):
             collect(hub.resolve, place)
         collect(trained_parameters, model, architecture)
@@ -200,7 +201,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
     weights, data = config.loss.weights, config.data
-    takes_bias = build_loss(config.loss, None, data.texts_per_image).takes_bias
+    takes_bias = build_loss(config.loss, (), data.texts_per_image).takes_bias
     own_losses = isinstance(architecture, Architecture) and architecture.own is not None
     captions = getattr(architecture, "multimodal_cfg", None) is not None
     widest = max(config.loss.widths or {0: 0})

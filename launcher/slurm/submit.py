@@ -179,6 +179,8 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
         value = recipe.get(section, {}).get(key)
         if isinstance(value, dict):
             recipe[section][key] = {name: absolute(each, base) for name, each in value.items()}
+        elif isinstance(value, list):
+            recipe[section][key] = [absolute(each, base) for each in value]
         elif isinstance(value, str) and value != IMAGENET:
             recipe[section][key] = absolute(value, base)
     remote = config.checkpoint.remote

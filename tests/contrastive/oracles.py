@@ -46,6 +46,20 @@ def distill_loss(I, T, s, U, V, z):
     return clip, (rows + cols) / 2
 
 
+def averaged_teachers_loss(I, T, s, teachers, factors):
+    """MobileCLIP's: the softmaxes of the teachers (U, V, z, weight) are averaged. Not yet summed: the two halves."""
+    S, target = s * I @ T.T, torch.arange(len(I))
+    total = sum(weight for *_, weight in teachers)
+    halves = [(F.cross_entropy(S, target) + F.cross_entropy(S.T, target)) / 2, 0]
+    for side in (S, S.T):
+        average = sum(
+            w / total * ((z * U @ V.T) if side is S else (z * V @ U.T)).softmax(1)
+            for U, V, z, w in teachers
+        )
+        halves[1] = halves[1] - (average * side.log_softmax(1)).sum(1).mean() / 2
+    return [factor * half for factor, half in zip(factors, halves, strict=True)]
+
+
 def own_loss(name, I, T, s, b=None, beta=0.5):
     """The losses of examples/losses.py, and `uniformity` of test_function.py, from full matrices."""
     N = len(I)

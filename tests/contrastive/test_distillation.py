@@ -8,14 +8,10 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.distillation import Distillation
 from clip_train.task import Context, named_features
-from tests.contrastive.oracles import distill_loss, leaves, pairs, relative
+from tests.contrastive.oracles import averaged_teachers_loss, distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
 N, D = 36, 16
-
-
-def no_teacher(micro_batch):
-    raise AssertionError("the loss does not run the teacher")
 
 
 def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
@@ -27,7 +23,8 @@ def ours(scale, z, tile=10, aligned=0.5, dtype=torch.float64):
     student = named_features(
         image[own].to(dtype), text[own].to(dtype), torch.tensor([scale], dtype=dtype)
     )
-    out = Distillation(no_teacher, tile=tile)(student, Context(prepared=teacher))
+    loss = Distillation([lambda _: teacher], tile=tile)
+    out = loss(student, Context(prepared=loss.prepare(None)))
     return (
         out.loss,
         out.gradients["image"],
@@ -69,7 +66,38 @@ def test_ranks_hold_shares_of_the_gradient(world_size):
     check(run_ranks(ours, world_size, 14.3, 30.0), 14.3, 30.0)
 
 
+def of_two(dtype=torch.float64):
+    n = N // dist.world_size()
+    own = slice(dist.rank() * n, (dist.rank() + 1) * n)
+    image, text = (x[own].to(dtype) for x in pairs(N, D, 1, 0.5))
+
+    def taught(width, seed, scale):
+        U, V = (x[own].to(dtype) for x in pairs(N, width, seed, 1.0))
+        return lambda _: named_features(U, V, torch.tensor([scale], dtype=dtype))
+
+    loss = Distillation([taught(24, 2, 70.0), taught(10, 3, 20.0)], 10, [2.0, 1.0], (0.3, 0.7))
+    student = named_features(image, text, torch.tensor([14.3], dtype=dtype))
+    out = loss(student, Context(prepared=loss.prepare(None)))
+    return out.loss, *(out.gradients[name] for name in ("image", "text", "logit_scale"))
+
+
+@pytest.mark.parametrize(
+    "world_size", [1, *(pytest.param(n, marks=pytest.mark.distributed) for n in (2, 3))]
+)
+def test_several_teachers_are_averaged_after_their_softmaxes(world_size):
+    results = [of_two()] if world_size == 1 else run_ranks(of_two, world_size)
+    I, T, s = leaves(*pairs(N, D, 1, 0.5), 14.3)
+    teachers = [(*pairs(N, 24, 2, 1.0), 70.0, 2.0), (*pairs(N, 10, 3, 1.0), 20.0, 1.0)]
+    loss = sum(averaged_teachers_loss(I, T, s, teachers, (0.3, 0.7)))
+    loss.backward()
+    for r in results:
+        assert r[0].item() == pytest.approx(loss.item(), rel=1e-12)
+    assert relative(torch.cat([r[1] for r in results]), I.grad) < 1e-11
+    assert relative(torch.cat([r[2] for r in results]), T.grad) < 1e-11
+    assert relative(sum(r[3] for r in results), s.grad) < 1e-11
+
+
 def test_it_says_what_is_missing():
     image, text = pairs(4, 8)
-    with pytest.raises(ValueError, match="teacher's features"):
-        Distillation(no_teacher)(named_features(image, text, torch.ones(1)))
+    with pytest.raises(ValueError, match="teachers' features"):
+        Distillation([])(named_features(image, text, torch.ones(1)))

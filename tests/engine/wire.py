@@ -131,10 +131,10 @@ def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
     for name in ("forward", "backward", "reduce", "step"):
         place = "step" if name == "reduce" else name
         setattr(engine, name, recorder.within(place, getattr(engine, name)))
-    teachers, taught = config.model.teacher_architecture(), None
-    if teachers is not None:
-        teacher = build_model(teachers).requires_grad_(False)
-        taught = lambda m: named_features(*teacher(m.images, m.texts))  # noqa: E731
+    teachers = [
+        build_model(each).requires_grad_(False) for each in config.model.teacher_architectures()
+    ]
+    taught = [lambda m, t=t: named_features(*t(m.images, m.texts)) for t in teachers]
     objective = build_loss(config.loss, taught)
     objective.__class__ = never_repeated(type(objective), recorder)
     n, size, length = (

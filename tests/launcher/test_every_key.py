@@ -74,6 +74,7 @@ def as_shown(value: Any) -> list[str]:
             str([True]),
             str([1.0]),
             *(f"({each!r})" for each in value),
+            *(f"({each})" for each in value),
         ]
     if isinstance(value, dict):
         return [str(value).replace("'", "")]

@@ -313,7 +313,7 @@ class Curious(InfoNCE):
 
 def teacher(module: CLIP) -> Objective:
     return Distillation(
-        lambda micro_batch: named_features(*module(micro_batch.images, micro_batch.texts))
+        [lambda micro_batch: named_features(*module(micro_batch.images, micro_batch.texts))]
     )
 
 

@@ -1,0 +1,155 @@
+"""Samples of reinforced shards: stored augmentations, synthetic captions, teachers' features."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clip_train.data import decode
+from clip_train.data.config import DataConfig
+from clip_train.data.images import TrainTransform
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.loader import TrainLoader
+from clip_train.errors import UserError
+from tests.data.shards import write_shard
+
+A, S, WIDTH, SIZE = 3, 2, 4, 8
+BOXES = [
+    (0, 0, 8, 8),
+    (4, 2, 8, 8),
+    (8, 8, 8, 8),
+]  # top, left, height, width: of S pixels, so that nothing is resized
+
+
+def npz(**arrays) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def members(number: int) -> dict[str, bytes]:
+    """A sample whose features say of which image, augmentation and text they are."""
+    pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    image = np.array([[number, place, 0, 1] for place in range(A)], dtype=np.float32)
+    text = np.array([[number, place, 0, 2] for place in range(1 + S)], dtype=np.float32)
+    return {
+        "png": buffer.getvalue(),
+        "txt": f"caption {number}".encode(),
+        "syn.json": json.dumps({"syn_text": [f"of {number}, {i}" for i in range(S)]}).encode(),
+        "paug.json": json.dumps({"param_aug": json.dumps([[box, None] for box in BOXES])}).encode(),
+        "npz": npz(image_emb=image, text_emb=text),
+    }
+
+
+def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_path):
+    samples = {f"s{number}": members(number) for number in range(12)}
+    named = [(f"{key}.{ext}", data) for key, each in samples.items() for ext, data in each.items()]
+    shard = write_shard(tmp_path / "0.tar", named)
+    config = DataConfig(
+        train=str(shard), workers=0, reinforced=[1, 3], caption_key={"txt": 1.0, "syn.json": 1.0}
+    )
+    seen = set()
+    own = {"image_size": SIZE, "context_length": 8, "global_size": 6, "seed": 1}
+    with TrainLoader(config, **own) as loader:
+        for batch in (next(loader) for _ in range(8)):
+            assert batch.teacher_features.shape == (6, 2 * WIDTH)
+            for row, key in enumerate(batch.keys):
+                number, place, _, kind = batch.teacher_features[row, :WIDTH].tolist()
+                of_text, text, _, other = batch.teacher_features[row, WIDTH:].tolist()
+                assert f"s{number:.0f}" == f"s{of_text:.0f}" == key and (kind, other) == (1, 2)
+                top, left, *_ = BOXES[int(place)]
+                whole = np.array(Image.open(io.BytesIO(samples[key]["png"])))
+                cut = whole[top : top + SIZE, left : left + SIZE]
+                assert (batch.images[row].permute(1, 2, 0).numpy() == cut).all()
+                texts = [f"caption {number:.0f}", *(f"of {number:.0f}, {i}" for i in range(S))]
+                tokens = loader._stream.tokenizer([texts[int(text)]])[0]
+                assert torch.equal(batch.texts[row], tokens)
+                seen.add((place, text))
+    assert len(seen) == A * (1 + S)  # all of them
+    with TrainLoader(config, **own, stored_features=False) as loader:
+        assert next(loader).teacher_features is None
+
+
+def pixels_of(stored) -> np.ndarray:
+    g = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=g)
+    return image.numpy(), TrainTransform(16).stored(image, [[0, 0, 16, 16], stored]).numpy()
+
+
+@pytest.mark.parametrize("operation", range(14))
+def test_each_operation_of_rand_augment(operation):
+    """By torchvision's definitions: y and x of a pixel, or its value."""
+    m = {10: 3, 11: 128.5}.get(operation, 0.25 if operation < 3 or operation > 4 else 3.2)
+    image, out = pixels_of([[operation, m]])
+    y, x = np.mgrid[:16, :16]
+    moves = {
+        1: (y, np.floor(x + 0.5 + m * (y + 0.5)).astype(int)),
+        2: (np.floor(y + 0.5 + m * (x + 0.5)).astype(int), x),
+        3: (y, x - 3),
+        4: (y - 3, x),
+    }
+    if operation in moves:
+        rows, cols = moves[operation]
+        inside = (rows >= 0) & (rows < 16) & (cols >= 0) & (cols < 16)
+        wanted = np.where(inside, image[:, rows.clip(0, 15), cols.clip(0, 15)], 0)
+    elif operation in (0, 5):  # a quarter of a degree turns no pixel of so small an image
+        wanted = image
+    elif operation == 6:
+        wanted = np.clip(image * (1 + m), 0, 255).astype(np.uint8)
+    elif operation == 10:
+        wanted = image & 0b11100000
+    elif operation == 11:
+        wanted = np.where(image < m, image, 255 - image)
+    else:
+        assert (out != image).any() or operation == 12  # autocontrast of all levels
+        return
+    assert (out == wanted).all()
+
+
+def bomb() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("image_emb.npy", bytes(decode.MAX_FEATURE_BYTES + 1))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        ({"npz": npz(image_emb=np.array([object()]), text_emb=np.zeros(1))}, InvalidSample, "npz: ValueError"),
+        ({"npz": bomb()}, InvalidSample, "npz is too large"),
+        ({"npz": npz(image_emb=np.ones((A, 3)), text_emb=np.ones((3, 3)))}, InvalidSample, "not 4 finite"),
+        ({"npz": npz(image_emb=np.full((A, 4), np.nan), text_emb=np.ones((3, 4)))}, InvalidSample, "not 4 finite"),
+        ({"npz": None, "pth.gz": b"x"}, UserError, "a pickle, which can run any code"),
+        ({"syn.json": b"[1"}, InvalidSample, "syn.json: JSONDecodeError"),
+        ({"txt": b"another"}, InvalidSample, "npz: ValueError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used(change, error, said):
+    sample = {k: v for k, v in {**members(1), "__key__": "s", **change}.items() if v is not None}
+    with pytest.raises(error, match=said):
+        decode.stored_features(sample, 0, ["caption 1"], WIDTH)
+
+
+@pytest.mark.parametrize("stored", [b"", b'{"param_aug": []}', b'{"param_aug": [[[9, 9, 8, 8]]]}'])
+def test_an_augmentation_that_does_not_fit_makes_the_sample_invalid(tmp_path, stored):
+    named = [
+        (f"s{number}.{ext}", stored if ext == "paug.json" and not number else data)
+        for number in range(8)
+        for ext, data in members(number).items()
+    ]
+    config = DataConfig(
+        train=str(write_shard(tmp_path / "0.tar", named)), workers=0, reinforced=[WIDTH], bad_sample_limit=1, lanes=1
+    )  # fmt: skip
+    own = {"image_size": SIZE, "context_length": 8, "global_size": 8, "seed": 1}
+    with TrainLoader(config, **own) as loader:
+        (reason,) = next(loader).bad_samples
+    assert reason.startswith("paug.json: "), reason
