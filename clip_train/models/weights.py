@@ -114,7 +114,8 @@ def load_teacher(
     Returns it with a digest of its weights and description. UserError, CheckpointError.
     """
     file = file_at(place, "model.teacher")
-    architecture = config.teacher_architecture().model_copy(update=trained_with(file))
+    architecture = config.teacher_architecture()
+    architecture = architecture.model_copy(update=trained_with(file))
     state = load_openclip(file, architecture)
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)

@@ -16,6 +16,7 @@ from clip_train.data.config import DataConfig
 from clip_train.data.images import TrainTransform
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
+from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import UserError
 from tests.data.shards import write_shard
 
@@ -70,7 +71,7 @@ def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_p
                 cut = whole[top : top + SIZE, left : left + SIZE]
                 assert (batch.images[row].permute(1, 2, 0).numpy() == cut).all()
                 texts = [f"caption {number:.0f}", *(f"of {number:.0f}, {i}" for i in range(S))]
-                tokens = loader._stream.tokenizer([texts[int(text)]])[0]
+                tokens = Tokenizer(8)([texts[int(text)]])[0]
                 assert torch.equal(batch.texts[row], tokens)
                 seen.add((place, text))
     assert len(seen) == A * (1 + S)  # all of them
