@@ -78,6 +78,26 @@ def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:
     return wait
 
 
+def exchange(x: Tensor, there: list[int], here: list[int], group: Any) -> Callable[[], Tensor]:
+    """Send the next `there[r]` elements of `x` to rank r of a group, for each r; start to receive
+    `here[r]` from it.
+
+    Returns a function that waits for them and returns [sum(here)], in the order of the ranks. Do
+    not write to `x` before. All ranks of the group call this together.
+    """
+    arriving, work = x, None
+    if len(here) > 1:
+        arriving = x.new_empty(sum(here))
+        work = torch_dist.all_to_all_single(arriving, x, here, there, group, async_op=True)
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return arriving
+
+    return wait
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum over ranks, in place; returns `x`."""
     if world_size() > 1:

@@ -134,13 +134,17 @@ class Engine(abc.ABC):
         module: Any,
         grad_clip_norm: float | None = None,
         low_precision: bool = False,
+        group: Any = None,
     ) -> None:
         """model: what `task` calls; `module` has its parameters.
 
-        low_precision: the parameters are copies of the pieces in bf16 or fp16.
+        low_precision: the parameters are copies of the pieces in bf16 or fp16. group: the ranks
+        that share one copy of the model; None: every rank has all of it.
         """
         self.model, self.module, self.optimizer, self.device = model, module, optimizer, device
         self.pieces = pieces
+        if optimizer is not None and hasattr(optimizer, "place"):  # it gathers what is cut
+            optimizer.place(pieces, device, group)
         state = module.state_dict().keys()
         self.buffers = [  # running statistics, the same on all ranks, without optimizer state
             Piece(name, tuple(b.shape), 0, b.numel(), b, saved_here=dist.rank() == 0)

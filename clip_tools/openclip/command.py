@@ -158,7 +158,7 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     _model(keys, notes, given)
     _data(keys, notes, flags)
     _schedule(keys, notes, given)
-    _optimizer(keys, notes, flags)
+    _optimizer(keys, flags)
     _places(keys, flags)
     _augmentation(keys, notes, flags.get("aug-cfg", []))
     precision = str(given["precision"])
@@ -382,7 +382,7 @@ def _schedule(keys: Keys, notes: Notes, given: Flags) -> None:
         keys["evaluate.every_steps"] = min(filter(None, frequencies)) * epoch
 
 
-def _optimizer(keys: Keys, notes: Notes, flags: Flags) -> None:
+def _optimizer(keys: Keys, flags: Flags) -> None:
     name = str(flags.get("opt", "adamw")).lower().removeprefix("timm/")
     if name not in OPTIMIZERS and "." not in name:
         raise UserError(
@@ -391,9 +391,6 @@ def _optimizer(keys: Keys, notes: Notes, flags: Flags) -> None:
             f"{', '.join(OPTIMIZERS)}"
         )
     keys["optim.name"] = name
-    if name == "muon":
-        keys |= {"engine.kind": "fsdp", "engine.zero_stage": 0}
-        notes.append(("--opt", "muon needs whole parameters: engine.zero_stage=0 keeps them whole"))
 
 
 def _places(keys: Keys, flags: Flags) -> None:

@@ -89,7 +89,7 @@ OWN = {
     "lr-scheduler": "`schedule.name`",
     "model": "`model.name`; `open_clip:NAME` for towers that are not built here",
     "name": "`run.name`",
-    "opt": "`optim.name`; `engine.kind=fsdp` for `muon`",
+    "opt": "`optim.name`",
     "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
     "pretrained": "`model.init_from`",
     "distill-model": "`model.teacher_name`",

@@ -19,9 +19,8 @@ class OptimConfig(Settings):
     ] = Field("adamw", pattern=rf"^(adamw|sgd|lion|muon|{IMPORT_PATH})$")
     """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs `pip
     install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the blocks'
-    matrices, AdamW the rest; it needs whole parameters, so it works with some engines and stages
-    only (docs/fine_tuning.md). Any other optimizer by its import path, if its state is `step` and
-    tensors of a parameter's shape."""
+    matrices, AdamW the rest (docs/fine_tuning.md). Any other optimizer by its import path, if its
+    state is `step` and tensors of a parameter's shape."""
     options: dict[str, Any] = Field({})
     """For an import path: the optimizer's arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4

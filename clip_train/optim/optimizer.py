@@ -11,38 +11,14 @@ from clip_train.engine import MovingAverage
 from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
+from clip_train.optim.muon import MuonAdamW
 from clip_train.settings import checked_options, import_path, shown
 
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
-# join parameters. parameters: whole ones.
+# join parameters (muon gathers what is cut). parameters: whole ones.
 Needs = Literal["elements", "parameters"]
 LION = "lion_pytorch.Lion"
 find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
-
-
-class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon for groups with `muon`, AdamW for all others, as one optimizer.
-
-    Muon's updates are scaled to AdamW's size (arXiv 2502.16982), so that one learning rate and one
-    weight decay serve both.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, **adam: Any) -> None:
-        super().__init__(groups, {"lr": lr})
-        muon: Any = partial(torch.optim.Muon, lr=lr, adjust_lr_fn="match_rms_adamw")
-        adamw: Any = partial(torch.optim.AdamW, lr=lr, **adam)
-        self._parts: list[torch.optim.Optimizer] = []
-        for make, by_muon in ((muon, True), (adamw, False)):
-            own = [group for group in self.param_groups if group["muon"] == by_muon]
-            if own:
-                part = make(own)
-                part.state = self.state
-                self._parts.append(part)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for part in self._parts:
-            part.step()
 
 
 def try_out(config: OptimConfig) -> Needs:
@@ -113,31 +89,32 @@ def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
 def parameter_groups(
     config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict]:
-    """torch's groups of trained parameters, with `weight_decay`, `lr_factor` and `muon`.
+    """torch's groups of trained parameters, with `weight_decay`, `lr_factor`, `muon` and `shapes`.
 
     Matrices and embeddings decay, vectors and `spared` parameters do not: OpenCLIP's two groups,
     unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
     """
     named = dict(parameters)
     factors, without = lr_factors(config, named), spared(config, named)
-    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, bool], dict[str, nn.Parameter]] = {}
+    # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
     for name, p in named.items():
         if p.requires_grad:
-            # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
-            is_matrix = len(getattr(p, "ds_shape", p.shape)) >= 2
+            is_matrix = len(shapes[name]) >= 2
             # A matrix of a block: neither an embedding nor a tower's projection.
             last = name.split(".")[-1]
             inner = "embedding" not in name and last not in ("proj", "text_projection")
-            by_muon = config.name == "muon" and len(p.shape) == 2 and inner
-            groups.setdefault(
-                (is_matrix and name not in without, factors[name], by_muon), []
-            ).append(p)
+            by_muon = config.name == "muon" and len(shapes[name]) == 2 and inner
+            key = (is_matrix and name not in without, factors[name], by_muon)
+            groups.setdefault(key, {})[name] = p
     return [
         {
-            "params": found,
+            "params": [*found.values()],
             "weight_decay": config.weight_decay * decays,
             "lr_factor": factor,
             "muon": by_muon,
+            "shapes": {name: shapes[name] for name in found},
         }
         for (decays, factor, by_muon), found in sorted(groups.items())
     ]
@@ -178,7 +155,7 @@ def needs(config: OptimConfig) -> Needs:
         find_class(LION, remedy="pip install lion-pytorch")
     if config.is_imported:
         return try_out(config)
-    return "parameters" if config.name == "muon" else "elements"
+    return "elements"
 
 
 def moment_bytes(config: OptimConfig) -> int:

@@ -145,7 +145,7 @@ SLOTS = {
     "name, layout, world_size, other",
     [
         ("lion", "zero 1", 2, "fsdp 3"), ("lion", "zero 3", 2, "zero 0"), ("lion", "fsdp 2", 2, "zero 2"),
-        ("muon", "zero 0", 2, "fsdp 0"), ("muon", "fsdp 0", 2, "fsdp 3"), ("muon", "fsdp 2", 1, "zero 0"),
+        ("muon", "zero 0", 2, "fsdp 0"), ("muon", "fsdp 3", 2, "zero 3"), ("muon", "zero 2", 2, "fsdp 3"),
         ("torch.optim.RMSprop", "zero 2", 2, "fsdp 2"), ("torch.optim.RMSprop", "fsdp 3", 2, "zero 1"),
     ],
 )  # fmt: skip

@@ -424,13 +424,12 @@ def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
         assert "--model" not in imported(capsys, line.format(name))[1]
 
 
-def test_an_optimizer_brings_the_engine_that_it_needs(capsys, tmp_path):
+def test_an_optimizer_by_timms_name(capsys, tmp_path):
     recipe, text = imported(capsys, f"torchrun --nproc_per_node 2 -m main {VIT} --opt timm/muon")
-    assert recipe["optim"]["name"] == "muon" and recipe["engine"]["kind"] == "fsdp"
+    assert recipe["optim"]["name"] == "muon" and "kind" not in recipe["engine"]
     (tmp_path / "r.yaml").write_text(text)
     assert main(["plan", str(tmp_path / "r.yaml"), "--world-size", "2", "--json"]) == 0
     capsys.readouterr()
-    assert "kind" not in imported(capsys, f"main.py {VIT} --opt adamw")[0]["engine"]
     assert main(["import-args", f"main.py {VIT} --opt timm/adafactor"]) == 2
     assert "such as timm.optim.Adafactor" in capsys.readouterr().err
 

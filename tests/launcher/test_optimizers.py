@@ -36,7 +36,7 @@ def layout(name: str) -> tuple[str, ...]:
         ("adamw", ADAMW, "zero 1", 2, "fsdp 3", 1),
         ("sgd with momentum", SGD, "fsdp 2", 1, "zero 3", 2),
         pytest.param("lion", LION, "zero 3", 2, "fsdp 2", 1, marks=FULL),
-        pytest.param("muon", ("optim.name=muon",), "zero 0", 2, "fsdp 0", 1, marks=FULL),
+        pytest.param("muon", ("optim.name=muon",), "zero 1", 2, "fsdp 3", 3, marks=FULL),
         pytest.param("torch.optim.RMSprop", RMSPROP, "zero 2", 1, "fsdp 3", 2, marks=FULL),
     ],
     ids=["adamw", "sgd", "lion", "muon", "torch.optim.RMSprop"],

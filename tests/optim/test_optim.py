@@ -159,7 +159,7 @@ def test_what_an_update_needs_and_remembers():
     configs = [OptimConfig(name=name) for name in ("adamw", "sgd", "muon", *IMPORTED)]
     told = [(needs(config), moment_bytes(config)) for config in configs]
     assert told == [
-        ("elements", 8), ("elements", 0), ("parameters", 8), ("elements", 8), ("elements", 8),
+        ("elements", 8), ("elements", 0), ("elements", 8), ("elements", 8), ("elements", 8),
     ]  # fmt: skip
     with pytest.raises(UserError, match="remembers row_var, col_var"):
         needs(OptimConfig(name="torch.optim.Adafactor"))

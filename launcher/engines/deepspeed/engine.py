@@ -141,11 +141,10 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
                 )
         else:  # every parameter is cut evenly over the ranks; the last piece is padded
             group, offset, padded = wrapper.grad_position[wrapper.get_param_id(p)]
-            start = padded * torch.distributed.get_rank(group=p.ds_process_group)
+            start = min(padded * torch.distributed.get_rank(p.ds_process_group), p.ds_numel)
             numel = min(padded, p.ds_numel - start)
-            if numel > 0:
-                flat = wrapper.fp32_partitioned_groups_flat[group]
-                yield Piece(name, tuple(p.ds_shape), start, numel, flat, offset)
+            flat = wrapper.fp32_partitioned_groups_flat[group]
+            yield Piece(name, tuple(p.ds_shape), start, numel, flat, offset)
 
 
 def hand_over_gradients(wrapper: Any) -> None:
@@ -214,6 +213,7 @@ class DeepSpeedEngine(Engine):
             module=engine.module,
             grad_clip_norm=grad_clip_norm,
             low_precision=engine.bfloat16_enabled() or engine.fp16_enabled(),
+            group=torch.distributed.group.WORLD if stage else None,
         )
         self.engine, self.stage = engine, stage
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}

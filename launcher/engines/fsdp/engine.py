@@ -81,7 +81,7 @@ def build_engine(
     # FSDP takes note of the new tensors now (a hook of its own), and moves no shard afterwards.
     model.load_state_dict({}, strict=False)
     optimizer = make_optimizer(model.named_parameters())
-    shards = local_shards(model, optimizer) if facts.optimizer[1] == "elements" else {}
+    shards = local_shards(model, optimizer)
     return FSDPEngine(model, optimizer, device, config, facts.grad_clip_norm, shards)
 
 
@@ -128,7 +128,7 @@ def _refuse(model: nn.Module, stage: int) -> None:
 
 def find_pieces(model: nn.Module, shards: dict[nn.Parameter, nn.Parameter]) -> list[Piece]:
     """Dim 0 is cut as torch.chunk cuts it: ceil(rows / ranks) rows each, the last ranks fewer or
-    none. shards: `local_shards`, or empty."""
+    none. shards: `local_shards`."""
     out: list[Piece] = []
     for name, p in model.named_parameters():
         mesh = cast(DTensor, p).device_mesh
@@ -137,9 +137,8 @@ def find_pieces(model: nn.Module, shards: dict[nn.Parameter, nn.Parameter]) -> l
         start = min(-(-p.shape[0] // ranks) * here, p.shape[0]) * row
         copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
         saved_here = len(out) % copies == copy
-        held = shards.get(p, p)
         out.append(
-            Piece(name, tuple(p.shape), start, local(p).numel(), held, saved_here=saved_here)
+            Piece(name, tuple(p.shape), start, local(p).numel(), shards[p], saved_here=saved_here)
         )
     return out
 
@@ -156,6 +155,7 @@ class FSDPEngine(Engine):
         grad_clip_norm: float | None,
         shards: dict[nn.Parameter, nn.Parameter],
     ) -> None:
+        self.mesh = cast(DTensor, next(model.parameters())).device_mesh
         super().__init__(
             model,
             optimizer,
@@ -168,10 +168,10 @@ class FSDPEngine(Engine):
             module=model,
             grad_clip_norm=grad_clip_norm,
             low_precision=config.precision != "fp32",
+            group=self.mesh.get_group(self.mesh.ndim - 1),
         )
         self.stage = config.zero_stage
         self.shards = shards
-        self.mesh = cast(DTensor, next(model.parameters())).device_mesh
         self.reduce_once = config.zero_stage < 2 or config.reduce_gradients == "once"
 
     def _backward(self, total: Tensor, last: bool) -> None:

@@ -1,0 +1,142 @@
+"""Muon for matrices that ranks hold in pieces, beside AdamW for all else.
+
+A matrix has an owner, which gathers it, orthogonalizes it whole and sends the pieces back. All else
+is done to each element where it is. So every engine, stage and number of ranks has one update.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise, zip_longest
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+# Private: torch.optim.Muon itself takes whole matrices only.
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _zeropower_via_newtonschulz,
+)
+
+from clip_train import dist
+from clip_train.engine import Piece
+
+T = TypeVar("T")
+Matrices = Mapping[str, tuple[int, ...]]  # name -> (rows, columns)
+COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+MOMENTUM = 0.95
+RMS = 0.2  # AdamW's updates have about this root mean square (arXiv 2502.16982)
+
+
+def deal(matrices: Matrices, cuts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """Rounds of matrices: in each, the one that each rank orthogonalizes, or "".
+
+    cuts: for each rank of the group, how many elements of which matrix it holds. A matrix belongs
+    to the rank that holds most of it; among equals, to the one that has computed least.
+    """
+    work = {name: min(shape) * math.prod(shape) for name, shape in matrices.items()}
+    load, queues = [0] * len(cuts), [list[str]() for _ in cuts]
+    for name in sorted(work, key=lambda name: (-work[name], name)):
+        held = [(cut.get(name, 0), -so_far) for cut, so_far in zip(cuts, load, strict=True)]
+        owner = held.index(max(held))
+        queues[owner].append(name)
+        load[owner] += work[name]
+    return [*zip_longest(*queues, fillvalue="")]
+
+
+def one_ahead(work: Iterable[T]) -> Iterator[T]:
+    """Each item after the next one has been started."""
+    return (item for item, _ in pairwise(chain(work, [None])))  # type: ignore[misc]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for groups with `muon`, AdamW for all others, as one optimizer.
+
+    Muon's updates are scaled to AdamW's size (arXiv 2502.16982), so that one learning rate and one
+    weight decay serve both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **adam: Any) -> None:
+        """groups: from `parameter_groups`. Call `place` before the first step."""
+        super().__init__(groups, {"lr": lr})
+        self._adamw = torch.optim.AdamW(self.param_groups, lr, **adam)
+        self._adamw.state = self.state
+
+    def place(self, pieces: Iterable[Piece], device: torch.device, group: Any) -> None:
+        """Say where the matrices are. Collective.
+
+        group: the ranks that share one copy of the model. None: this rank has whole matrices.
+        device: for what travels.
+        """
+        self._pieces = {piece.name: piece for piece in pieces}
+        self._device, self._group = device, group
+        own = {name: piece.numel for name, piece in self._pieces.items()}
+        cuts = dist.gather_objects(own)
+        ranks = torch_dist.get_process_group_ranks(group) if group is not None else [dist.rank()]
+        self._cuts, self._here = [cuts[rank] for rank in ranks], ranks.index(dist.rank())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self._adamw.step()
+        matrices: dict[str, tuple[int, ...]] = {}
+        rates: dict[str, float] = {}
+        for group in self.param_groups:
+            if group["muon"]:
+                held = {p for p in group["params"] if p.grad is not None}
+                for p in held:
+                    state = self.state[p]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(p)
+                    state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                for name, shape in group["shapes"].items():
+                    # an engine may update a few of its tensors at a time
+                    if name not in self._pieces or self._pieces[name].held in held:
+                        matrices[name] = shape
+                        rates[name] = group["lr"] * RMS * math.sqrt(max(shape))
+        rounds = deal(matrices, self._cuts)
+        gathered = one_ahead(map(self._gather, rounds))
+        for names, scattered in zip(
+            rounds, one_ahead(map(self._scatter, rounds, gathered)), strict=True
+        ):
+            pieces = [self._pieces[name] for name in names if name in self._pieces]
+            updates = scattered().split([piece.numel for piece in pieces])
+            for piece, update in zip(pieces, updates, strict=True):
+                view = piece.view(piece.held)
+                view.add_(update.to(view), alpha=-rates[piece.name])
+
+    def _counts(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Elements here of each rank's matrix, and on each rank of this rank's."""
+        own = self._cuts[self._here]
+        return (
+            [own.get(name, 0) for name in names],
+            [cut.get(names[self._here], 0) for cut in self._cuts],
+        )
+
+    def _gather(self, names: Sequence[str]) -> Callable[[], Tensor]:
+        """Start to send a round's matrices to their owners, in bf16, as Newton-Schulz takes them."""
+        own = [torch.empty(0, dtype=torch.bfloat16, device=self._device)]
+        for piece in (self._pieces[name] for name in names if name in self._pieces):
+            gradient: Any = piece.held.grad
+            buffer = piece.view(self.state[piece.held]["momentum_buffer"])
+            update = piece.view(gradient).lerp(buffer, MOMENTUM)  # Nesterov's
+            own.append(update.to(self._device, torch.bfloat16))
+        there, here = self._counts(names)
+        return dist.exchange(torch.cat(own), there, here, self._group)
+
+    def _scatter(
+        self, names: Sequence[str], gathered: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Orthogonalize this rank's matrix of a round, and start to send its pieces back."""
+        matrix, name = gathered(), names[self._here]
+        if name:
+            matrix = matrix.view(self._pieces[name].shape)
+            matrix = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, DEFAULT_NS_STEPS, EPS)
+        here, there = self._counts(names)
+        return dist.exchange(matrix.flatten(), there, here, self._group)
