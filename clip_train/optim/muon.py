@@ -120,7 +120,7 @@ class MuonAdamW(torch.optim.Optimizer):
         )
 
     def _gather(self, names: Sequence[str]) -> Callable[[], Tensor]:
-        """Start to send a round's matrices to their owners, in bf16, as Newton-Schulz takes them."""
+        """Start to send a round's matrices to their owners, in bf16 as Newton-Schulz has them."""
         own = [torch.empty(0, dtype=torch.bfloat16, device=self._device)]
         for piece in (self._pieces[name] for name in names if name in self._pieces):
             gradient: Any = piece.held.grad
