@@ -26,11 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clip_train import dist
-from clip_train.data.config import check_source
-from clip_train.data.shards import Reading, open_shard, synthetic_size
 from clip_train.errors import UserError
-from clip_train.evaluate.zero_shot import check_labels
-from clip_train.storage.urls import is_remote
 from launcher.checks import (
     PLACES,
     Check,
@@ -267,70 +263,26 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    world = max(1, detect(os.environ).world_size, torch.cuda.device_count())
+    """What `train --dry-run` looks at before a plan: the recipe, its shards, captions, labels."""
+    world = max(1, torch.cuda.device_count())
     lacking = linear.mistakes_here(on_this_machine(config.engine, world))
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
-    resolved = resolve(config, world, read_data=False)
-    config, plan = resolved.config, resolved.plan
+    quickly = {"attempts": min(3, config.storage.attempts)}
+    resolved = resolve(config.updated(storage=quickly), world)
+    plan, source = resolved.plan, resolved.source
+    assert source is not None  # read_data
     split = f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}"
-    yield ok("recipe", f"{split}, {config.data.lanes} streams; {config.steps} steps")
-
-
-def check_shards(config: RunConfig) -> Iterator[Finding]:
-    """Shards, index and a first caption of data.train and of data.val, each by itself."""
-    storage = config.storage.model_copy(update={"attempts": min(3, config.storage.attempts)})
-    sources = {"data.train": config.data}
-    for key, place in config.data.val_places.items():
-        val = {"train": place, "train_weights": None, "resampled": False}
-        sources[key] = config.data.model_copy(update=val)
-    for key, data in sources.items():
-        name = f"{key} ({data.train})"
-        last = data.train
-        try:
-            found = check_source(data, storage)
-            last = found.index.shards[-1]
-            if is_remote(last):  # these are not listed: a range that is too long shows here
-                with open_shard(last, Reading(storage)) as file:
-                    file.read(512)
-        except UserError as e:
-            remedy = "see the message; `clip-train index --check` reads all of them"
-            yield error("shards", str(e).replace("data.train", key, 1), remedy)
-            continue
-        except OSError as e:
-            yield error(
-                "shards",
-                f"{name}: {last} cannot be read ({type(e).__name__}: {e})",
-                "correct the range in braces, or upload what is missing",
-            )
-            continue
-        number = len(found.index.shards)
-        shards = f"{number} shard{'s' * (number > 1)}"
-        first = f"the first sample is {found.first_key}: {found.first_caption[:60]!r}"
-        yield ok("shards", f"{name}: {shards}, {first}")
-        if key == "data.train" and synthetic_size(last) is None:
-            missing = len(found.index.without)
-            unseen = f"{missing} of {shards} have none, so damage in them goes unseen"
-            yield warning_if(
-                missing > 0 and data.verify != "off",
-                "index",
-                f"{name}: {unseen if missing else found.index.describe()}",
-                f"clip-train index '{data.train}'",
-            )
-
-
-def check_classes(config: RunConfig) -> Iterator[Finding]:
-    """Have the first samples that are evaluated on labels that are classes?"""
-    data = config.data
-    seen = check_labels(config.evaluate, data.val_places, data.caption_key, config.storage)
-    if seen is not None:
-        yield warning_if(
-            not seen.labelled,
-            "labels",
-            f"{seen.key} ({seen.place}): {seen.labelled} of the first {seen.samples} samples have "
-            "a class",
-            "see docs/evaluation.md; or set evaluate.zero_shot_classes=null",
-        )
+    lanes, steps = resolved.config.data.lanes, resolved.config.steps
+    yield ok("recipe", f"{split}, {lanes} streams; {steps} steps")
+    first = f"the first sample is {source.first_key}: {source.first_caption[:60]!r}"
+    yield ok("shards", f"data.train ({config.data.train}): {first}")
+    yield warning_if(
+        bool(source.index.without) and config.data.verify != "off",
+        "index",
+        source.index.describe(),
+        f"clip-train index '{config.data.train}'",
+    )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
@@ -341,12 +293,7 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
         yield error("run", f"{stop_file} is there: training would stop at once", f"rm {stop_file}")
 
 
-RECIPE = {
-    "recipe": check_recipe,
-    "shards": check_shards,
-    "labels": check_classes,
-    "run": check_run_dir,
-}
+RECIPE = {"recipe": check_recipe, "run": check_run_dir}
 
 
 def meet() -> None:

@@ -18,9 +18,8 @@ from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
 from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
-from clip_train.memory.plan import BACKWARD, GIB, RECOMPUTED
+from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.meters import GPU, GPUS
-from clip_train.metrics.progress import format_seconds
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from clip_train.settings import broken
@@ -43,19 +42,16 @@ from launcher.runtime.launch import local_ranks
 from launcher.runtime.log import log
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
-MFUS = (0.3, 0.4, 0.5)  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
+MFU = 0.4  # of the peak in bf16, the backward's 2 forwards counted, no recomputed one
 
 
 def make_plan(
     resolved: Resolved,
-    rate: float | None = None,
     gpu: GPU | None = None,
     network: str | None = None,
     per_node: int = 8,
 ) -> dict[str, Any]:
-    """All of it as one JSON-able dict; sizes in bytes, rates over all ranks. network: of a
-    node, in Gbit/s.
-    """
+    """All of it as one JSON-able dict; sizes in bytes. network: of a node, in Gbit/s."""
     # bytes, as `train` would find them
     limit = usable(resolved, gpu.memory - CONTEXT_BYTES) if gpu else None
     if limit is None or resolved.config.batch.memory_limit is not None:
@@ -75,16 +71,7 @@ def make_plan(
     links = None
     if gpu and (network or plan.world_size <= per_node):
         links = Links(gpu.link, network_bytes(network) if network else 0.0, per_node)
-    forward_seconds = forward / (gpu.flops * MFUS[1]) if gpu else 0.0
-    about_gpu = None
-    if gpu:
-        useful = (1 + BACKWARD) * forward  # FLOPs of a sample, by the MFU's rule
-        rates = {f"{mfu:.0%}": plan.world_size * gpu.flops * mfu / useful for mfu in MFUS}
-        about_gpu = {
-            "usable_bytes": limit,
-            "samples_per_second": rates,  # in bf16, whatever the recipe says
-            "days": {mfu: samples / each / 86400 for mfu, each in rates.items()},
-        }
+    forward_seconds = forward / (gpu.flops * MFU) if gpu else 0.0
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
         "name": config.run.name,
@@ -113,10 +100,8 @@ def make_plan(
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
         "flops_per_step": plan.global_size * flops,
         "memory_bytes": {**asdict(memory), "total": memory.total},
-        "samples_per_second": rate,
-        "eta_seconds": samples / rate if rate else None,
         "communication": communication(resolved, links, forward_seconds, limit),
-        "gpu": about_gpu,
+        "usable_bytes": limit if gpu else None,
     }
 
 
@@ -144,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         engine = config.engine.on(gpu.bf16, world_size, per_node)
         config = config.model_copy(update={"engine": engine})
     resolved = resolve(config, world_size, per_node=per_node, read_data=False)
-    plan = make_plan(resolved, args.samples_per_second, gpu, args.network, per_node)
+    plan = make_plan(resolved, gpu, args.network, per_node)
     if args.json:
         print(json.dumps(plan, indent=2))
     else:
@@ -170,7 +155,7 @@ def dry_run(args: argparse.Namespace) -> int:
         open_storage(remote) if remote is not None else None,
     )
     # without a cache a checkpoint is only looked at
-    resumed, _ = restore.select(config.checkpoint.resume, places, cache=None, log=log)
+    resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
         notes = compare_with(config, resumed, ranks, resumed.state.get("teacher"))
         print("\n".join([resumed.describe(), *notes]))
@@ -189,13 +174,8 @@ def show(plan: dict[str, Any]) -> None:
     console.print(table)
     if plan["communication"]:
         show_communication(console, plan["communication"], plan["world_size"])
-    gpu = plan["gpu"]
-    if gpu is None:
-        return
-    console.print(f"{gpu['usable_bytes'] / GIB:.0f} GiB of the GPU are usable")
-    for mfu, rate in gpu["samples_per_second"].items():
-        days = gpu["days"][mfu]
-        console.print(f"at {mfu} MFU in bf16: {rate:,.0f} samples/s, {days:.2f} days")
+    if plan["usable_bytes"] is not None:
+        console.print(f"{plan['usable_bytes'] / GIB:.0f} GiB of the GPU are usable")
 
 
 def show_communication(console: Console, found: dict[str, Any], world_size: int) -> None:
@@ -244,11 +224,6 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         f"{name} {size / GIB:.2f}" for name, size in memory.items() if name != "total"
     )
     epochs = f", {plan['epochs']:.1f} epochs" if plan["epochs"] else ""
-    eta = (
-        f"{format_seconds(plan['eta_seconds'])} at {plan['samples_per_second']:,.0f} samples/s"
-        if plan["eta_seconds"]
-        else "unknown: give --samples-per-second (a run's metrics.jsonl has it)"
-    )
     uneven = f"{plan['per_rank'] - 1:,} or " if plan["global_size"] % plan["world_size"] else ""
     trained = (
         f", {plan['trained_parameters']:,} trained"
@@ -270,7 +245,6 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("length", f"{plan['steps']:,} steps, {plan['samples']:,} samples{epochs}"),
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),
-        ("duration", eta),
         *([("chosen", plan["reason"])] if plan["reason"] else []),
         *([("advice", plan["advice"])] if plan["advice"] else []),
     ]

@@ -67,6 +67,8 @@ class DivergedError(ClipTrainError):
 class OutOfMemoryError(ClipTrainError):
     """No memory, and no smaller way to compute the step from here."""
 
+    word: Word = "FATAL"
+
 
 class RemoteRankError(ClipTrainError):
     """Another rank failed and has printed why; this rank ends with it, silently."""

@@ -6,14 +6,11 @@ Nothing below this file knows more than its own part; nothing here computes.
 """
 
 import importlib
-import itertools
 import logging
 import os
 import platform
-import secrets
 import shlex
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,12 +55,10 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.slow_rank import SlowRank
-from launcher.runtime.verdict import ROOM, RUN_DIR, VERDICT_FILE, node_name, read_verdict
+from launcher.runtime.verdict import RUN_DIR, VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
-
-SHARED_SECONDS = 40.0  # for a folder that rank 0 has made to be seen: NFS caches folders for 30 s
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
@@ -110,16 +105,10 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
         timeout_seconds=2 * config.launch.longest_limit,
     )
-    token = dist.on_main(partial(make_run_dir, config.run_dir))
-    if config.checkpoint.remote is None:
-        refuse_unshared(token, SHARED_SECONDS)
-    elif dist.is_main():
-        token.unlink(missing_ok=True)
+    dist.on_main(partial(make_run_dir, config.run_dir))
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    room = os.environ.get(ROOM, "inf")
-    resolved = decide(resolved, memory_limit(resolved, device), float(room))
-    outcome.layout = resolved.layout
+    resolved = decide(resolved, memory_limit(resolved, device))
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
     stop.listen()  # again: a library may have taken the signals over
@@ -128,39 +117,16 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     return 0
 
 
-def make_run_dir(run_dir: Path) -> Path:
-    """Rank 0, before anything is built: it fails now rather than after a model has been loaded.
-
-    Returns a file there that all ranks should see.
-    """
-    token = run_dir / f".shared-{secrets.token_hex(8)}"
+def make_run_dir(run_dir: Path) -> None:
+    """Rank 0, before anything is built: it fails now rather than after a model has been loaded."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        token.touch()
     except OSError as e:
         raise unwritable(run_dir, e) from e
-    return token
 
 
 def unwritable(run_dir: Path, e: OSError) -> RankError:
     return RankError(f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another")
-
-
-def refuse_unshared(token: Path, seconds: float) -> None:
-    """Collective: RankError unless every rank sees `token` within `seconds`: NFS may show a new
-    file late. Removes it."""
-    end = time.monotonic() + seconds
-    while not token.exists() and time.monotonic() < end:
-        time.sleep(0.2)
-    here = [] if token.exists() else [node_name()]
-    blind = dict.fromkeys(itertools.chain(*dist.gather_objects(here)))
-    if dist.is_main():
-        token.unlink(missing_ok=True)
-    error = RankError(
-        f"run.dir ({token.parent}) is not shared: {', '.join(blind)} cannot see what rank 0 "
-        "writes; choose a run.dir on a disk that all nodes mount, or set checkpoint.remote"
-    )
-    dist.raise_agreed(error if here else None)
 
 
 def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
@@ -259,7 +225,7 @@ def build_trainer(
     )
     progress: list[Callback] = []
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
-        progress = [ProgressLine(steps, start_step=start)]
+        progress = [ProgressLine(steps)]
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture, traced = resolved.architecture, sorted(config.log.profile_steps or [0])

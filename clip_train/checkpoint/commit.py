@@ -8,7 +8,6 @@ the rank manifests in the store, never through the collectives of the training.
 import contextlib
 import itertools
 import json
-import math
 import os
 import socket
 import time
@@ -30,7 +29,6 @@ T = TypeVar("T")
 READS = 3  # until it has its sha256: a bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
 _POLL_SECONDS = (0.05, 2.0)  # between two listings of the rank manifests: at first, at most
-LATE_SECONDS = 30.0  # a manifest may appear so late on NFS, which caches that a file is missing
 
 
 class DamagedError(CheckpointError):
@@ -141,7 +139,6 @@ class SaveRequest:
     created: str = ""  # ISO 8601, UTC
     scores: dict[CommitRef, float] | None = None  # rank 0: the evaluations of `keep_best`
     since: float = field(default_factory=time.monotonic)  # seconds
-    newer_since: float = math.inf  # when the next save began
     entry: FileEntry | None = None  # once it is written, as is
 
 
@@ -159,27 +156,15 @@ def put_rank_manifest(
     store.put_bytes(name, manifest.add_checksum(body))
 
 
-def commit(
-    store: Storage,
-    request: SaveRequest,
-    held: Lease,
-    timeout_seconds: float,
-    late_seconds: float = math.inf,
-) -> str:
+def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: float) -> str:
     """On rank 0: wait for all ranks' manifests, then write layout, manifest and marker.
 
     Returns the URL of the attempt that is committed. timeout_seconds: from the snapshot until
-    waiting ends; late_seconds: from the next snapshot, if that is earlier.
+    waiting ends.
     FencedError, RefusedError; OSError or CheckpointError for failures that may pass.
     """
     prefix = request.prefix
-    # if a newer save has begun, all ranks have this one on their disks, maybe not uploaded
-    bodies = _rank_manifests(
-        store,
-        prefix,
-        request.world_size,
-        lambda: min(request.since + timeout_seconds, request.newer_since + late_seconds),
-    )
+    bodies = _rank_manifests(store, prefix, request.world_size, request.since + timeout_seconds)
     files = [FileEntry(**body["file"]) for body in bodies]
     check_sizes(store, prefix, files)
     layout = manifest.build_layout([body["fragments"] for body in bodies])
@@ -210,9 +195,9 @@ def commit(
 
 
 def _rank_manifests(
-    store: Storage, prefix: str, world_size: int, end: Callable[[], float]
+    store: Storage, prefix: str, world_size: int, end: float
 ) -> list[dict[str, Any]]:
-    """All rank manifests of an attempt, by rank. end: when to stop waiting for them.
+    """All rank manifests of an attempt, by rank. end: when to stop waiting for them, by `time.monotonic`.
 
     RefusedError if one has an error or never comes; OSError.
     """
@@ -221,7 +206,7 @@ def _rank_manifests(
     read = partial(read_small, store, parse=manifest.parse_checked)
     pause, longest_pause = _POLL_SECONDS
     while True:
-        late = time.monotonic() > end()
+        late = time.monotonic() > end
         listed = [entry.name for entry in store.list(prefix) if entry.name in missing]
         read_bodies = in_parallel(read, listed, _PARALLEL_READS)
         for name, body in zip(listed, read_bodies, strict=True):

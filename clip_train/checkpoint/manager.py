@@ -28,7 +28,7 @@ from clip_train.checkpoint.restore import (
     is_shared,
     select,
 )
-from clip_train.checkpoint.retention import Policy, check_space, free_bytes
+from clip_train.checkpoint.retention import Policy, check_space
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
@@ -81,14 +81,13 @@ class CheckpointManager:
         self.remote: Storage | None = open_storage(config.remote) if config.remote else None
         self.last_good: LastGood | None = None
         # all ranks see `folder`; else only what is committed in the remote store counts
-        self._shared = self.remote is None or is_shared(self.storage)
+        self._shared = is_shared(self.storage, required=self.remote is None)
         log = log or logger.warning
         self._warn_here = warn or log  # on any rank
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
         self._schedule = Schedule(config, clock)
         self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
-        self._damaged: set[CommitRef] = set()  # this run's newer ones that were passed over
         self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
@@ -120,8 +119,7 @@ class CheckpointManager:
         UserError for a path that holds no checkpoints.
         """
         own = Places(self.storage if self._shared else None, self.remote)
-        resumed, damaged = select(self.config.resume, own, self.storage, self._log)
-        self._damaged = set(damaged)
+        resumed = select(self.config.resume, own, self.storage, self._log)
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
             best = resumed.state.get("keep_best", {})
@@ -146,9 +144,7 @@ class CheckpointManager:
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(acquire, main, others))
         self._memory = SharedMemory()
-        self._policy = Policy(
-            self.config, held, str(self.folder), self._shared, self._protect, self._damaged
-        )
+        self._policy = Policy(self.config, held, str(self.folder), self._shared, self._protect)
         self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
 
     def prepare(
@@ -237,9 +233,7 @@ class CheckpointManager:
         self._step, self._snapshots = step, self._snapshots + 1
         request: SaveRequest | None = None
         error: str | None = None
-        free = 0  # bytes on this rank's disk
         try:
-            free = free_bytes(self.folder)
             if dist.is_main() and self._fatal is not None:
                 raise CheckpointError(self._fatal)
             if self._writer is None:
@@ -248,6 +242,8 @@ class CheckpointManager:
                 values = {ref.name: value for ref, value in self._scores.items()}
                 state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
             plan = make_plan()
+            writers = dist.world_size() if self._shared else 1  # ranks' files are about equal
+            check_space(self.folder, writers * plan.num_bytes)
             self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
             self._memory.fill(plan)
             epoch = self._policy.lease.epoch
@@ -265,16 +261,9 @@ class CheckpointManager:
             )
         except Exception as e:  # anything may go wrong
             error = explain(e)
-        failed, least = dist.max_scalars(request is None, -free)
-        (total,) = dist.sum_scalars(request.size if request is not None else 0)
-        if failed:
+        if dist.any_rank(request is None):
             errors = enumerate(dist.gather_objects(error))
             error = "; ".join([f"rank {rank}: {text}" for rank, text in errors if text][:3])
-        elif self._shared:
-            try:
-                check_space(self.folder, int(total), int(-least))
-            except CheckpointError as e:
-                error = str(e)
         if request is None or self._writer is None or error is not None:
             self._fail(step, error or "")
             self._share()

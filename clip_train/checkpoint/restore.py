@@ -8,6 +8,8 @@ otherwise silently lose its work.
 """
 
 import contextlib
+import socket
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,11 +35,12 @@ from clip_train.checkpoint.commit import (
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef, FormatError, blocks_of
 from clip_train.checkpoint.reader import PARALLEL_BLOCKS, FragmentReader, fetch_block
-from clip_train.errors import CheckpointError, UserError
+from clip_train.errors import CheckpointError, RankError, UserError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 
+SHARED_SECONDS = 40.0  # for a new file to be seen by all: NFS caches folders for 30 s
 _LISTINGS = 5  # how often the selection is started again
 Log = Callable[[str], None]
 
@@ -79,30 +82,45 @@ class Resumed:
         return "\n".join([*lines, *(f"  passed over    {each}" for each in reasons)])
 
 
-def is_shared(storage: LocalStorage) -> bool:
-    """Collective: whether all ranks see what rank 0 writes there. CheckpointError, on all ranks."""
+def is_shared(storage: LocalStorage, *, required: bool) -> bool:
+    """Collective: whether all ranks see what rank 0 writes there. CheckpointError, on all ranks.
+
+    required: RankError where one of them does not, even after a while.
+    """
     if dist.world_size() == 1:
         return True
     name = dist.broadcast_object(f".seen-{uuid.uuid4().hex}")
 
-    def look(*, write: bool = False) -> bool:
+    def write() -> None:
         with writable(storage):
-            if write:
-                storage.put_bytes(name, b"")
+            storage.put_bytes(name, b"")
+
+    def look() -> bool:
+        end = time.monotonic() + (SHARED_SECONDS if required else 0.0)
+        with writable(storage):
+            while not storage.exists(name) and time.monotonic() < end:
+                time.sleep(0.2)
             return storage.exists(name)
 
     try:
-        dist.on_main(look, write=True)
-        return not dist.any_rank(not dist.agreed(look))
+        dist.on_main(write)
+        seen, host = dist.agreed(look), socket.gethostname()
+        blind = dict.fromkeys(filter(None, dist.gather_objects("" if seen else host)))
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
+    if required:
+        error = RankError(
+            f"run.dir ({storage.root.parent}) is not shared: {', '.join(blind)} cannot see what "
+            "rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
+            "checkpoint.remote"
+        )
+        dist.raise_agreed(None if seen else error)
+    return not blind
 
 
-def select(
-    mode: str, places: Places, cache: LocalStorage | None, log: Log
-) -> tuple[Resumed | None, Skipped]:
-    """The checkpoint to resume, None for a fresh start; and this run's damaged ones. Collective.
+def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> Resumed | None:
+    """The checkpoint to resume, None for a fresh start. Collective.
 
     mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
     only.
@@ -115,7 +133,7 @@ def select(
     UserError for a path that holds no checkpoints, or names one of this run's.
     """
     if mode == "never":
-        return None, {}
+        return None
     other: str | None = None
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
@@ -140,7 +158,7 @@ def select(
     if found is not None or mode == "auto":
         if found is None and skipped:
             log(f"{_describe_damage(places, skipped)}\nSTARTING FRESH, from step 0")
-        return found, skipped
+        return found
     if other is not None:
         places = places_at(other)
         found, skipped = resolve(places, only, cache, log)
@@ -148,7 +166,7 @@ def select(
         what = _describe_damage(places, skipped)
         remedy = "set checkpoint.resume to auto to start fresh"
         raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
-    return replace(found, own=False), {}
+    return replace(found, own=False)
 
 
 def places_at(root: str) -> Places:

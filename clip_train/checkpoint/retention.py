@@ -27,7 +27,6 @@ class Policy:
     folder: str = ""
     shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
     protect: set[CommitRef] = field(default_factory=set)  # stay always (the one resumed from)
-    damaged: set[CommitRef] = field(default_factory=set)  # do not count as kept
 
 
 def kept(
@@ -38,17 +37,14 @@ def kept(
     scores: the evaluations of `keep_best` so far.
     """
     config = policy.config
-    good = [ref for ref in commits if ref not in policy.damaged]
-    stay = set(good[: config.keep_last]) | policy.protect
+    stay = set(commits[: config.keep_last]) | policy.protect
     if config.keep_every is not None:
-        stay |= {ref for ref in good if ref.step % config.keep_every == 0}
-    scored = [ref for ref in good if ref in scores]
+        stay |= {ref for ref in commits if ref.step % config.keep_every == 0}
+    scored = [ref for ref in commits if ref in scores]
     if scored:
         sign = -1 if (config.keep_best or "").startswith("-") else 1
         stay.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
-    # a damaged one, which may still be mended by hand, goes when `keep_last` good ones are newer
-    oldest = good[config.keep_last - 1] if len(good) >= config.keep_last else CommitRef(-1, -1)
-    return stay | {ref for ref in policy.damaged if ref > oldest}
+    return stay
 
 
 def apply_retention(
@@ -67,7 +63,7 @@ def apply_retention(
     the writer may have slept since it asked for its lease.
     """
     commits = list_commits(storage)
-    if not any(ref not in policy.damaged for ref in commits):
+    if not commits:
         return
     check(storage, policy.lease)
     stay = kept(commits, policy, scores)
@@ -133,14 +129,10 @@ def remove_leftovers(storage: LocalStorage, epoch: int) -> None:
             _remove(storage, attempt)
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space on the disk of `folder`, which is made if need be."""
+def check_space(folder: Path, needed: int) -> None:
+    """CheckpointError when `needed` bytes will not fit on the disk of `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    return shutil.disk_usage(folder).free
-
-
-def check_space(folder: str | Path, needed: int, free: int) -> None:
-    """CheckpointError when `needed` bytes will not fit into `free`."""
+    free = shutil.disk_usage(folder).free
     if needed + HEADROOM > free:
         raise CheckpointError(
             f"not enough space for a checkpoint at {folder}: {needed / 1e9:.3f} GB needed "

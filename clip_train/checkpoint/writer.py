@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from clip_train.checkpoint.commit import (
-    LATE_SECONDS,
     FencedError,
     RefusedError,
     SaveRequest,
@@ -38,8 +37,6 @@ from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.retention import (
     Policy,
     apply_retention,
-    check_space,
-    free_bytes,
     remove_leftovers,
 )
 from clip_train.errors import CheckpointError
@@ -113,7 +110,6 @@ class Writer:
         # two retentions at once would find each other's folders gone
         self._tidying = threading.Lock()
         self._active: set[str] = set()  # attempts that may still be committed
-        self._newest: SaveRequest | None = None
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
         self._changed = threading.Condition()  # notified of a new `_upload_request`
@@ -125,9 +121,6 @@ class Writer:
             self._local_jobs.submit(self._remote_jobs.submit, os._exit, 0)
             return
         request.since = time.monotonic()
-        if self._newest is not None:
-            self._newest.newer_since = request.since
-        self._newest = request
         self._active.add(request.prefix)
         job = self._local_jobs.submit(self._save_locally, request)
         job.add_done_callback(partial(self._ended, request))
@@ -139,7 +132,6 @@ class Writer:
         shared, local = self.policy.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
         try:
-            check_space(local.root, request.size, free_bytes(local.root))
             with local.writing(f"{request.prefix}/{name}") as part:
                 blocks = copy_hashed(self._memory_fd, part, request.size)
             request.entry = FileEntry(name, request.size, blocks, request.rank)
@@ -150,8 +142,7 @@ class Writer:
         where = ""
         if shared and request.rank == 0:
             try:
-                held = self.policy.lease
-                where = commit(local, request, held, self._timeout, LATE_SECONDS)
+                where = commit(local, request, self.policy.lease, self._timeout)
                 self._report(Event.LOCAL, where, request)
             except (OSError, CheckpointError) as e:
                 if self.remote is None or isinstance(e, (FencedError, RefusedError)):

@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -143,36 +143,26 @@ def _imagenet() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "imagenet.json").read_text(encoding="utf-8"))
 
 
-class Labelled(NamedTuple):
-    """How many of the first samples have a label."""
-
-    key: str
-    place: str
-    samples: int
-    labelled: int
-
-
 def check_labels(
     config: EvaluateConfig,
     val: Mapping[str, str],
     caption_key: CaptionKey,
     storage: StorageConfig,
-) -> Labelled | None:
+) -> None:
     """Before training: the labels of the first samples that zero-shot is tested on. UserError if
     one is not a class. val: `DataConfig.val_places`."""
     key, place = "evaluate.zero_shot_data", config.zero_shot_data
     if place is None:
         key, place = "data.val", val.get("data.val")
     if config.zero_shot_classes is None or place is None:
-        return None
+        return
     classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
     folder = None if key == "data.val" else ImageFolder.find(place, key)
     if folder is not None:
         folder.check_classes(len(classes.classnames))
-        return Labelled(key, place, len(folder.files), len(folder.files))
+        return
     label = classes.labeller()
     shard = expand(place, key)[0][0]
-    labels: list[int] = []
     # a shard that cannot be read is not a mistake in labels
     with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
         for sample in itertools.islice(iter_samples(file), LOOK_AT):
@@ -181,14 +171,13 @@ def check_labels(
             except InvalidSample:
                 caption = ""
             try:
-                labels.append(label(caption, metadata_of(sample.members)))
+                label(caption, metadata_of(sample.members))
             except ValueError as e:
                 raise UserError(
                     f"{key}: sample {sample.key} of {shard} does not fit "
                     f"evaluate.zero_shot_classes ({config.zero_shot_classes}): {e}; correct the "
                     "label, give the classes of this data, or set evaluate.zero_shot_classes=null"
                 ) from e
-    return Labelled(key, place, len(labels), sum(number >= 0 for number in labels))
 
 
 def zero_shot_metrics(

@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,6 @@ from clip_train.metrics.progress import format_seconds
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
-REFRESH_SECONDS = 60.0  # between two pages while a run trains
-MOST_SHARE = 0.01  # of the time that they may take
 ROWS = 500  # of a table of invalid samples
 SHOWN_EVALUATIONS = 8
 DATE = "%a %d %b %Y %H:%M"
@@ -44,29 +42,6 @@ DATA_WAIT = "data wait, % of the step"
 NO_CURVE = {"step", "num_samples", "zero_shot_samples"}  # of an evaluation
 
 Level = Literal["ok", "warning", "error"]
-
-
-class ReportSink:
-    """Keeps `report.html` up to date while a run trains, in at most `MOST_SHARE` of its time."""
-
-    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = Path(run_dir), clock
-        self._due = -math.inf
-
-    def write(self, record: dict[str, Any], kind: str = "train") -> None:
-        """The page is made from the run's folder; a record only says that there is something new.
-        OSError.
-        """
-        if kind == "invalid":
-            LocalStorage(self._folder).put_bytes("invalid.json", json.dumps(record).encode())
-        started = self._clock()
-        if kind == "train" and started >= self._due:
-            write_report(self._folder)
-            took = self._clock() - started
-            self._due = started + max(REFRESH_SECONDS, took / MOST_SHARE)
-
-    def close(self) -> None:
-        """The last page needs the verdict: `write_report`, once there is one."""
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -87,7 +62,6 @@ def write_report(run_dir: Path | str) -> Path:
         eval_charts=charts(run, run.eval_curves, scores, dots=True),
         now=time.time(),
         written=time.strftime(DATE),
-        live=run.state == "training",
     )
     LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
     return path
@@ -129,7 +103,6 @@ class Run:
         self.eval_curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # record
         self.failed_saves = 0
-        self.seconds, self.waited = 0.0, 0.0  # in steps; of these for data
         seconds = []  # of steps; the first of an attempt is compiling and warming up
         firsts = {1, *(start["step"] + 1 for start in self.starts)}
         for record in self._records("metrics.jsonl"):
@@ -137,8 +110,6 @@ class Run:
             numbers = {name: record.get(name) for name in CHARTS}
             if record.get("step_seconds"):
                 waited = record.get("data_wait_seconds", 0.0)
-                self.seconds += record["step_seconds"]
-                self.waited += waited
                 numbers[DATA_WAIT] = 100 * waited / record["step_seconds"]
             add_numbers(self.curves, record["step"], numbers)
             if record.get("step_seconds") and record["step"] not in firsts:
@@ -240,27 +211,6 @@ def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any])
 
 def _shown(run: Run) -> dict[str, Any]:
     """What the page has of a run in words and tables."""
-    recent = {name: number(curve.recent) for name, curve in run.curves.items()}
-    samples, memory = run.last.get("samples", 0), run.last.get("peak_memory_bytes", 0)
-    first = number(run.curves["loss"].values[0]) if "loss" in run.curves else "-"
-    seconds = run.seconds or 1.0
-    scale = number(run.last.get("logit_scale"))
-    tiles = [
-        ("loss", recent.get("loss", "-"), f"first {first}"),
-        (
-            "samples per second",
-            recent.get("samples_per_second", "-"),
-            f"{number(samples / seconds)} in the mean",
-        ),
-        (
-            "data wait",
-            f"{recent.get(DATA_WAIT, '-')}%",
-            f"{100 * run.waited / seconds:.1f}% of the whole run",
-        ),
-        ("samples seen", number(samples), f"{format_seconds(run.seconds)} in steps"),
-        ("peak memory", f"{number(memory / 2**30)} GiB", "of rank 0"),
-        ("logit scale", scale, f"learning rate {recent.get('lr', '-')}"),
-    ]
     latest = run.evaluations[: -SHOWN_EVALUATIONS - 1 : -1]
     names: dict[str, None] = {}  # in the order of their first appearance
     for evaluation in latest:
@@ -273,7 +223,7 @@ def _shown(run: Run) -> dict[str, Any]:
         "eta": run.eta_seconds,
         "done": 100 * min(run.step / run.steps, 1) if run.steps else None,
         "done_at": time.strftime(DATE, done_at),
-        "notes": run.notes(), "tiles": tiles, "starts": run.starts,
+        "notes": run.notes(), "starts": run.starts,
         "now": run.starts[-1] if run.starts else {},
         "evaluations": [(name, [number(each.get(name)) for each in latest]) for name in names],
         "at": [each["step"] for each in latest],

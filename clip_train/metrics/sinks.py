@@ -1,6 +1,6 @@
-"""Where records go: `metrics.jsonl` and `eval.jsonl` (always), the report, TensorBoard, Weights &
-Biases."""
+"""Where records go: `metrics.jsonl`, `eval.jsonl` and `invalid.json`, TensorBoard, Weights & Biases."""
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from clip_train import dist
 from clip_train.callbacks import Callback
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.jsonl import JsonlSink
-from clip_train.metrics.report import ReportSink
 from clip_train.metrics.skipped import Skipped
 from clip_train.storage.local import LocalStorage
 
@@ -76,7 +75,7 @@ class WandbSink:
         self._run.finish()
 
 
-Chart = TensorBoardSink | WandbSink | ReportSink
+Chart = TensorBoardSink | WandbSink
 
 
 class Sinks(Callback):
@@ -103,7 +102,8 @@ class Sinks(Callback):
         if not dist.is_main():
             return
         run_dir = Path(run_dir)
-        makers: dict[str, Callable[[], Chart]] = {"report.html": partial(ReportSink, run_dir)}
+        self._folder = LocalStorage(run_dir)
+        makers: dict[str, Callable[[], Chart]] = {}
         if config.wandb:
             makers["wandb"] = partial(WandbSink, run_dir, config.wandb_project, recipe)
         if config.tensorboard:
@@ -119,8 +119,11 @@ class Sinks(Callback):
         }
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        """`record` to `metrics.jsonl` (train; with the `time`) or `eval.jsonl` (eval), and to the
-        charts."""
+        """`record` to `metrics.jsonl` (train; with the `time`), `eval.jsonl` (eval) or
+        `invalid.json` (invalid), and to the charts."""
+        if kind == "invalid" and self._files:
+            put = partial(self._folder.put_bytes, "invalid.json", json.dumps(record).encode())
+            self._skipped.attempt("invalid.json", put, remedy="report.html lacks its table")
         if kind in self._files:  # the charts have clocks of their own
             stamp = {"time": round(time.time(), 3)} if kind == "train" else {}
             self._files[kind].write(record | stamp)

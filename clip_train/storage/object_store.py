@@ -1,7 +1,7 @@
 """Object stores through obstore: S3 (s3://), Google Cloud (gs://) and Azure (az://).
 
 obstore uploads large files in parts and repeats each part by itself. For S3, botocore finds what
-obstore cannot: profiles, SSO, refreshed credentials and a bucket's region.
+obstore cannot: profiles, SSO and refreshed credentials.
 """
 
 import asyncio
@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import obstore
-from botocore import UNSIGNED
-from botocore.config import Config
 from botocore.configprovider import ConfiguredEndpointProvider
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import NoCredentialsError
 from botocore.session import Session
 from obstore.store import S3Store
 
@@ -37,7 +35,6 @@ _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 
 
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
-regions: dict[str, str | None] = {}  # of buckets that are not in the configured one
 _opening = threading.Lock()
 
 
@@ -164,16 +161,13 @@ class ObjectStorage(RemoteStorage):
 
 
 class S3Storage(ObjectStorage):
-    """`Storage` over `s3://bucket/prefix`.
-
-    It is opened anew if its credentials are refused or it is in another region.
-    """
+    """`Storage` over `s3://bucket/prefix`, opened anew if its credentials are refused."""
 
     def open(self, **options: Any) -> S3Store:
         """ValueError, or an error of botocore, if the settings make no sense."""
         session = Session()  # with files and environment as they are now
         scoped = session.get_scoped_config()
-        region = regions.get(self.bucket) or session.get_config_variable("region") or "us-east-1"
+        region = session.get_config_variable("region") or "us-east-1"
         endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
         if endpoint is None and region.startswith("cn-"):  # obstore does not know these
             endpoint = f"https://s3.{region}.amazonaws.com.cn"
@@ -201,23 +195,6 @@ class S3Storage(ObjectStorage):
             checksum_algorithm="sha256",
             **options,
         )
-
-    def renew(self, kind: Meaning, again: bool) -> bool:
-        if kind == "elsewhere":
-            if again or self.bucket in regions:
-                return False
-            regions[self.bucket] = self._find_region()
-        return super().renew(kind, again)
-
-    def _find_region(self) -> str | None:
-        """Ask S3, without a signature: its refusals name the region as well."""
-        limits = {"connect_timeout": 10, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
-        client = Session().create_client("s3", config=Config(signature_version=UNSIGNED, **limits))
-        try:
-            answer = client.head_bucket(Bucket=self.host)
-        except ClientError as e:
-            answer = e.response
-        return answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
 
 
 def _credentials(session: Session) -> Callable[[], dict[str, Any]]:

@@ -124,7 +124,7 @@ class RemoteStorage(Storage):
         """Called before each request: make sure that there is a client."""
 
     def renew(self, kind: Meaning, again: bool) -> bool:
-        """Fetch credentials (or the region) anew. Return whether another attempt may then succeed.
+        """Fetch credentials anew. Return whether another attempt may then succeed.
 
         kind: what the error meant. again: it was done for this operation already.
         """
@@ -162,7 +162,7 @@ class RemoteStorage(Storage):
                 helps = kind == "again"
                 if kind == "unreachable":  # the URL may be wrong
                     helps = attempt < LOUD_ATTEMPT or self.host in reached
-                if kind in ("denied", "expired", "elsewhere"):
+                if kind in ("denied", "expired"):
                     helps = await asyncio.to_thread(self.renew, kind, renewed)
                     renewed = True
                 silent = pace.total_seconds is not None and isinstance(e, TransferError)

@@ -102,23 +102,18 @@ VERBS = {
     "plan": Verb(
         "clip_tools.plan:run",
         "batch arithmetic, memory and length, without a GPU",
-        "Print the plan of a run: batch arithmetic, memory by part, steps, time. Touches no GPU.",
+        "Print the plan of a run: batch arithmetic, memory by part, steps. Touches no GPU.",
         """\
-    clip-train plan recipes/vit_b32.yaml --world-size 64 --samples-per-second 20000
+    clip-train plan recipes/vit_b32.yaml --world-size 64
     clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
-    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     what fits, speed
+    clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     what fits
     clip-train plan recipes/vit_bigg14.yaml --world-size 128 --gpu H100 --network 8x400Gb""",
         options=(
             ("world-size", "N", "ranks (default: 1)"),
             (
-                "samples-per-second",
-                "RATE",
-                "over all ranks, for the ETA",
-            ),
-            (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory is the limit; the choices of auto, and speed",
+                "H200, H100, A100-80, ...: its memory is the limit; the choices of auto, and communication",
             ),
             (
                 "network",
@@ -352,7 +347,7 @@ VERBS = {
     "report": Verb(
         "clip_tools.report:write",
         "a run as a page",
-        "Write report.html of a run anew, which training keeps up to date by itself: health, "
+        "Write report.html of a run, also while it trains; its end writes it by itself: health, "
         "curves, evaluations, attempts, what differs from the defaults.",
         """\
     clip-train report runs/clip
@@ -412,7 +407,7 @@ VERBS = {
         positions=("shell",),
     ),
 }
-TYPES = {"N": int, "RATE": float, "AREA": float}
+TYPES = {"N": int, "AREA": float}
 
 
 def build_parser() -> argparse.ArgumentParser:

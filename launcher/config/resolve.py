@@ -134,7 +134,9 @@ def resolve(
     plan = collect(plan_batch, config.batch, world_size)
     engine = on_this_machine(config.engine, world_size, per_node)
     if is_rank:
-        here = [*linear.mistakes_here(engine), *config.log.mistakes_here()]
+        sizes_unknown = config.needs_limit and config.batch.memory_limit is None
+        no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
+        here = [*linear.mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
         problems += map(UserError, here)
     source = None
     if read_data:
@@ -168,8 +170,6 @@ def look_at_data(
     config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
 ) -> SourceSummary | None:
     """The first shard of data.train, and what is evaluated on."""
-    if config.needs_limit and config.batch.memory_limit is None and not torch.cuda.is_available():
-        problems.append(UserError(no_limit(config)))
     source = collect(check_source, config.data, config.storage)
     if config.evaluate.zero_shot_classes is not None:
         collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)

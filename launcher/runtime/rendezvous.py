@@ -6,7 +6,6 @@ Rank 0 holds the store. The process group forms through it afterwards.
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import platform
 import re
 import resource
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -41,8 +39,6 @@ LOOPBACK = ("127.0.0.1", "localhost")
 REMIND_SECONDS = 30.0
 ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
-IFNAME = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
 # What the ranks sum at the start, by device: enough bytes on GPUs to show a slow network.
@@ -149,9 +145,7 @@ def meet(
     for section, values in (recipe or {}).items():
         here |= {f"{section}.{key}": value for key, value in values.items()}
     here = json.loads(json.dumps(here))  # as rank 0's arrives: lists for tuples
-    joining = {"node": node_name(), "address": own_address(env.master_addr)}
-    if env.rank == 0:
-        joining["run"] = here
+    joining = {"node": node_name(), "run": here if env.rank == 0 else {}}
     store.set(f"here/{env.rank}", json.dumps(joining))
     if store.add("here", 1) == env.world_size:
         store.set(ALL_JOINED, "1")
@@ -207,38 +201,6 @@ def some(ranks: Sequence[object]) -> str:
 def node_of(store: Store, rank: int) -> str:
     """Describes a rank that has joined."""
     return json.loads(store.get(f"here/{rank}"))["node"]
-
-
-def own_address(host: str) -> str:
-    """This node's IPv4 address on the route to `host` (nothing is sent), or a loopback one."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
-    return "127.0.0.1"
-
-
-def choose_interface(env: RankEnv, store: Store) -> None:
-    """Give gloo the interface of the route to another node, if this node's own name is a loopback
-    address (Debian's 127.0.1.1): gloo would listen there, out of reach for other nodes. Called
-    after `meet`."""
-    if IFNAME in os.environ or not own_address(socket.gethostname()).startswith("127."):
-        return
-    address = own_address(env.master_addr)
-    if address.startswith("127."):  # on rank 0's own node: the last rank is on another one
-        address = own_address(json.loads(store.get(f"here/{env.world_size - 1}"))["address"])
-    if address.startswith("127."):
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answered = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answered[20:24]) == address:
-                    os.environ[IFNAME] = name
-    if IFNAME in os.environ and env.local_rank == 0:
-        log(
-            f"{socket.gethostname()} is a loopback address on that node itself (/etc/hosts): "
-            f"{IFNAME}={os.environ[IFNAME]}, on the route to another node"
-        )
 
 
 # -- the same recipe and code on all ranks
@@ -302,8 +264,6 @@ def start(
     if env.world_size > 1:
         store = connect(env, heartbeat, rendezvous_seconds)
         meet(env, heartbeat, store, rendezvous_seconds, recipe)
-        if env.local_world_size < env.world_size:
-            choose_interface(env, store)
     pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
     forming = pool.submit(form_group, env, device, store, group_seconds)
     began = time.monotonic()
@@ -324,7 +284,8 @@ def start(
         raise RendezvousError(
             f"the ranks have joined, but their process group did not form in {seconds:.0f} s "
             f"(launch.group_seconds is {group_seconds:.0f}); {missing}. Can their "
-            "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? "
+            "nodes reach each other, and is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed? (gloo "
+            "needs it where /etc/hosts gives a node's own name a loopback address) "
             f"`clip-train doctor --all-nodes` tries pairs of nodes. {e}"
         ) from e
     if env.world_size > 1 and env.rank == 0:

@@ -29,7 +29,7 @@ from launcher.config.resolve import resolve
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, load_site
-from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, answer, slurm
+from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, slurm
 
 FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
@@ -64,24 +64,6 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
     for finding in check_places(config, job):
         raise UserError(f"{finding.message}: {finding.remedy}")
     require_places(config, store=not offline)
-
-
-def check_slurm(run_dir: Path, options: Sequence[str] = ()) -> None:
-    """UserError without an sbatch, or if another job trains the same run; with options such as
-    --dependency=singleton the new job may wait for that one."""
-    if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch was not found on this machine: run submit on a login node, or show the "
-            "script with --dry-run"
-        )
-    waits = any(option.startswith("--dependency") for option in options)
-    for file in [] if waits else sorted(run_dir.glob("submit/*/submit.json")):
-        number = json.loads(file.read_text()).get("job")
-        if number and answer("squeue", "-h", "-j", number, "-o", "%T"):
-            raise UserError(
-                f"job {number} is already queued or running for {run_dir}: both would write "
-                f"the same run. Wait, or scancel {number}, or choose another run.name"
-            )
 
 
 # -- render
@@ -220,7 +202,11 @@ def run(args: argparse.Namespace) -> int:
         if refused:
             warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
         return 0
-    check_slurm(run_dir, args.sbatch_options)
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch was not found on this machine: run submit on a login node, or show the "
+            "script with --dry-run"
+        )
     described = freeze(folder, script, frozen_recipe(config, base), job)
     line = ["sbatch", "--parsable", str(folder / "job.sbatch")]
     sent = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)

@@ -28,7 +28,7 @@ def check(
     """Its first screen, uint8 [height, width, 3]."""
     browser.show(page, width, dark=dark, fragment=fragment)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    cut = "[...document.querySelectorAll('h1, h2, .tile, figcaption, figure p, .notes li, .plot span')].filter(each =>"
+    cut = "[...document.querySelectorAll('h1, h2, figcaption, figure p, .notes li, .plot span')].filter(each =>"
     cut += f" {{ const box = each.getBoundingClientRect(); return box.left < 0 || box.right > {width} }}).length"
     assert browser.evaluate(cut) == 0
     png = browser.screenshot(width, 900)

@@ -177,24 +177,6 @@ def test_retention_keeps_the_newest_and_the_one_resumed_from(tmp_path: Path) -> 
     assert set(committed(tmp_path)) == {4, 7}
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
-    Run(tmp_path, keep_last=4).save(1, 2, 3, 4)
-    flip(data_file(tmp_path, 3))
-    flip(data_file(tmp_path, 4))
-    run = Run(tmp_path, keep_last=2)
-    assert_is(run.resume(), 2)
-    run.save(5)
-    left = {p.name for p in (tmp_path / "commit").iterdir()}
-    assert left == {"e000001-s0000000005.json", *(f"e000000-s000000000{s}.json" for s in (2, 3, 4))}
-    run.save(6)
-    left = {p.name for p in (tmp_path / "commit").iterdir()}
-    assert left == {
-        "e000001-s0000000005.json",
-        "e000001-s0000000006.json",
-        "e000000-s0000000002.json",
-    }
-
-
 def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
     Run(tmp_path).save(10)
     run = Run(tmp_path, keep_last=2, orphan_grace_minutes=10.0)

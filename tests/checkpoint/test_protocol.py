@@ -20,9 +20,9 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.retention import Policy, apply_retention, kept
 from clip_train.storage.local import LocalStorage
-from tests.checkpoint.eyes import damaged_in, newest_in
+from tests.checkpoint.eyes import damaged_in
 from tests.checkpoint.parts import committed
-from tests.checkpoint.runs import Run, assert_is, data_file, flip
+from tests.checkpoint.runs import Run, assert_is
 
 
 class Interrupted(LocalStorage):
@@ -115,21 +115,6 @@ def test_the_best_is_one_that_is_there() -> None:
         scores[CommitRef(0, 6)] = 0.0
         stay = kept(refs, Policy(CheckpointConfig(keep_last=1, keep_best=name)), scores)
         assert {ref.step for ref in stay} == {5, best}
-
-
-def test_damaged_ones_go_only_when_there_are_as_many_good_ones_as_shall_stay(
-    tmp_path: Path,
-) -> None:
-    """All were damaged and the run began anew: what may still be mended by hand goes last."""
-    Run(tmp_path).save(1, 2)
-    for step in (1, 2):
-        flip(data_file(tmp_path, step))
-    run = Run(tmp_path, keep_last=3)
-    assert run.resume() is None
-    run.save(1, 2)
-    assert sorted(newest_in(tmp_path)) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    run.save(3)
-    assert sorted(newest_in(tmp_path)) == [(1, 1), (1, 2), (1, 3)]
 
 
 def test_an_attempt_that_begins_during_retention_is_left_alone(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runtime.verdict import read_verdict
 from tests.hosts.conftest import SETUP
 from tests.launcher.conftest import ROOT, finish, free_port, kill, metrics
 
@@ -61,19 +60,6 @@ def train(
     finally:
         for rank in ranks:
             kill(rank)
-
-
-def test_a_host_whose_own_name_is_a_loopback_address_trains(hosts, recipe, tmp_path):
-    """As Debian's installer writes it: gloo would listen at 127.0.1.1, where the other host meets nobody."""
-    right = addresses(hosts)
-    names = [right | {"h1": "127.0.1.1"}, right | {"h2": "127.0.1.1"}]
-    ended = train(hosts, recipe, names)
-    out = "".join(out for _, out in ended)
-    assert [status for status, _ in ended] == [0, 0], out
-    for host in ("h1", "h2"):
-        assert f"{host} is a loopback address on that node itself (/etc/hosts)" in out, out
-    assert out.count("GLOO_SOCKET_IFNAME=eth0") == 2, out
-    assert read_verdict(tmp_path / "run")[0] == "DONE"
 
 
 def test_a_name_that_one_host_cannot_resolve_is_named_there_and_the_missing_rank_here(

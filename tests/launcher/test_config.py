@@ -82,10 +82,8 @@ def test_epochs_become_steps():
 )
 def test_shipped_recipes_are_valid_and_can_be_planned(path):
     config = check_config(read_recipe(str(path)), str(path))
-    plan = make_plan(resolve(config, 1 if "demo" in path.stem else 8, read_data=False), rate=1000.0)
-    assert plan["memory_bytes"]["total"] > 0 and plan["eta_seconds"] == pytest.approx(
-        plan["samples"] / 1000
-    )
+    plan = make_plan(resolve(config, 1 if "demo" in path.stem else 8, read_data=False))
+    assert plan["memory_bytes"]["total"] > 0
 
 
 def test_the_phase_after_patch_dropout_begins_with_its_weights():
@@ -156,7 +154,6 @@ def test_plan_prints_the_arithmetic(tmp_path, capsys):
     file.write_text(
         "run: {steps: 5000}\ndata: {train: a.tar}\nmodel: {name: tiny}\nbatch: {global_size: 512, micro_size: 100}\n"
     )
-    assert main(["plan", str(file), "--world-size", "4", "--samples-per-second", "100"]) == 0
+    assert main(["plan", str(file), "--world-size", "4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "512 = 4 ranks x 128, in 2 micro-batches of 100 with 1 graphs kept" in out
-    assert "7:06:40" in out  # 5000 x 512 samples at 100 a second

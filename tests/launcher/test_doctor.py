@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from clip_tools.doctor import check_group, check_shards, look, measure_pairs
+from clip_tools.doctor import check_group, check_recipe, look, measure_pairs
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
 from launcher.checks import PLACES, check_store, error, require_places
@@ -136,9 +136,8 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
     train += [f"data.val={data.train}"]
 
     def index(*more: str) -> list[str]:
-        found = [
-            f for f in check_shards(load_config(str(recipe), [*train, *more])) if f.check == "index"
-        ]
+        config = load_config(str(recipe), [*train, *more])
+        found = [f for f in check_recipe(config) if f.check == "index"]
         return [f"{f.level}: {f.message} {f.remedy}" for f in found]
 
     (line,) = index()
@@ -178,8 +177,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "KillWait=5"),
         ("slurm", "warning", "proctrack/cgroup"),
         ("slurm", "warning", "PreemptMode=CANCEL"),
-        ("shards", "error", "data.val (/nowhere/val.tar)"),
-        ("index", "warning", "clip-train index"),
+        ("recipe", "error", "data.val (/nowhere/val.tar)"),
         ("S3", "error", "not a URL that fsspec can open"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
@@ -197,7 +195,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
             ["engine.ds_config=zero9"], "recipe", "shipped ones are zero0", marks=pytest.mark.full
         ),
         pytest.param(
-            ["data.train=/nowhere/{0..3}.tar"], "shards", "/nowhere/0.tar", marks=pytest.mark.full
+            ["data.train=/nowhere/{0..3}.tar"], "recipe", "/nowhere/0.tar", marks=pytest.mark.full
         ),
     ],
 )

@@ -11,7 +11,6 @@ from launcher.cli.main import main
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WORLD, N = 64, 32_768
-H200 = 989.5e12  # dense bf16 FLOP/s of the datasheet
 ANY_GRAPHS = ("batch.kept_graphs=auto", "engine.kind=fsdp")  # the recipe has one
 
 
@@ -26,21 +25,9 @@ def planned(capsys, *line: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_rates_and_days_follow_from_the_sizes(capsys):
-    plan = planned(
-        capsys,
-        "--gpu",
-        "H200",
-        "engine.precision=bf16",
-        "engine.zero_stage=1",
-        "batch.micro_size=512",
-    )
-    gpu = plan["gpu"]
-    per_sample = plan["flops_per_step"] / N / (2 + plan["forwards_per_sample"])  # one forward
-    for mfu, rate in gpu["samples_per_second"].items():
-        assert rate == pytest.approx(WORLD * H200 * float(mfu[:-1]) / 100 / (3 * per_sample))
-        assert gpu["days"][mfu] == pytest.approx(plan["samples"] / rate / 86400)
-    assert gpu["usable_bytes"] < 141e9 * 0.9
+def test_what_is_usable_of_a_gpu(capsys):
+    plan = planned(capsys, "--gpu", "H200", "engine.precision=bf16", "batch.micro_size=512")
+    assert 0 < plan["usable_bytes"] < 141e9 * 0.9
 
 
 def test_graphs_that_are_only_faster_leave_more_memory_free_where_none_recovers(capsys):
@@ -68,7 +55,7 @@ def test_tables_and_an_unknown_name(capsys):
     line = ["plan", str(RECIPES / "vit_b32.yaml"), "--world-size", "8", "--gpu", "h200"]
     assert main(line) == 0
     out = capsys.readouterr().out
-    assert "GiB of the GPU are usable" in out and "samples/s" in out
+    assert "GiB of the GPU are usable" in out
     assert main([*line[:-1], "H2000"]) == 2
     assert "--gpu (H2000) is not known: use one of B200, H200" in capsys.readouterr().err
 

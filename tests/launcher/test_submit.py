@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.errors import UserError
 from launcher.cli.main import main
 from launcher.config.recipe import load_config
-from launcher.slurm.submit import absolute, check_slurm, frozen_recipe
+from launcher.slurm.submit import absolute, frozen_recipe
 from tests.launcher.conftest import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -158,22 +157,10 @@ def test_wrong_submissions_are_refused(here, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_the_cluster_is_asked(here, tmp_path, monkeypatch):
-    """With Slurm's commands played by scripts: a job that writes the same run."""
-    bin = tmp_path / "bin"
-    bin.mkdir()
-    for name, says in (("sbatch", "1"), ("squeue", "RUNNING")):
-        (bin / name).write_text(f"#!/bin/sh\nprintf '{says}\\n'\n")
-        (bin / name).chmod(0o755)
+def test_without_sbatch(here, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="--dry-run"):
-        check_slurm(tmp_path)
-    monkeypatch.setenv("PATH", f"{bin}:/bin:/usr/bin")
-    check_slurm(tmp_path)
-    (tmp_path / "submit" / "0001").mkdir(parents=True)
-    (tmp_path / "submit" / "0001" / "submit.json").write_text(json.dumps({"job": "77"}))
-    with pytest.raises(UserError, match="job 77 is already queued or running"):
-        check_slurm(tmp_path)
+    assert main(["submit", "recipe.yaml", "--offline", "--gpus-per-node=1"]) == 2
+    assert "sbatch was not found" in capsys.readouterr().err
 
 
 def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):

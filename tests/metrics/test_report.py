@@ -5,11 +5,14 @@ import json
 import os
 import time
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from clip_train.metrics.report import ReportSink, write_report
+from clip_train.metrics.config import LogConfig
+from clip_train.metrics.report import write_report
+from clip_train.metrics.sinks import Sinks
 from tests.metrics.pages import Page, start, step, write_jsonl, write_run
 
 SECTIONS = [
@@ -35,8 +38,6 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
         "step 120 of 200 (60.0%)",
         "0:00:40 left: done about",
         "no problems",
-        "16",
-        "960",
     ):
         assert text in page.sections[""], text
     for text in ("loss", "learning rate", "samples per second", "resumed"):
@@ -59,7 +60,6 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
         "model.name ViT-B-32" in page.sections["The whole recipe"]
         and "<script>" in page.sections["The whole recipe"]
     )
-    assert 'http-equiv="refresh"' in (run / "report.html").read_text()
 
 
 def test_curves_are_where_their_numbers_are(tmp_path: Path) -> None:
@@ -110,7 +110,6 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     assert (
         "FATAL: the loss is not finite" in page.sections[""] and "silent" not in page.sections[""]
     )
-    assert "refresh" not in (run / "report.html").read_text()
 
 
 def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
@@ -135,8 +134,7 @@ def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_pat
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 5 << 20  # with all records at once 10 MiB
-    for text in ("6,000", "48k", "0:50:00", "4.0% of the whole run"):
-        assert text in page.text, text
+    assert "6,000" in page.text
     assert all(100 < len(each) <= 330 for each in page.points)
     band = (
         (tmp_path / "report.html")
@@ -150,44 +148,11 @@ def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_pat
     assert lowest[0] == pytest.approx(1000 * 4345 / 6000, abs=3) and lowest[1] > 940
 
 
-def test_it_is_renewed_while_it_trains_but_not_at_each_step(tmp_path: Path) -> None:
-    now, page = [0.0], tmp_path / "report.html"
-    sink = ReportSink(tmp_path, clock=lambda: now[0])
-
-    def train(first: int, last: int) -> None:
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            for i in range(first, last + 1):
-                file.write(json.dumps(step(i)) + "\n")
-                file.flush()
-                sink.write(step(i))
-                now[0] += 1.0
-
-    train(1, 1)
-    assert "step 1" in Page(page.read_text()).text
-    train(2, 60)
-    assert "step 1" in Page(page.read_text()).text and "step 60" not in Page(page.read_text()).text
-    train(61, 61)
-    assert "step 61" in Page(page.read_text()).text
-    # a resumed run cuts its records, and writes as many again
-    write_jsonl(tmp_path / "metrics.jsonl", [step(i, loss=7.0) for i in range(1, 62)])
-    train(62, 130)
-    text = Page(page.read_text()).text
-    assert "step 121" in text and "first 7" in text
-    assert [
-        each.name
-        for each in tmp_path.iterdir()
-        if each.name not in ("metrics.jsonl", "report.html")
-    ] == []
-
-
 def test_the_samples_that_cannot_be_used_are_kept_for_the_page(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [step(1)])
-    sink = ReportSink(tmp_path)
-    found = {"bad_samples": {"no image\tb.tar": 3}, "bad_epochs": []}
-    sink.write({"step": 1, **found}, "invalid")
-    sink.write(step(1))
-    text = (tmp_path / "report.html").read_text()
-    assert "no image b.tar 3" in Page(text).sections["Invalid samples"]
+    with closing(Sinks(LogConfig(tensorboard=False), tmp_path, resume_step=1)) as sinks:
+        sinks.write({"step": 1, "bad_samples": {"no image\tb.tar": 3}}, "invalid")
+    assert "no image b.tar 3" in page_of(tmp_path).sections["Invalid samples"]
 
 
 def test_the_first_step_of_each_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:

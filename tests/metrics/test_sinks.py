@@ -99,7 +99,7 @@ def write_a_step(run_dir: Path) -> list[str]:
 @pytest.mark.distributed
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert run_ranks(write_a_step, 2, tmp_path) == [
-        ["eval.jsonl", "metrics.jsonl", "report.html"],
+        ["eval.jsonl", "metrics.jsonl"],
         [],
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage.base import Storage
-from clip_train.storage.object_store import S3Storage, clients, regions
+from clip_train.storage.object_store import S3Storage, clients
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -55,7 +55,6 @@ def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
 def forget_buckets() -> None:
     """They are kept by their names, and the endpoint is not among those."""
     clients.clear()
-    regions.clear()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Storage
-from clip_train.storage.urls import open_read, open_storage
+from clip_train.storage.urls import open_storage
 from tests.s3.bucket import Bucket
 from tests.s3.conftest import DATA, PART
 from tests.s3.proxy import Fault, FaultyProxy, fresh
@@ -157,32 +157,6 @@ def test_an_upload_that_fails_publishes_nothing(
     with pytest.raises(OSError, match="writing big: HTTP 503 SlowDown"):
         impatient.put_file(big, "big")
     assert view.keys() == []
-
-
-def test_a_bucket_in_another_region_is_found(
-    storage: Storage,
-    server: Server,
-    proxy: FaultyProxy,
-    view: Bucket,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if "Ceph" in server.name:
-        pytest.skip("its answers do not name the region of a bucket")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    proxy.faults = [
-        Fault(
-            "status",
-            key="",
-            method="GET|PUT",
-            code=301,
-            s3code="PermanentRedirect",
-            region="eu-west-1",
-        )
-    ]
-    assert storage.put_bytes("a", b"1") and [entry.name for entry in storage.list()] == ["a"]
-    with open_read(f"{view.url}/run/a") as file:
-        assert file.read() == b"1"
-    assert proxy.fired == 1
 
 
 RACES: dict[str, list[Fault]] = {

@@ -269,7 +269,7 @@ def test_torchrun_on_each_node(submit, undisturbed):
 
 
 def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
-    """The real verb: the job runs the frozen code, and a second submission is refused."""
+    """The real verb: the job runs the frozen code."""
     (tmp_path / "site.yaml").write_text(
         "{gpus_per_node: 0, cpus_per_task: 1, warn_seconds: 20, local_paths: []}\n"
     )
@@ -281,12 +281,9 @@ def test_submit(cluster, tmp_path, data, monkeypatch, capsys, undisturbed):
     with cluster.paused():
         assert main(line) == 0
         number = capsys.readouterr().out.split()[1].rstrip(":")
-        refused = main(line)
     folder = tmp_path / "run" / "submit" / "0001"
     job = Job(cluster, number, tmp_path / "run", folder / f"small-{number}.log", "2x1", MANY_STEPS)
     try:
-        assert refused == 2
-        assert f"job {number} is already queued or running" in capsys.readouterr().err
         places: set[str] = set()
 
         def seen() -> bool:
