@@ -15,7 +15,7 @@ class LogConfig(Settings):
 
     removed: ClassVar = {"every_steps": range(LARGEST)}
     progress: bool = True
-    """A line of the log every 10 seconds, and at each evaluation."""
+    """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
     tensorboard: bool = True
     """Write TensorBoard's files to `events/` in the run's folder."""
