@@ -145,7 +145,7 @@ class DataConfig(Settings):
     ] = None
     """Learn from shards as `clip-train reinforce` writes them (or DataCompDR): a sample's image is
     cut by one of its stored augmentations (`.paug.json`); its `.npz` has the features of teachers
-    of these widths. With model.teacher those teachers compute them instead. []: no teachers."""
+    of these widths. []: no features are read, and model.teacher may name teachers."""
 
     val: Annotated[
         str | dict[SetName, Name] | None,
@@ -421,6 +421,11 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
             "in a tar"
         )
     try:
+        if config.reinforced is not None:
+            fields = {**sample.members, "__key__": sample.key}
+            place, _ = decode.stored_augmentation(fields, 0)
+            if config.reinforced:
+                decode.stored_features(fields, place, [], sum(config.reinforced))
         return sample.key, decode.usable_caption(
             sample, caption_key, stages, config.inputs, config.negative_texts
         )

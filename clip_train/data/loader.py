@@ -72,7 +72,6 @@ class TrainLoader(Iterator[Batch]):
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
             nothing behind it; of several texts for an image [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
-        stored_features: with `data.reinforced`, batches come with the teachers' features.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -99,7 +98,6 @@ class TrainLoader(Iterator[Batch]):
         tokenizer: Tokenize | None = None,
         lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
-        stored_features: bool = True,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
         sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
@@ -135,7 +133,7 @@ class TrainLoader(Iterator[Batch]):
             self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
             texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
             row_shape(self.layout, image_size),
-            None if config.reinforced is None else sum(config.reinforced) * stored_features,
+            None if config.reinforced is None else sum(config.reinforced),
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size

@@ -341,10 +341,11 @@ class ModelConfig(Settings):
             f"({shown(self.context_length)}) that is greater; set both, or model.keep_positions=0",
         )
         names = self.teacher_name
+        number = 1 if isinstance(self.teacher, str) else len(self.teacher or ())
         yield (
-            isinstance(names, list) and len(names) != len(self.teachers()),
+            isinstance(names, list) and len(names) != number,
             f"model.teacher_name ({shown(names)}) must have a name, or null, for each of the "
-            f"{len(self.teachers())} teachers of model.teacher",
+            f"{number} teachers of model.teacher",
         )
 
     def architecture(self) -> AnyArchitecture:

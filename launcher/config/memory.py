@@ -54,11 +54,13 @@ def estimate_memory(
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
     T, length = config.data.num_texts, architecture.text_cfg.context_length
     sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
+    widths = config.teacher_widths or [0]  # those of one teacher at a time are gathered
     return replace(
         held,
         parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
         activations=profile.bytes_for(plan) if profile else 0.0,
         features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked)
+        + 4 * (1 + T) * (max(widths) * plan.global_size + 2 * sum(widths) * plan.per_rank)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
         + 2 * sample * plan.per_rank,  # and the next batch
     )

@@ -114,6 +114,12 @@ class RunConfig(Settings):
                 f"teachers of {teachers}; set loss.{key}={[100] * number or 'null'} or another",
             )
         yield (
+            self.model.teacher is not None and bool(self.data.reinforced),
+            f"data.reinforced ({shown(self.data.reinforced)}) and model.teacher "
+            f"({shown(self.model.teacher)}) both bring teachers; set data.reinforced='[]', or "
+            "model.teacher=null",
+        )
+        yield (
             not number and loss.distill_weights != (1.0, 1.0),
             f"loss.distill_weights ({shown(loss.distill_weights)}) need teachers: name them in "
             "model.teacher, or in data.reinforced; set loss.distill_weights='[1.0, 1.0]'",

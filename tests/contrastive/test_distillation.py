@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from clip_train import dist
+from clip_train.contrastive.build import build_loss
+from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
-from clip_train.task import Context, named_features
+from clip_train.task import Context, MicroBatch, named_features
+from launcher.parts import stored
 from tests.contrastive.oracles import averaged_teachers_loss, distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -101,3 +106,25 @@ def test_it_says_what_is_missing():
     image, text = pairs(4, 8)
     with pytest.raises(ValueError, match="teachers' features"):
         Distillation([])(named_features(image, text, torch.ones(1)))
+
+
+def test_features_from_shards_are_split_by_teacher_and_text():
+    """Two teachers and two texts of an image: the mean of the halves, each against its own text's features."""
+    n, texts, widths, scales = 12, 2, [5, 9], [30.0, 12.0]
+    image, _ = pairs(n, D, 1)
+    of_texts = [pairs(n, D, 2 + t)[1] for t in range(texts)]
+    U = [pairs(n, width, 5)[0] for width in widths]
+    V = [[pairs(n, width, 6 + t)[1] for width in widths] for t in range(texts)]
+    rows = torch.cat([*U, *(x for of_text in V for x in of_text)], dim=1)
+    batch = MicroBatch(rows, rows, rows, teacher_features=rows)
+    config = LossConfig(distill_weights=(0.0, 1.0))
+    teachers = [partial(stored, widths, t, scale) for t, scale in enumerate(scales)]
+    loss = build_loss(config, teachers, texts)
+    both = torch.stack(of_texts, dim=1).flatten(0, 1)  # an image's texts beside each other
+    student = named_features(image, both, torch.tensor([9.0]).double())
+    out = loss(student, Context(prepared=loss.prepare(batch)))
+    expected = []
+    for t in range(texts):
+        teachers = [(*each, 1.0) for each in zip(U, V[t], scales, strict=True)]
+        expected.append(averaged_teachers_loss(image, of_texts[t], 9.0, teachers, (0, 1))[1])
+    assert out.loss.item() == pytest.approx(sum(expected).item() / texts, rel=1e-12)

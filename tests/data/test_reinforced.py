@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from clip_train.data import decode
-from clip_train.data.config import DataConfig
+from clip_train.data.config import DataConfig, check_source
 from clip_train.data.images import TrainTransform
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
@@ -57,11 +57,12 @@ def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_p
     config = DataConfig(
         train=str(shard), workers=0, reinforced=[1, 3], caption_key={"txt": 1.0, "syn.json": 1.0}
     )
-    seen = set()
+    seen, first = set(), None
     own = {"image_size": SIZE, "context_length": 8, "global_size": 6, "seed": 1}
     with TrainLoader(config, **own) as loader:
         for batch in (next(loader) for _ in range(8)):
             assert batch.teacher_features.shape == (6, 2 * WIDTH)
+            first = first or batch
             for row, key in enumerate(batch.keys):
                 number, place, _, kind = batch.teacher_features[row, :WIDTH].tolist()
                 of_text, text, _, other = batch.teacher_features[row, WIDTH:].tolist()
@@ -75,8 +76,21 @@ def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_p
                 assert torch.equal(batch.texts[row], tokens)
                 seen.add((place, text))
     assert len(seen) == A * (1 + S)  # all of them
-    with TrainLoader(config, **own, stored_features=False) as loader:
-        assert next(loader).teacher_features is None
+    unread = config.model_copy(update={"reinforced": []})  # the augmentations alone
+    with TrainLoader(unread, **own) as loader:
+        again = next(loader)
+        assert again.teacher_features is None and torch.equal(again.images, first.images)
+
+
+@pytest.mark.parametrize(
+    "widths, said", [([3], "npz: not 3 finite"), ([9], "npz: not 9 finite"), ([4], "no features")]
+)
+def test_a_first_sample_without_such_features_is_refused(tmp_path, widths, said):
+    left_out = "paug.json" if said == "no features" else ""
+    named = [(f"s.{ext}", data) for ext, data in members(0).items() if ext != left_out]
+    config = DataConfig(train=str(write_shard(tmp_path / "0.tar", named)), reinforced=widths)
+    with pytest.raises(UserError, match=said.replace("no features", "paug.json: KeyError")):
+        check_source(config)
 
 
 def pixels_of(stored) -> np.ndarray:

@@ -95,6 +95,28 @@ def test_what_does_not_fit_together_is_said():
         check_config(MINIMAL | change, "here")
 
 
+TWO = {"model": {"name": "tiny", "teacher": ["a", "b"]}}
+SHARDS = {"data": {"train": "a.tar", "reinforced": [8, 8]}}
+FLIPPED = {"data": {"train": "a.tar", "reinforced": [], "aug_flip_prob": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model": {"teacher": ["a", "b"], "teacher_name": ["tiny"]}}, "each of the 2 teachers"),
+        (TWO | {"loss": {"teacher_weights": [1]}}, r"loss.teacher_weights \(\[1.0\]\) must have one"),
+        (SHARDS, r"loss.teacher_scales \(null\) must have one .* set loss.teacher_scales=\[100, 100"),
+        (SHARDS | TWO | {"loss": {"teacher_scales": [9, 9]}}, "both bring teachers"),
+        (SHARDS | {"loss": {"teacher_scales": [9, 9], "exchange": "ring"}}, "with info_nce and ring"),
+        (FLIPPED, r"take out data.aug_flip_prob"),
+        ({"loss": {"distill_weights": [0, 1]}}, "need teachers: name them"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_teachers_is_refused(change, said):
+    with pytest.raises(Exception, match=said):
+        check_config(MINIMAL | change, "here")
+
+
 def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     def plan(**model):
         config = check_config(MINIMAL | {"model": {"name": "tiny", **model}}, "here")
@@ -118,3 +140,6 @@ def test_a_teacher_that_cannot_be_one_is_refused(tmp_path):
     alone, taught = plan(), plan(teacher=str(tmp_path), teacher_name="tiny")
     assert taught["flops_per_step"] > alone["flops_per_step"]
     assert taught["memory_bytes"]["parameters"] == 2 * alone["memory_bytes"]["parameters"]
+    two = plan(teacher=[str(tmp_path)] * 2, teacher_name="tiny")
+    assert two["memory_bytes"]["parameters"] == 3 * alone["memory_bytes"]["parameters"]
+    assert two["flops_per_step"] + alone["flops_per_step"] == 2 * taught["flops_per_step"]
