@@ -9,6 +9,7 @@ The recipe names `waveform` and `AudioText`; Python must find this folder's pare
 from __future__ import annotations
 
 import io
+import math
 import random
 import sys
 import wave
@@ -21,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clip_train.data.tar import write_shards
-from clip_train.models.config import Architecture, TextConfig, VisionConfig
 
 RATE, SAMPLES = 8000, 4000
 PITCHES = (220, 262, 311, 370, 440, 523, 622, 740)  # hertz, at the beginning
@@ -52,18 +52,21 @@ class BagOfWords(nn.Module):
         return words.sum(1) / (texts > 0).sum(1, keepdim=True).clamp(min=1)
 
 
-class TwoTowers(nn.Module):
-    """A CNN over the samples. The parameters of the inputs' tower are those of `visual`."""
+class AudioText(nn.Module):
+    """For `model.name`: a CNN over the samples. The parameters of the inputs' tower are those of
+    `visual`."""
 
-    def __init__(self, architecture: Architecture):
+    embed_dim, context_length = 64, 16
+
+    def __init__(self):
         super().__init__()
-        width, D = 32, architecture.embed_dim
+        width, D = 32, self.embed_dim
         self.visual = nn.Sequential(
             nn.Conv1d(1, width, 64, stride=8), nn.GELU(),  # 493 of 4000 samples
             nn.Conv1d(width, width, 16, stride=8), nn.GELU(), nn.Flatten(), nn.Linear(60 * width, D),
         )  # fmt: skip
-        self.text = BagOfWords(architecture.text_cfg.vocab_size, D)
-        self.logit_scale = nn.Parameter(torch.full((1,), architecture.init_logit_scale))
+        self.text = BagOfWords(49408, D)
+        self.logit_scale = nn.Parameter(torch.full((1,), math.log(1 / 0.07)))
 
     def encode(self, inputs: dict[str, Tensor]) -> Tensor:
         audio = inputs["audio"].to(self.visual[0].weight.dtype)  # float32 [b, 4000]; perhaps bf16
@@ -73,17 +76,6 @@ class TwoTowers(nn.Module):
         image = None if inputs is None else F.normalize(self.encode(inputs).float(), dim=-1)
         text = None if texts is None else F.normalize(self.text(texts).float(), dim=-1)
         return image, text, self.logit_scale.float().exp(), None
-
-
-class AudioText(Architecture):
-    """For `model.name`. `vision_cfg` describes images, of which there are none here."""
-
-    embed_dim: int = 64
-    vision_cfg: VisionConfig = VisionConfig()
-    text_cfg: TextConfig = TextConfig(context_length=16)
-
-    def build(self, **options):
-        return TwoTowers(self)
 
 
 def tone(pitch: float, glide: float, rng: random.Random) -> bytes:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from clip_train.data.decode import decode_image
 from clip_train.data.tar import write_shards
-from clip_train.models.config import Architecture, TextConfig, VisionConfig
 from examples import audio
 
 FRAMES, SIDE = 6, 32
@@ -37,29 +36,20 @@ def frames(sample: dict) -> Tensor:
 frames.shape, frames.dtype = (FRAMES, 3, SIDE, SIDE), torch.uint8
 
 
-class TwoTowers(audio.TwoTowers):
-    """A CNN over time, height and width."""
+class FramesText(audio.AudioText):
+    """For `model.name`: a CNN over time, height and width."""
 
-    def __init__(self, architecture: Architecture):
-        super().__init__(architecture)
+    def __init__(self):
+        super().__init__()
         self.visual = nn.Sequential(
             nn.Conv3d(3, 16, (3, 4, 4), stride=(1, 4, 4), padding=(1, 0, 0)), nn.GELU(),
             nn.Conv3d(16, 32, (3, 4, 4), stride=(1, 4, 4), padding=(1, 0, 0)), nn.GELU(),
-            nn.Flatten(), nn.Linear(32 * FRAMES * 4, architecture.embed_dim),
+            nn.Flatten(), nn.Linear(32 * FRAMES * 4, self.embed_dim),
         )  # fmt: skip
 
     def encode(self, inputs: dict[str, Tensor]) -> Tensor:
         clips = inputs["frames"].to(self.visual[0].weight.dtype) / 128 - 1  # [b, 6, 3, 32, 32]
         return self.visual(clips.transpose(1, 2))
-
-
-class FramesText(Architecture):
-    embed_dim: int = 64
-    vision_cfg: VisionConfig = VisionConfig()
-    text_cfg: TextConfig = TextConfig(context_length=16)
-
-    def build(self, **options):
-        return TwoTowers(self)
 
 
 def clips(rounds: int, seed: int) -> Iterator[dict]:

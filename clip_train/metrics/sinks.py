@@ -1,4 +1,4 @@
-"""Where records go: `metrics.jsonl`, `eval.jsonl` and `invalid.json`, TensorBoard, Weights & Biases."""
+"""Where records go: `metrics.jsonl`, `eval.jsonl` and `invalid.json`, TensorBoard, W&B."""
 
 import json
 import time

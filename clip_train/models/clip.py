@@ -165,7 +165,7 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
                 f"if you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
             )
         if own is not None:
-            return type(OwnModel.at(own)).model_validate(dump)
+            return OwnModel.model_validate(dump)
         if "open_clip" in dump:
             return OpenCLIPArchitecture.model_validate(dump)
         resnet = is_resnet(dump)
@@ -198,11 +198,11 @@ def build_model(
         from clip_train.models.openclip.model import build
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
+    model: nn.Module
     if isinstance(architecture, OwnModel):
         model = build_own_model(architecture, activation_checkpointing)
     else:
-        build_own = CLIP if architecture.own is None else type(architecture).build
-        model = build_own(
+        model = CLIP(
             architecture,
             dropout=dropout,
             patch_dropout=patch_dropout,

@@ -9,7 +9,7 @@ import os
 import re
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -44,9 +44,6 @@ from clip_train.settings import (
     shown,
 )
 from clip_train.storage.urls import is_remote, local_path
-
-if TYPE_CHECKING:  # a recipe is read without torch
-    from torch import nn
 
 # OpenAI's CLIP statistics of the pixels, in [0, 1].
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -165,15 +162,8 @@ class Architecture(Described):
     # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN
     image_std: tuple[float, float, float] = IMAGE_STD
-    own: str | None = None  # the import path of a subclass, where `model.name` is one
+    own: str | None = None  # its import path: for an `OwnModel`
     inputs: tuple[Input, ...] = ()  # of `data.inputs`, for a model of your own
-
-    def build(self, **options: Any) -> nn.Module:
-        """Build a model of your own. A subclass returns any module with the `forward` of `CLIP`.
-
-        options: `dropout`, `patch_dropout`, `activation_checkpointing`, as `CLIP` takes them.
-        """
-        raise NotImplementedError  # `build_model` makes a `CLIP` of all others
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
@@ -208,10 +198,8 @@ class OwnModel(Architecture):
 
     @classmethod
     def at(cls, path: str) -> Architecture:
-        """What the import path names: that, or a subclass of `Architecture`. UserError."""
+        """What the import path names. UserError."""
         found = import_path("model.name", path)
-        if isinstance(found, type) and issubclass(found, Architecture):
-            return found.model_validate({"own": path})
         given = {name: getattr(found, name) for name in OWN_FACTS if hasattr(found, name)}
         size, tokenizer = given.pop("image_size", 224), given.pop("tokenizer", None)
         raw = {

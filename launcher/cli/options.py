@@ -113,7 +113,7 @@ VERBS = {
             (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory is the limit; the choices of auto, and communication",
+                "H200, H100, A100-80, ...: its memory limits; the choices of auto, and communication",
             ),
             (
                 "network",

@@ -202,7 +202,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
     weights, data = config.loss.weights, config.data
     takes_bias = build_loss(config.loss, (), data.texts_per_image).takes_bias
-    own_losses = isinstance(architecture, Architecture) and architecture.own is not None
+    own_losses = isinstance(architecture, OwnModel)
     captions = getattr(architecture, "multimodal_cfg", None) is not None
     widest = max(config.loss.widths or {0: 0})
     rules = [
