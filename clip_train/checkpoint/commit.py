@@ -197,7 +197,7 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
 def _rank_manifests(
     store: Storage, prefix: str, world_size: int, end: float
 ) -> list[dict[str, Any]]:
-    """All rank manifests of an attempt, by rank. end: when to stop waiting for them, by `time.monotonic`.
+    """All rank manifests of an attempt, by rank. end: until when to wait, by `time.monotonic`.
 
     RefusedError if one has an error or never comes; OSError.
     """
