@@ -423,7 +423,7 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         (
             ("optim.name=torch.optim.RMSprop", "optim.options={alpha: high, beta: 1}"),
             "optim.options.alpha ('high') must be a valid number, unable to parse string as a number; "
-            "set optim.options.alpha=0.99 (the default) or another; optim.options.beta (1): there is",
+            "set optim.options.alpha=0.99 (the default) or another; optim.options.beta (1): no such key",
         ),
         (
             (f"data.aug_own={__name__}.tilted", "data.aug_own_options={share: much}"),

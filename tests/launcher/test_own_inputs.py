@@ -70,9 +70,7 @@ def test_audio_trains_resumes_and_is_evaluated(tmp_path, monkeypatch):
     assert status == 2 and "cannot be used: no caption. Its members are .caption, .noise" in out, (
         out
     )
-    status, out = run(
-        recipe, *common, "data.inputs={sound: examples.audio.waveform}", "run.steps=4"
-    )
+    status, out = run(recipe, *common, "data.inputs.sound=examples.audio.waveform", "run.steps=4")
     assert status == 2 and "data.inputs was {'audio': 'examples.audio:waveform'}" in out, out
 
     kept = tmp_path / "run" / "checkpoints"  # whose recipe nobody has given
