@@ -271,10 +271,7 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
             ]
     shapes = [[*each.shape] for each in every]
     rules = [
-        (
-            shapes != wanted,
-            f"returned features {shapes}; its embed_dim and its texts ask for {wanted}",
-        ),
+        (shapes != wanted, f"returned features {shapes}; its embed_dim asks for {wanted[1]}"),
         ([*scale.shape] != [1], f"returned a scale {[*scale.shape]}; return exp(logit_scale), [1]"),
         (
             (bias is None) != (architecture.init_logit_bias is None),

@@ -255,7 +255,7 @@ class ModelConfig(Settings):
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
     the JSON says."""
-    context_length: Annotated[Annotated[int, Field(ge=3, le=65_536)] | None, Refused] = None
+    context_length: Annotated[Annotated[int, Field(ge=1, le=65_536)] | None, Refused] = None
     """Tokens of a text, its start and end included; positional embeddings of `init_from` are
     interpolated; none: as the JSON says. Long-CLIP has 248."""
     keep_positions: NonNegativeInt = 0
