@@ -263,8 +263,7 @@ def explain(
 ) -> list[str]:
     """Every mistake of `raw`, once: key (value), pydantic's message, and what to write.
 
-    unknown: from the path of a key that does not exist to what may have been meant. within: what
-    `raw` is called.
+    unknown: from the path of an unknown key to a suggestion. within: the name of `raw`.
     """
     lines: dict[str, str] = {}
     messages: dict[str, list[str]] = {}  # by path: the branches of a union have an error each

@@ -79,7 +79,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     watchdog.start()
     kind = engines.on_this_machine(config.engine, env.world_size).kind
     importlib.import_module(engines.find_engine(kind).module)
-    # what can be wrong without the other ranks; one of them looks at the shards
+    # mistakes that one rank can find alone; rank 0 opens the shards
     resolved = resolve(
         config,
         env.world_size,
@@ -186,7 +186,7 @@ def build_trainer(
     recipe = resolved.kept
     torch.manual_seed(
         (config.run.seed * 1_000_003 + dist.rank()) % 2**63
-    )  # what is random beside counter-based draws
+    )  # random numbers other than counter-based draws
     checkpoints = CheckpointManager(
         config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn
     )

@@ -62,7 +62,7 @@ class CheckpointManager:
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
     folder: `<run.dir>/checkpoints`. log, warn: called on rank 0 with messages for the user; warn
-    gets failures. clock: seconds, to decide when a save is due or has waited too long.
+    gets failures. clock: in seconds. It decides when a save is due or has waited too long.
     last_good: the newest checkpoint that this process has committed or resumed from.
     """
 

@@ -32,7 +32,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-SPARE_BYTES = 1 << 20  # beside what is needed: a later header may be longer
+SPARE_BYTES = 1 << 20  # spare bytes: a later header may be longer
 
 
 @dataclass(frozen=True)

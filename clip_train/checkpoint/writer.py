@@ -217,7 +217,7 @@ class Writer:
         if error is None:
             if self.remote is not None:
                 self._tidy(self.remote, request.scores)
-                self._tidy(self.local, request.scores)  # what has been uploaded may now go
+                self._tidy(self.local, request.scores)  # uploaded files may now be removed
         elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
             if self.policy.shared and request.entry is None:  # else it may be committed locally
                 with contextlib.suppress(OSError):

@@ -104,9 +104,9 @@ def texts_of(
 ) -> list[str]:
     """`count` of the `captions`, then of each name in `negatives` so many texts. InvalidSample.
 
-    draw: uniform in [0, DRAWS), where 0 gives the first ones. The names take turns. A mapping begins
-    with the name that is drawn by its weight, among the names that the sample has. A name gives one
-    of its captions by the draw, then the next ones. Too few captions repeat.
+    draw: uniform in [0, DRAWS), where 0 gives the first ones. The names take turns. A mapping
+    begins with the name that is drawn by its weight, among the names that the sample has. A name
+    gives one of its captions by the draw, then the next ones. Too few captions repeat.
     """
     usable = captions(members, caption_key, count)
     names, first = [*usable.values()], 0

@@ -323,7 +323,7 @@ def make_order(
         of_source = Files.of(index, storage, start, stop)
         if not sum(of_source.counts):
             raise UserError(
-                f"data.train ({config.train}): there is no sample in the {stop - start} shards of "
+                f"data.train ({config.train}): found no samples in the {stop - start} shards of "
                 "a source"
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))

@@ -62,7 +62,7 @@ PRESETS = Path(__file__).parent / "presets"
 class _Tower(Described):
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
-    # Initial factor on what a block adds to the stream; None: there is no such factor.
+    # Initial factor of a block's output before it is added to the stream; None: no factor.
     ls_init_value: PositiveFloat | None = None
 
     @property
@@ -157,7 +157,7 @@ class Architecture(Described):
     quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
     # Logarithm of the factor on the cosines at the start.
     init_logit_scale: float = math.log(1 / 0.07)
-    # Added to the logits at the start (SigLIP: -10); None: there is no such parameter.
+    # Added to the logits at the start (SigLIP: -10); None: no such parameter.
     init_logit_bias: float | None = None
     # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
     image_mean: tuple[float, float, float] = IMAGE_MEAN

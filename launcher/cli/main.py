@@ -32,7 +32,7 @@ def entry() -> NoReturn:
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # else C++ stacks whenever another rank has gone
+    )  # else C++ stacks whenever another rank ends
     # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans
     # up all the same
     ignored = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")]
@@ -57,7 +57,7 @@ def entry() -> NoReturn:
         traceback.print_exc()
         status = 130 if isinstance(e, KeyboardInterrupt) else 1
     logging.shutdown()
-    with contextlib.suppress(OSError):  # a reader that has gone away
+    with contextlib.suppress(OSError):  # the reader closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     end_process(status)

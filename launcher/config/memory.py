@@ -28,7 +28,7 @@ from launcher.engines import find_engine
 from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-GPU_MARGIN = 0.1  # of what is free: fragments, libraries' workspaces
+GPU_MARGIN = 0.1  # of the free memory: fragments, workspaces of libraries
 # and where the run cannot recover from a full memory, because other ranks wait within the step
 UNRECOVERED_MARGIN = 0.2
 

@@ -97,7 +97,7 @@ def compare_with(
     it is another run's, but with `checkpoint.allow_changed_recipe`."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
     before = resumed.state.get("teacher")
-    if before != teacher:  # its digest: what lies at a place may change
+    if before != teacher:  # its digest: the content of a place may change
         found.append(
             Change(
                 f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"

@@ -17,8 +17,8 @@ class EngineConfig(Settings):
     other. auto: FSDP on several GPUs, because it sends gradients while the backward still computes;
     DeepSpeed for fp16, for engine.ds_config, on one GPU and on CPUs."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
-    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
-    parameters. With engine.kind=fsdp, 0 is plain data parallelism, 1 and 2 keep whole parameters
+    """Sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+    With engine.kind=fsdp, 0 is plain data parallelism, 1 and 2 keep whole parameters
     from a step's first forward to its last backward, and 3 frees them after each forward. Master
     weights, moments and reduced gradients are sharded at 1, 2 and 3."""
     shard_ranks: Annotated[Annotated[int, Field(ge=1)] | None, Layout] = None

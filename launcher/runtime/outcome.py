@@ -85,7 +85,7 @@ class Outcome:
             log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
             log(f"next: clip-train export {self.run_dir / 'recipe.yaml'}")
         self.trainer.stop.ignore()  # a launcher's hurry must not look like a crash
-        with contextlib.suppress(RuntimeError):  # that a rank dies now is no reason to fail
+        with contextlib.suppress(RuntimeError):  # the end of a rank is not a failure now
             dist.barrier()
             torch_dist.destroy_process_group()
         self.close()

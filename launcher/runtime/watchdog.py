@@ -160,7 +160,7 @@ class Watchdog(Callback):
         if self._phase is Phase.START and not self._begun and self.stop.look():
             self._asked = self._asked or now
             if now - self._asked > EARLY_SECONDS:
-                # nothing is to be saved, and the others may be gone already
+                # nothing must be saved, and the other ranks may have ended
                 removed = ", which was removed," if self.stop.obey() else ""
                 message = f"stopped by {self.stop.reason}{removed} before the first step"
                 rank = self._heartbeat.env.rank
@@ -174,7 +174,7 @@ class Watchdog(Callback):
             if self._phase is not Phase.FINISH and now - self._heartbeat.aborted_at > grace:
                 self._exit(abort)
         self._write_progress()
-        # once a rank has failed, a rank that waits for it is no second hang
+        # once a rank has failed, a rank that waits for it is not a second hang
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
             self._fire(now - self._since)

@@ -178,7 +178,7 @@ class FSDPEngine(Engine):
         model = cast(FSDPModule, self.model)
         model.set_requires_gradient_sync(last or not self.reduce_once)
         model.set_requires_all_reduce(last)  # between copies (2-d mesh): shards are summed first
-        model.set_is_last_backward(last)  # prefetching goes on from graph to graph until then
+        model.set_is_last_backward(last)  # prefetching continues from graph to graph until then
         if self.stage < 3:
             model.set_reshard_after_backward(
                 last
