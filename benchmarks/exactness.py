@@ -8,6 +8,8 @@ model in float64, one process, the whole batch at once, the objective's textbook
     sigmoid         Algorithm 1 of arXiv 2303.15343, over a model with a bias; the row says how texts are exchanged
     memory bank     cross-entropy over current and past columns, the past a list in sample order, copies masked
     contaccum       the same with past pairs as rows, too
+    groups: ...     InfoNCE and sigmoid with samples of one group left out or taken as positives; groups span ranks,
+                    and where a loss remains one batch is a single group
     distillation    OpenCLIP's DistillClipLoss, with a frozen teacher
     two teachers    MobileCLIP's: 0.25 CLIP + 0.75 the cross-entropy with the average of two teachers' softmaxes, each
                     of its own width, scale and weight; their features computed online, or read beside the samples
@@ -52,7 +54,13 @@ from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from launcher.parts import stored, teach
 from tests.contrastive.oracle import siglip
-from tests.contrastive.oracles import averaged_teachers_loss, banked_loss, distill_loss, own_loss
+from tests.contrastive.oracles import (
+    averaged_teachers_loss,
+    banked_loss,
+    distill_loss,
+    grouped_loss,
+    own_loss,
+)
 from tests.processor import answer
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss
@@ -102,11 +110,17 @@ OWN = {  # by the name of the row: the import path of the function, and the name
     },
     "own: uniformity": "tests.contrastive.test_function.uniformity",
 }
+GROUPS = {  # by the name of the row: the loss, and what the samples of a group are of each other
+    f"groups: {kind}, {role}": (kind, role)
+    for kind in ("info_nce", "sigmoid")
+    for role in ("leave_out", "positives")
+}
 KINDS = (
     "InfoNCE, ring",
     "sigmoid",
     "memory bank",
     "contaccum",
+    *GROUPS,
     "distillation",
     "batch schedule",
     "dropout",
@@ -131,7 +145,7 @@ def all_rows() -> list[Row]:
                     stage = stages[(len(of_engine) + len(of_engine) // 9) % len(stages)]
                     if kind == "fp16":
                         stage = 1 + len(of_engine) % 3  # DeepSpeed does not scale the loss at 0
-                    is_either = kind in ("sigmoid", "widths")
+                    is_either = kind == "widths" or "sigmoid" in kind
                     exchange = ("gather", "ring")[(world + i) % 2] if is_either else ""
                     if kind == "two teachers":
                         exchange = ("online", "from shards")[(world + i) % 2]
@@ -150,7 +164,7 @@ def quick_rows() -> list[Row]:
 
 def make_model(kind: str) -> CLIP:
     torch.manual_seed(7)
-    if kind in ("sigmoid", "own: siglip"):
+    if "sig" in kind:
         return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
     return (
         CLIP(small_clip(), dropout=0.1, patch_dropout=0.25)
@@ -182,7 +196,16 @@ def global_batch(kind: str, step: int) -> Batch:
         texts=torch.randint(1, 64, texts, generator=g),
         sample_seeds=torch.randint(0, 2**62, (size,), generator=g),
         keys=[f"{seed}/{i}" for i in range(size)],
+        ids=group_ids(kind, step) if kind in GROUPS else None,
     )
+
+
+def group_ids(kind: str, step: int) -> torch.Tensor:
+    """int64 [N]: seven groups that span ranks, and samples of none; in one step a single group."""
+    if step == 2 and GROUPS[kind] != ("info_nce", "leave_out"):
+        return torch.zeros(N, dtype=torch.int64)
+    place = torch.arange(N)
+    return torch.where(place % 11 == 0, -1, place % 7)
 
 
 # --- the oracle --------------------------------------------------------------------------------------------
@@ -216,14 +239,19 @@ def oracle(kind: str) -> Truth:
 def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     batch = global_batch(kind, step)
     image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
-    if kind == "sigmoid":
-        return siglip(image, text, scale, bias)
     if kind == "widths":
         cut = ((F.normalize(image[:, :d], dim=1), F.normalize(text[:, :d], dim=1)) for d in WIDTHS)
         losses = (oracle_loss(i, t, scale) for i, t in cut)
         return sum(map(torch.mul, losses, map(torch.tensor, WIDTHS.values())), torch.zeros(()))
-    if kind in OWN:
-        return own_loss(kind.removeprefix("own: "), image, text, scale, bias)
+    if kind == "sigmoid":
+        return siglip(image, text, scale, bias)
+    if kind in OWN | GROUPS:
+        if kind in OWN:
+            found = own_loss(kind.removeprefix("own: "), image, text, scale, bias)
+        else:
+            ids, role = group_ids(kind, step), GROUPS[kind][1]
+            found = grouped_loss(image, text, scale, bias, ids, role)
+        return found
     if kind == "distillation":
         with torch.no_grad():
             teacher = make_teacher().double()(batch.images, batch.texts, batch.sample_seeds)
@@ -295,11 +323,14 @@ def objective(row: Row) -> Objective:
     if row.kind in OWN or row.kind == "several texts":
         kind, texts = OWN.get(row.kind, "info_nce"), 1 if row.kind in OWN else TEXTS
         return build_loss(LossConfig(kind=kind, tile=TILE), (), texts)
-    if row.exchange:  # by the recipe
+    if row.exchange or row.kind in GROUPS:  # by the recipe
         of_kind = {"widths": {"widths": WIDTHS}, "two teachers": TWO_KEYS}
         keys = dict(of_kind.get(row.kind, {"kind": row.kind}))
+        if row.kind in GROUPS:
+            kind, role = GROUPS[row.kind]
+            keys = {"kind": kind, "groups": "caption", "group_role": role}
         if row.kind != "two teachers":
-            keys["exchange"] = row.exchange
+            keys["exchange"] = row.exchange or "gather"
         config = LossConfig.model_validate({**keys, "tile": TILE})
         return build_loss(config, teachers(row.exchange))
     match row.kind:

@@ -417,7 +417,8 @@ def own_share(batch: Batch) -> Batch:
     first = sum(counts[: dist.rank()])
     own = slice(first, first + counts[dist.rank()])
     tensors = batch.images[own], batch.texts[own], batch.sample_seeds[own]
-    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts))
+    ids = None if batch.ids is None else batch.ids[own]
+    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts), ids=ids)
 
 
 def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:

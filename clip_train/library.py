@@ -106,7 +106,7 @@ def contrastive_step(
         ),
         (
             ids is not None and not objective.takes_ids,
-            f"ids, and loss is {type(objective).__name__}: only InfoNCE masks texts of one id",
+            f"ids, and loss is {type(objective).__name__}: only InfoNCE and SigmoidLoss take them",
         ),
         (
             len(counts) != dist.world_size() or min(counts) < 1 or counts[rank] != n,

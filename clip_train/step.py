@@ -72,7 +72,8 @@ def train_step(
 
     random_state = rng_state(engine.device)
     for deferred in (True, False):
-        context = Context(sum(batch.shares) or None, batch.keys, deferred=deferred)
+        size = sum(batch.shares) or None
+        context = Context(size, batch.keys, ids=batch.ids, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -65,16 +66,17 @@ class Batch:
     pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
     # float32 [n, F], of `data.reinforced`: teachers' features of image and texts
     teacher_features: Tensor | None = None
+    ids: Tensor | None = None  # int64 [n], see `Context.ids`: the groups of `loss.groups`
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
-        move = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("images", "texts", "sample_seeds", "teacher_features")
-            if getattr(self, name) is not None
+        move: dict[str, Any] = {
+            name: x.to(device, non_blocking=True)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor)
         }
         return replace(self, **move)
 
@@ -93,6 +95,7 @@ class Batch:
             text_lengths=lengths,
             pack_texts=self.pack_texts,
             teacher_features=None if self.teacher_features is None else self.teacher_features[rows],
+            ids=None if self.ids is None else self.ids[rows],
         )
 
     def micro_batches(self, micro_size: int) -> MicroBatches:
@@ -170,6 +173,17 @@ class MicroBatch:
     places: Tensor | None = None
     num_tokens: int | None = None  # of the texts up to their ends, for a model that packs them
     teacher_features: Tensor | None = None  # float32 [b, F], as in `Batch`
+
+
+NO_ID = -1  # of a sample without a key; it equals no sample's
+
+
+def sample_ids(keys: Iterable[str | None]) -> Tensor:
+    """Keys -> int64 [n], the same in every process: 63 bits of a hash. None: NO_ID."""
+    encoded = [None if key is None else key.encode(errors="surrogatepass") for key in keys]
+    digests = [x if x is None else blake2b(x, digest_size=8).digest() for x in encoded]
+    ids = [NO_ID if x is None else int.from_bytes(x, "big") >> 1 for x in digests]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53

@@ -123,6 +123,7 @@ def build_loader(
         tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
         lengths=partial(text_lengths, end_id=text.end_id) if resolved.texts_end else None,
         pack_texts=resolved.padded_because is None,
+        groups=config.loss.groups,
     )
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.views import matryoshka, over_pairs
 from clip_train.library import contrastive_step, token_chunks
 from tests.ranks import RankFailedError, run_ranks
@@ -201,8 +200,8 @@ def test_mistakes_are_explained():
         with pytest.raises(ValueError, match="a list of such numbers whose sum is 6"):
             contrastive_step(Towers(), images, texts, micro_size=sizes)
     ids = torch.arange(6)
-    with pytest.raises(ValueError, match="ids, and loss is SigmoidLoss: only InfoNCE"):
-        contrastive_step(Towers(), images, texts, micro_size=2, loss=SigmoidLoss(), ids=ids)
+    with pytest.raises(ValueError, match="ids, and loss is FunctionLoss: only InfoNCE and Sigm"):
+        contrastive_step(Towers(), images, texts, micro_size=2, loss=one_direction, ids=ids)
     with pytest.raises(ValueError, match=r"ids are \[5\]: give one for each of 6 texts"):
         contrastive_step(Towers(), images, texts, micro_size=2, ids=ids[:5])
     with pytest.raises(ValueError, match=r"shares \(\[3, 3\]\) must have a number for each of 1"):

@@ -27,7 +27,7 @@ def build_loss(
     for `loss.widths` or several texts of a loss with a memory.
     """
     tile = AUTO_SIDE if config.tile == "auto" else config.tile
-    objective: Objective = InfoNCE(tile=tile)
+    objective: Objective = InfoNCE(tile, config.group_role)
     if teachers:
         objective = Distillation(teachers, tile, config.teacher_weights, config.distill_weights)
     elif config.kind == "memory_bank":
@@ -35,7 +35,7 @@ def build_loss(
             config.bank_size, config.bank_warmup_steps, config.bank_mode, tile=tile
         )
     elif config.kind == "sigmoid":
-        objective = SigmoidLoss(tile=tile, exchange=config.exchange)
+        objective = SigmoidLoss(tile, config.exchange, config.group_role)
     elif config.exchange == "ring":
         objective = RingInfoNCE(tile=tile)
     elif config.is_imported:

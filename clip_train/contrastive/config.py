@@ -36,6 +36,17 @@ class LossConfig(Settings):
     exchange: Annotated[Literal["gather", "ring"], Rounding] = "gather"
     """info_nce, sigmoid: how ranks see each other's texts. gather: all at once. ring: one rank's
     at a time, so that no rank holds the global batch's features."""
+    groups: Annotated[
+        str | None,
+        Allowed("caption, json. with a key of the samples' .json, or null", example="caption"),
+        Refused,
+    ] = Field(None, pattern=r"^(caption|json\..+)$")
+    """info_nce, sigmoid: samples of one group are not negatives of each other. caption: a group has
+    equal captions, apart from case and spaces. json.x: it has one value of the `.json`'s key x, and
+    a sample without this key is in no group."""
+    group_role: Annotated[Literal["leave_out", "positives"], Refused] = "leave_out"
+    """leave_out: a sample of the same group is neither negative nor positive. positives: it is a
+    positive, as the sample's own pair; info_nce takes the mean over them (SupCon)."""
     bank_size: PositiveInt = 4096
     """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a
     pair."""
@@ -95,6 +106,22 @@ class LossConfig(Settings):
             self.exchange == "ring" and self.kind not in ("info_nce", "sigmoid"),
             f"loss.exchange (ring) needs loss.kind info_nce or sigmoid (it is {self.kind}): others "
             "gather the features; set loss.exchange=gather",
+        )
+        yield (
+            self.groups is not None and self.kind not in ("info_nce", "sigmoid"),
+            f"loss.groups ({self.groups}) needs loss.kind info_nce or sigmoid (it is {self.kind}): "
+            "others read no groups; set loss.groups=null",
+        )
+        yield (
+            self.group_role == "positives" and self.groups is None,
+            "loss.group_role (positives) needs loss.groups (null): set loss.groups=caption, or "
+            "loss.group_role=leave_out",
+        )
+        yield (
+            self.group_role == "positives" and (self.kind, self.exchange) == ("info_nce", "ring"),
+            "loss.group_role (positives) of info_nce adds up the features of each group, and "
+            "loss.exchange (ring) leaves them on their ranks; set loss.exchange=gather, or "
+            "loss.group_role=leave_out",
         )
 
     @property

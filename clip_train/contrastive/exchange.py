@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +31,41 @@ def share_counts(n: int, global_size: int | Sequence[int] | None) -> list[int]:
     return counts
 
 
+def gathered_ids(context: Context, counts: Sequence[int], m: int = 1) -> Tensor | None:
+    """int64 [m N], of the m texts of each sample of all ranks. None: they are not known.
+
+    Collective. ValueError for ids of another number of texts.
+    """
+    ids, texts = context.ids, [m * count for count in counts]
+    if ids is None:
+        return None
+    own = texts[dist.rank()]
+    if ids.shape != (own,):
+        raise ValueError(f"ids are {list(ids.shape)}: give one for each of {own} texts")
+    return dist.gather_rows(ids, texts)
+
+
+def group_places(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [N] -> of each sample the number of its group, below N, and the samples in the group.
+
+    An id below 0 is of a group of its own. The host does not wait for the device.
+    """
+    ids = torch.where(ids < 0, -1 - torch.arange(len(ids), device=ids.device), ids)
+    ordered = ids.sort().values
+    first = torch.searchsorted(ordered, ids)
+    return first, torch.searchsorted(ordered, ids, right=True) - first
+
+
+def have_negatives(ids: Tensor | None, columns: int) -> Tensor | bool:
+    """Whether rows have negatives: all do, or none does, since all columns are of one id."""
+    return columns > 1 if ids is None else group_places(ids)[1].max() < columns
+
+
+def grouped(ids: Tensor | None) -> dict[str, Tensor | float]:
+    """The metric: how many of the ids are others', too."""
+    return {} if ids is None else {"grouped_samples": (group_places(ids)[1] > 1).sum()}
+
+
 def texts_by_image(image: Tensor, text: Tensor) -> Tensor:
     """[n, D] and [m n, D] -> [n, m D]: the m texts of each image beside each other.
 
@@ -57,7 +92,7 @@ class Pairs:
     text_all: Tensor
     counts: Sequence[int] = ()  # samples of every rank, if several share the batch
     first: int = 0  # the place of this rank's first sample in the batch
-    ids_all: Tensor | None = None  # int64 [N, m], of all texts
+    ids_all: Tensor | None = None  # int64 [m N], of all texts
 
     @classmethod
     def of(cls, features: Features, context: Context) -> "Pairs":
@@ -67,26 +102,21 @@ class Pairs:
         """
         if "logit_bias" in features:
             raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
-        image, text, ids = features["image"], features["text"], context.ids
+        image, text = features["image"], features["text"]
         counts = share_counts(len(image), context.global_size)
-        if ids is None:
-            return cls.gathered(image, text, counts)
-        m = text.numel() // image.numel()
-        if ids.shape != (m * len(image),):
-            raise ValueError(
-                f"ids are {list(ids.shape)}: give one for each of {m * len(image)} texts"
-            )
-        ids_all = dist.gather_rows(ids.view(-1, m), counts)
-        return replace(cls.gathered(image, text, counts), ids_all=ids_all)
+        ids = gathered_ids(context, counts, text.numel() // image.numel())
+        return cls.gathered(image, text, counts, ids)
 
     @classmethod
-    def gathered(cls, image: Tensor, text: Tensor, counts: Sequence[int]) -> "Pairs":
+    def gathered(
+        cls, image: Tensor, text: Tensor, counts: Sequence[int], ids_all: Tensor | None = None
+    ) -> "Pairs":
         """counts: samples of every rank. One collective: 2 N D values."""
         if len(counts) == 1:
-            return cls(image, text, image, text, counts)
+            return cls(image, text, image, text, counts, ids_all=ids_all)
         both = dist.gather_rows(torch.cat([image, text], dim=1), counts)  # [N, 2 D]
-        D = image.shape[1]
-        return cls(image, text, both[:, :D], both[:, D:], counts, sum(counts[: dist.rank()]))
+        D, first = image.shape[1], sum(counts[: dist.rank()])
+        return cls(image, text, both[:, :D], both[:, D:], counts, first, ids_all)
 
     @property
     def own(self) -> slice:
@@ -94,8 +124,8 @@ class Pairs:
 
     @property
     def ids(self) -> tuple[Tensor, Tensor] | None:
-        """int64 [n] and [N]: the positives of this rank, and of all."""
-        return None if self.ids_all is None else (self.ids_all[self.own, 0], self.ids_all[:, 0])
+        """int64 [N], of all positives, for rows and for columns."""
+        return None if self.ids_all is None else (self.ids_all, self.ids_all)
 
     @property
     def rows(self) -> Block:

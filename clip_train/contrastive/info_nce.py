@@ -14,11 +14,18 @@ and gradient then keep their digits when the loss is tiny.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.exchange import Pairs, texts_by_image
+from clip_train.contrastive.exchange import (
+    Pairs,
+    group_places,
+    grouped,
+    have_negatives,
+    texts_by_image,
+)
 from clip_train.contrastive.tiles import (
     AUTO_SIDE,
     Block,
@@ -62,12 +69,13 @@ class Softmaxes:
         sum_over_ranks: Callable[[Tensor], Tensor],
         *,
         deferred: bool,
+        competing: Tensor | bool = True,
     ) -> "Softmaxes":
         """rows: this rank's blocks of S. Over all ranks they hold every negative of every pair
         once, and one block holds all of a row. cols: the same for S^T.
 
         B of every block is the same on all ranks. S may have more rows and columns than `positive`
-        has entries.
+        has entries. competing: by `have_negatives`.
         """
         shift = _stabiliser(rows, cols, scale)
         R, size = len(positive), max(block.cols.stop for block in rows)
@@ -78,8 +86,8 @@ class Softmaxes:
             sums[1, block.cols] += col_sums
         # one collective: a row's sum is zero on all ranks except its own
         sums = sum_over_ranks(sums)[:, :R]
-        # alike on all ranks: they see the same sums. A single pair has no negatives
-        unsafe = (sums.min() <= SMALLEST_SUM) & (size > 1)
+        # alike on all ranks: they see the same sums. Without negatives they are 0, and safe
+        unsafe = (sums.min() <= SMALLEST_SUM) & competing
         direct = deferred or not unsafe.item()
         if direct:
             lse = sums.log() if shift is None else sums.log() + shift
@@ -90,16 +98,18 @@ class Softmaxes:
                     lse[direction, block.rows] = row_logsumexp(block, scale, side).double()
             lse = sum_over_ranks(lse)[:, :R]
         row_gap, col_gap = lse[0] - positive, lse[1] - positive
-        unsafe = unsafe if deferred else None
-        return cls(scale, side, positive, row_gap, col_gap, shift, direct, unsafe, size)
+        flag = unsafe if deferred else None
+        return cls(scale, side, positive, row_gap, col_gap, shift, direct, flag, size)
 
     @classmethod
     def of(cls, pairs: Pairs, scale: Tensor, side: int, *, deferred: bool) -> "Softmaxes":
         """The softmaxes of a batch: every other sample is a negative."""
         positive = row_dots(pairs.image_all, pairs.text_all) * scale
+        competing = have_negatives(pairs.ids_all, len(positive))
         return cls.over(
-            [pairs.rows], [pairs.cols], positive, scale, side, pairs.sum, deferred=deferred
-        )
+            [pairs.rows], [pairs.cols], positive, scale, side, pairs.sum,
+            deferred=deferred, competing=competing,
+        )  # fmt: skip
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of both directions, []."""
@@ -232,26 +242,29 @@ def info_nce_with_negatives(
     and each positive for its image with all N. A column beyond them has no softmax of its own.
     """
     n, D = pairs.image.shape
+    N, own, ids, ids_beyond = len(pairs.image_all), pairs.own, pairs.ids, None
     negatives, negatives_all = (x[:, D:].reshape(-1, D) for x in (pairs.text, pairs.text_all))
+    if pairs.ids_all is not None:
+        by_image = pairs.ids_all.view(N, -1)
+        first, beyond = by_image[:, 0], by_image[:, 1:]
+        ids = (first, torch.cat([first, beyond.flatten()]))
+        ids_beyond = (torch.cat([first, beyond[own].flatten()]), first)
     pairs = replace(pairs, text=pairs.text[:, :D], text_all=pairs.text_all[:, :D])
-    N, ids, ids_beyond = len(pairs.image_all), pairs.ids, None
-    if pairs.ids_all is not None and ids is not None:
-        beyond = pairs.ids_all[:, 1:]
-        ids_beyond = (beyond[pairs.own].reshape(-1), ids[1])
-        ids = (ids[0], torch.cat([ids[1], beyond.reshape(-1)]))
     rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first, ids=ids)
+    cols = Block(pairs.text, pairs.image_all, pairs.first, ids=ids and (ids[0], ids[0]))
     # which of them, no softmax needs to know
     further = Block(negatives, pairs.image_all, N, ids=ids_beyond)
     positive = row_dots(pairs.image_all, pairs.text_all) * scale
     softmaxes = Softmaxes.over(
-        [rows], [pairs.cols, further], positive, scale, side, pairs.sum, deferred=deferred
-    )
+        [rows], [cols, further], positive, scale, side, pairs.sum,
+        deferred=deferred, competing=have_negatives(pairs.ids_all, len(rows.B)),
+    )  # fmt: skip
     weight = 1 / (2 * N)
-    along = (softmaxes.missing[pairs.own, None] * -weight).to(rows.dtype)  # [n, 1]
+    along = (softmaxes.missing[own, None] * -weight).to(rows.dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(rows.dtype) * along, pairs.image.to(rows.dtype) * along
     d_negatives = torch.zeros_like(negatives, dtype=rows.dtype)
     softmaxes.add_gradient(d_image, None, rows, weight)
-    softmaxes.add_gradient(d_text, None, pairs.cols, weight, transposed=True)
+    softmaxes.add_gradient(d_text, None, cols, weight, transposed=True)
     softmaxes.add_gradient(d_negatives, None, further, weight, transposed=True)
     d_texts = torch.cat([d_text, d_negatives.view(n, -1)], dim=1).view(-1, D)
     d_scale = row_dots(pairs.image, d_image).sum()
@@ -260,17 +273,53 @@ def info_nce_with_negatives(
     )
 
 
+def add_group_targets(output: LossOutput, pairs: Pairs, ids: Tensor, scale: Tensor) -> None:
+    """Spread the target of each softmax over the samples of its pair's id, in place (SupCon's
+    "out", arXiv 2004.11362). Collective.
+
+    Cross-entropy is linear in its targets. With A_i and B_i the means of the images and texts of
+    i's id, the loss grows by s/N sum_i <I_i, T_i - B_i>, which equals s/N sum_i <T_i, I_i - A_i>.
+    ids: int64 [N]. ValueError for several texts of an image.
+    """
+    if len(ids) != len(pairs.image_all):
+        raise ValueError("group_role (positives) takes one text for each image; give leave_out")
+    place, size = group_places(ids)
+    N, of = len(ids), place[pairs.own]
+    sides = {"image": (pairs.text, pairs.text_all), "text": (pairs.image, pairs.image_all)}
+    for name, (x, x_all) in sides.items():
+        gradient = output.gradients[name]
+        sums = torch.zeros_like(x_all, dtype=gradient.dtype)
+        sums.index_add_(0, place, x_all.to(gradient.dtype))
+        away = (x - sums[of] / size[pairs.own, None]) / N
+        gradient += away * scale
+    products = row_dots(pairs.text, away).sum()
+    output.gradients["logit_scale"] += products
+    output.loss = output.loss + pairs.sum(products * scale)[0]
+
+
 @dataclass(eq=False)
 class InfoNCE(Objective):
-    """The symmetric InfoNCE loss. With m texts for each image the first is its positive."""
+    """The symmetric InfoNCE loss. With m texts for each image the first is its positive.
+
+    group_role: of texts whose `Context.ids` are equal: no negatives of each other's images, or all
+    of them positives.
+    """
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
+    group_role: Literal["leave_out", "positives"] = "leave_out"
     takes_ids = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
         image, text = features["image"], features["text"]
         by_image = {**features, "text": texts_by_image(image, text)}
-        pairs = Pairs.of(by_image, context)
+        pairs, scale = Pairs.of(by_image, context), features["logit_scale"]
+        ids = pairs.ids_all
+        if self.group_role == "positives":
+            pairs = replace(pairs, ids_all=None)
         loss = info_nce if len(text) == len(image) else info_nce_with_negatives
-        return loss(pairs, features["logit_scale"], self.tile, deferred=context.deferred)
+        output = loss(pairs, scale, self.tile, deferred=context.deferred)
+        output.metrics |= grouped(ids)
+        if ids is not None and self.group_role == "positives":
+            add_group_targets(output, pairs, ids, scale)
+        return output

@@ -13,8 +13,6 @@ by id is left out unless both are current: the past copy of a sample is not a ne
 on a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
 """
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,17 +24,15 @@ from clip_train.batch import shares
 from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.info_nce import Softmaxes, info_nce
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, row_dots
-from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
-
-NO_ID = -1  # of a sample without a key; it equals no sample's
-
-
-def sample_ids(keys: Iterable[str]) -> Tensor:
-    """Sample keys -> int64 [n], the same in every process: 63 bits of a hash."""
-    digests = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    return torch.tensor(
-        [int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64
-    )
+from clip_train.task import (
+    NO_CONTEXT,
+    NO_ID,
+    Context,
+    Features,
+    LossOutput,
+    Objective,
+    sample_ids,
+)
 
 
 @dataclass(eq=False)
@@ -128,8 +124,8 @@ def banked(
     def blocks(A: Tensor, A_all: Tensor, B_all: Tensor) -> list[Block]:
         """This rank's current rows, and its share of the past ones."""
         return [
-            Block(A, B_all, own.start, 0, (ids_all[own], ids_of_past)),
-            Block(A_all[share], B_all[:R], share.start, 0, (ids_all[share], ids_all[:R])),
+            Block(A, B_all, own.start, 0, (ids_all, ids_of_past)),
+            Block(A_all[share], B_all[:R], share.start, 0, (ids_all, ids_all)),
         ]
 
     rows, cols = blocks(pairs.image, images, texts), blocks(pairs.text, texts, images)

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.exchange import send_round, share_counts
+from clip_train.contrastive.exchange import (
+    gathered_ids,
+    grouped,
+    have_negatives,
+    send_round,
+    share_counts,
+)
 from clip_train.contrastive.info_nce import HEADROOM, SMALLEST_SUM, add_softmax_gradient
 from clip_train.contrastive.tiles import (
     AUTO_SIDE,
@@ -31,6 +37,7 @@ class RingInfoNCE(Objective):
     """The loss of `InfoNCE`, without its gather."""
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
+    takes_ids = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -40,28 +47,33 @@ class RingInfoNCE(Objective):
         counts = share_counts(len(I), context.global_size)
         N, here, side = sum(counts), sum(counts[: dist.rank()]), self.tile
         dtype = accumulation_dtype(I, T)
+        ids_all = gathered_ids(context, counts)
+        ids = None if ids_all is None else (ids_all, ids_all)
         positive = row_dots(I, T) * scale  # [n], as all vectors of rows and columns here
         norms = [torch.linalg.vector_norm(x, dim=1, dtype=dtype).max() for x in (I, T)]
         longest = dist.all_gather(torch.stack(norms)[None]).amax(0)
         shift = (scale * longest[0] * longest[1] - HEADROOM).clamp_(min=0.0)
 
         def add_sums(texts: Tensor, col_sums: Tensor, first: int) -> None:
-            rows, cols = exp_sums(Block(I, texts, here, first), scale, shift, side)
+            rows, cols = exp_sums(Block(I, texts, here, first, ids), scale, shift, side)
             row_sums.add_(rows)
             col_sums.add_(cols)
 
         row_sums = torch.zeros_like(positive)
         col_sums = send_round(add_sums, T, torch.zeros_like(positive), counts)
         smallest = torch.minimum(row_sums.min(), col_sums.min())
-        # alike on all ranks. A single pair has no negatives
-        unsafe = dist.all_reduce_sum(((smallest <= SMALLEST_SUM) & (N > 1)).double()) > 0
+        # alike on all ranks. Without negatives sums are 0, and safe
+        unsafe = (
+            dist.all_reduce_sum(((smallest <= SMALLEST_SUM) & have_negatives(ids_all, N)).double())
+            > 0
+        )
         direct = context.deferred or not unsafe.item()
         row_lse, col_lse = row_sums.log() + shift, col_sums.log() + shift
 
         def add_logarithms(texts: Tensor, col_lse: Tensor, first: int) -> None:
-            of_rows = row_logsumexp(Block(I, texts, here, first), scale, side)
+            of_rows = row_logsumexp(Block(I, texts, here, first, ids), scale, side)
             torch.logaddexp(row_lse, of_rows.double(), out=row_lse)
-            of_cols = row_logsumexp(Block(texts, I, first, here), scale, side)
+            of_cols = row_logsumexp(Block(texts, I, first, here, ids), scale, side)
             torch.logaddexp(col_lse, of_cols.double(), out=col_lse)
 
         if not direct:
@@ -73,7 +85,7 @@ class RingInfoNCE(Objective):
             of_rows, of_cols = (shift - of_rows).exp(), (shift - of_cols).exp()
 
         def add_gradients(visitors: Tensor, d_text: Tensor, first: int) -> None:
-            block = Block(I, visitors[:, :-1], here, first)
+            block = Block(I, visitors[:, :-1], here, first, ids)
             of = (of_rows, visitors[:, -1])
             used = shift if direct else None
             add_softmax_gradient(
@@ -89,4 +101,5 @@ class RingInfoNCE(Objective):
         return LossOutput.scaled(
             loss, d_image, d_text, row_dots(I, d_image).sum(), scale,
             unsafe=unsafe if context.deferred else None,
+            metrics=grouped(ids_all),
         )  # fmt: skip

@@ -21,18 +21,26 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.exchange import Pairs, send_round, share_counts
+from clip_train.contrastive.exchange import (
+    Pairs,
+    gathered_ids,
+    grouped,
+    send_round,
+    share_counts,
+)
 from clip_train.contrastive.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots, softplus
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 
 @dataclass(eq=False)
 class SigmoidLoss(Objective):
-    """SigLIP's loss."""
+    """SigLIP's loss. group_role: as of `InfoNCE`; the label of a positive is 1."""
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
     exchange: Literal["gather", "ring"] = "gather"
+    group_role: Literal["leave_out", "positives"] = "leave_out"
     takes_bias = True
+    takes_ids = True
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -45,23 +53,28 @@ class SigmoidLoss(Objective):
         counts = share_counts(len(I), context.global_size)
         N, scale, bias = sum(counts), features["logit_scale"], features["logit_bias"]
         dtype = accumulation_dtype(I, T)
+        ids_all = gathered_ids(context, counts)
+        ids = None if ids_all is None else (ids_all, ids_all)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
         at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
         along = (at_positive / N).to(dtype)[:, None]
         # the positives' part; the tiled passes add to it
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
-        tiled_pass = partial(_tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile)
+        attract = self.group_role == "positives"
+        tiled_pass = partial(
+            _tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile, attract=attract
+        )
         if self.exchange == "ring" or len(counts) == 1:
             sums = I.new_zeros(2, dtype=torch.float64)
             here = sum(counts[: dist.rank()])
 
             def visit(texts: Tensor, d_text: Tensor, first: int) -> None:
-                sums.add_(tiled_pass(d_image, d_text, Block(I, texts, here, first)))
+                sums.add_(tiled_pass(d_image, d_text, Block(I, texts, here, first, ids)))
 
             d_text = send_round(visit, T, d_text, counts)
         else:
-            pairs = Pairs.gathered(I, T, counts)
+            pairs = Pairs.gathered(I, T, counts, ids_all)
             sums = tiled_pass(d_image, None, pairs.rows)
             tiled_pass(d_text, None, pairs.cols, with_sums=False)
         value, slope = sums
@@ -69,7 +82,10 @@ class SigmoidLoss(Objective):
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
         d_scale = row_dots(I, d_image).sum()
         d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
-        return LossOutput.scaled(loss, d_image, d_text, d_scale, scale, d_bias=d_bias)
+        return LossOutput.scaled(
+            loss, d_image, d_text, d_scale, scale, d_bias=d_bias,
+            metrics=grouped(ids_all),
+        )  # fmt: skip
 
 
 def _tiled_pass(
@@ -81,19 +97,27 @@ def _tiled_pass(
     bias: Tensor,
     weight: float,
     side: int,
+    attract: bool,
     with_sums: bool = True,
 ) -> Tensor:
     """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = sigmoid(S + bias)` of negatives.
 
-    Returns the sums of `softplus(S + bias)` and of G over them, float64 [2] (zeros without
-    `with_sums`).
+    attract: entries of one id are positives, -sigmoid(-S - bias), but for those of a pair. Returns
+    the sums of `softplus(S + bias)`, or of `softplus(-S - bias)`, and of G, float64 [2] (zeros
+    without `with_sums`).
     """
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
     for rows, cols, S, G in block.logits(scale, -bias.to(block.dtype), side):
+        same = block.same(rows, cols) if attract else None
         # -inf adds nothing to either sum, and its gradient is zero
-        block.fill(rows, cols, S, -torch.inf)
-        torch.sigmoid(S, out=G)
+        if same is None:
+            block.fill(rows, cols, S, -torch.inf)
+            torch.sigmoid(S, out=G)
+        else:
+            sign = 1 - 2 * same.to(S.dtype)
+            block.fill_pairs(rows, cols, S.mul_(sign), -torch.inf)
+            torch.sigmoid(S, out=G).mul_(sign)
         if with_sums:
             sums[1] += G.sum()
             # softplus; torch's own turns linear at 20

@@ -72,8 +72,8 @@ def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]
 class Block:
     """Rows `row + i` of S, made by A [r, D], against its columns `col + j`, made by B [c, D].
 
-    Row x and column x are a pair: such an entry is a positive. ids, int64 [r] and [c]: entries of
-    one sample are no negatives either; a negative id is of no known sample.
+    Row x and column x are a pair: such an entry is a positive. ids, int64, of all rows and of all
+    columns of S: entries of one id are no negatives either, unless it is below 0.
     """
 
     A: Tensor
@@ -113,17 +113,28 @@ class Block:
             add_product(S, a, b.t(), keep=False)
             yield rows, cols, S if shift is None else S.sub_(shift), spare
 
+    def same(self, rows: slice, cols: slice) -> Tensor | None:
+        """bool, as the tile: entries of one id. None: no ids are known."""
+        if self.ids is None:
+            return None
+        row_ids, col_ids = self.ids[0][self.rows][rows, None], self.ids[1][self.cols][None, cols]
+        return (row_ids == col_ids) & (col_ids >= 0)
+
     def fill(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
         """Overwrite the entries of the tile `S` that are not negatives."""
+        self.fill_pairs(rows, cols, S, value)
+        same = self.same(rows, cols)
+        if same is not None:
+            S.masked_fill_(same, value)
+
+    def fill_pairs(self, rows: slice, cols: slice, S: Tensor, value: float) -> None:
+        """Overwrite the entries of the tile `S` whose row and column are a pair."""
         # the pair of row i is column first + i of the block, if it is there
         first = self.row - self.col
         lo, hi = max(rows.start + first, cols.start), min(rows.stop + first, cols.stop)
         if lo < hi:
             of_rows = slice(lo - first - rows.start, hi - first - rows.start)
             S[of_rows, lo - cols.start : hi - cols.start].diagonal().fill_(value)
-        if self.ids is not None:
-            row_ids, col_ids = self.ids[0][rows, None], self.ids[1][None, cols]
-            S.masked_fill_((row_ids == col_ids) & (col_ids >= 0), value)
 
     def add_products(
         self, rows: slice, cols: slice, G: Tensor, weight: float, dA: Tensor, dB: Tensor | None,

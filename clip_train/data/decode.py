@@ -123,6 +123,17 @@ def texts_of(
     return texts
 
 
+def group(members: Mapping[str, Any], caption: str, groups: str | None) -> str | None:
+    """The name of a sample's group by `loss.groups`; None: it is of no group.
+
+    caption: the one that was drawn. Its case and its spaces make no other group.
+    """
+    if groups == "caption":
+        return " ".join(caption.lower().split())
+    value = None if groups is None else metadata(members).get(groups.removeprefix("json."))
+    return None if value in (None, "") else str(value)
+
+
 def _texts(value: Any) -> list[str]:
     """The usable captions among a member's or a key's value, or a list of them. InvalidSample if
     there is none."""

@@ -72,6 +72,7 @@ class TrainLoader(Iterator[Batch]):
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
             nothing behind it; of several texts for an image [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
+        groups: as `loss.groups`.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -98,6 +99,7 @@ class TrainLoader(Iterator[Batch]):
         tokenizer: Tokenize | None = None,
         lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
+        groups: str | None = None,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
         sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
@@ -132,7 +134,7 @@ class TrainLoader(Iterator[Batch]):
         self._stream = PieceStream(
             self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
             texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
-            row_shape(self.layout, image_size),
+            row_shape(self.layout, image_size), groups,
             None if config.reinforced is None else sum(config.reinforced),
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
@@ -202,8 +204,9 @@ class TrainLoader(Iterator[Batch]):
         lengths = None if self._lengths is None else self._lengths(texts)
         parts = [piece.teacher_features for piece in pieces if piece.teacher_features is not None]
         teacher_features = torch.cat(parts) if parts else None
+        ids = torch.cat([piece.ids for piece in pieces])
         if self._pin_memory:
-            texts, seeds = texts.pin_memory(), seeds.pin_memory()
+            texts, seeds, ids = texts.pin_memory(), seeds.pin_memory(), ids.pin_memory()
             teacher_features = (
                 teacher_features if teacher_features is None else teacher_features.pin_memory()
             )
@@ -221,6 +224,7 @@ class TrainLoader(Iterator[Batch]):
             text_lengths=lengths,
             pack_texts=self._pack_texts,
             teacher_features=teacher_features,
+            ids=None if self._stream.groups is None else ids,
         )
 
     def stop(self) -> None:
@@ -338,10 +342,9 @@ class Prefetcher(Iterator[Batch]):
             return batch.to(self.device)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(copied)
-        for tensor in (batch.images, batch.texts, batch.sample_seeds, batch.teacher_features):
+        for tensor in (x for x in vars(batch).values() if isinstance(x, Tensor)):
             # the copying stream may not reuse its memory before this stream is done with it
-            if tensor is not None:
-                tensor.record_stream(current)
+            tensor.record_stream(current)
         return batch
 
     def close(self) -> None:

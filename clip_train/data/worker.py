@@ -33,6 +33,7 @@ from clip_train.errors import ClipTrainError, DataError
 from clip_train.inputs import Input
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
+from clip_train.task import sample_ids
 
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
 MAX_OPEN_STREAMS = 64
@@ -65,6 +66,7 @@ class Piece:
     seeds: Tensor  # int64 [p]
     teacher_features: Tensor | None  # float32 [p, F], as in `Batch`
     keys: list[str]  # p
+    ids: Tensor  # int64 [p], of their groups
     invalid: list[Invalid]
 
 
@@ -84,6 +86,7 @@ class PieceStream(IterableDataset):
     stages: Sequence[Stage | str]  # or their import paths; each maps one sample to one or none
     layout: Sequence[Input]  # of `data.inputs`
     row: tuple[int, ...]  # `row_shape` of the layout
+    groups: str | None  # as `loss.groups`
     # of all teachers' stored features together; 0: they are not read; None: no augmentations either
     width: int | None = None
     memory: Tensor | None = None  # `shared_images`, for workers
@@ -124,6 +127,7 @@ class PieceStream(IterableDataset):
                 images = self.memory[worker, step % self.memory.shape[1], :count]
             keys: list[str] = []
             texts: list[str] = []
+            groups: list[str | None] = []
             seeds: list[int] = []
             stored: list[Tensor] = []
             invalid: list[Invalid] = []
@@ -139,11 +143,13 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
-                    image, its_texts, key, its = self._first_usable(candidates, seed, invalid)
+                    found = self._first_usable(candidates, seed, invalid)
+                    image, its_texts, key, group, its = found
                     stored += [its] if its is not None else []
                     images[len(keys)] = image  # at once, while it is in the cache
                     texts += its_texts
                     keys.append(key)
+                    groups.append(group)
                     seeds.append(seed)
             yield Piece(
                 images if self.memory is None else None,
@@ -151,6 +157,7 @@ class PieceStream(IterableDataset):
                 torch.tensor(seeds, dtype=torch.int64),
                 torch.stack(stored) if stored else None,
                 keys,
+                sample_ids(groups),
                 invalid,
             )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
@@ -158,8 +165,8 @@ class PieceStream(IterableDataset):
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
-    ) -> tuple[Tensor, list[str], str, Tensor | None]:
-        """Row, texts, key and features of the first one that decodes. The first of all goes
+    ) -> tuple[Tensor, list[str], str, str | None, Tensor | None]:
+        """Row, texts, key, group and features of the first one that decodes. The first of all goes
         into `invalid` if it cannot be used; the others have places of their own, where they are
         counted."""
         tried: list[Invalid] = []
@@ -170,7 +177,7 @@ class PieceStream(IterableDataset):
             key, url = item["__key__"], item["__url__"]
             if url.startswith(SYNTHETIC):
                 made = synthetic_sample(seed, self.transform.image_size, self.num_texts)
-                return *made, key, None
+                return *made, key, None, None
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
                     fields = decode.staged(item, self.stages) if self.stages else item
@@ -189,7 +196,7 @@ class PieceStream(IterableDataset):
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return row, texts, key, stored
+            return row, texts, key, decode.group(fields, texts[0], self.groups), stored
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:

@@ -51,6 +51,8 @@ def estimate_memory(
     # every rank holds all of them, as it does the memory banks
     teachers = sum(map(count_parameters, config.model.teacher_architectures()))
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
+    sums_groups = (config.loss.kind, config.loss.group_role) == ("info_nce", "positives")
+    summed = plan.global_size if sums_groups else 0
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
     T, length = config.data.num_texts, architecture.text_cfg.context_length
     sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
@@ -59,7 +61,7 @@ def estimate_memory(
         held,
         parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
         activations=profile.bytes_for(plan) if profile else 0.0,
-        features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked)
+        features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked + summed)
         + 4 * (1 + T) * (max(widths) * plan.global_size + 2 * sum(widths) * plan.per_rank)
         + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
         + 2 * sample * plan.per_rank,  # and the next batch

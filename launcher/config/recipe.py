@@ -136,6 +136,12 @@ class RunConfig(Settings):
             "set these, or data.negative_texts=null",
         )
         yield (
+            loss.groups is not None and (number > 0 or self.data.num_texts > 1),
+            f"loss.groups ({loss.groups}) goes with one text of an image (now "
+            f"{self.data.num_texts}) and no teachers ({teachers}); set these, or "
+            "loss.groups=null",
+        )
+        yield (
             isinstance(self.data.val, dict)
             and self.evaluate.zero_shot_classes is not None
             and self.evaluate.zero_shot_data is None,

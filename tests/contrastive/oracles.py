@@ -60,6 +60,25 @@ def averaged_teachers_loss(I, T, s, teachers, factors):
     return [factor * half for factor, half in zip(factors, halves, strict=True)]
 
 
+def grouped_loss(I, T, s, b, ids, role):
+    """InfoNCE, or with a bias the sigmoid loss, where samples of one id belong together."""
+    N = len(I)
+    own = torch.eye(N, dtype=torch.bool)
+    same = own | ((ids[:, None] == ids) & (ids >= 0))
+    S = s * I @ T.T
+    if b is not None:
+        labels = torch.where(same if role == "positives" else own, 1.0, -1.0).to(S.dtype)
+        terms = -F.logsigmoid(labels * (S + b))
+        return (terms if role == "positives" else terms.masked_fill(same & ~own, 0.0)).sum() / N
+    target = own
+    if role == "leave_out":
+        S = S.masked_fill(same & ~own, -1e30)
+    else:
+        target = same
+    share = target.to(S.dtype) / target.sum(1, keepdim=True)
+    return (F.cross_entropy(S, share) + F.cross_entropy(S.T, share)) / 2
+
+
 def own_loss(name, I, T, s, b=None, beta=0.5):
     """The losses of examples/losses.py, and `uniformity` of test_function.py, from full matrices."""
     N = len(I)
