@@ -1,6 +1,7 @@
 """What `clip-train plan` says about communication: bytes as a recorder counts them, milliseconds
 over the links of GPUs and nodes, and the engine that exposes the least."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
 from clip_train.models.clip import build_model
 from clip_train.models.freeze import depths, freeze, frozen_towers
+from clip_train.optim.muon import deal
 from clip_train.optim.optimizer import parameter_groups
 from clip_train.task import IMAGE_TEXT
 from launcher.config.memory import decide
@@ -60,6 +62,7 @@ def shapes_of(resolved: Resolved) -> Shapes:
             *(any(t == tower and d >= below for t, d in trained) for tower, below in units_at),
             True,
         ],
+        {name: shape for g in groups if g["muon"] for name, shape in g["shapes"].items()},
     )
 
 
@@ -83,13 +86,25 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
             yield Collective("loss", "all_reduce", "fp64", 2 * (plan.global_size + banked), W)
 
 
+def of_optimizer(resolved: Resolved, shapes: Shapes) -> Iterator[Collective]:
+    """Muon's: each round's matrices to their owners, and back. At ZeRO 1 and 2 most of these bytes
+    stay on their rank."""
+    engine, matrices = resolved.config.engine, shapes.matrices
+    S = 1 if engine.zero_stage == 0 else engine.shard_ranks or resolved.plan.world_size
+    for names in deal(matrices, [{}] * S):
+        sizes = [math.prod(matrices.get(name, (0,))) for name in names]
+        # rank 0 gathers the first, and sends its part of each
+        size = max(sizes[0], sum(sizes) // S)
+        yield Collective("step", "all_to_all", "bf16", size, S, 2)
+
+
 def collectives(resolved: Resolved, shapes: Shapes) -> list[Collective]:
     """All of one step that send at least 1 KB."""
     engine = resolved.config.engine
     sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes)
     return [
         call
-        for call in chain(sent, of_loss(resolved))
+        for call in chain(sent, of_loss(resolved), of_optimizer(resolved, shapes))
         if call.ranks > 1 and call.times and call.call_bytes >= SMALLEST
     ]
 

@@ -3,6 +3,7 @@
 `b` samples of `L` tokens, `D` features.
 """
 
+import math
 import pickle
 from collections.abc import Mapping
 from functools import cache, partial
@@ -287,10 +288,15 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
 
 
 @cache
-def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
-    """Elements of each of the model's parameters, by name; allocates none of them."""
+def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
+    """Of each of the model's parameters, by name; allocates none of them."""
     with torch.device("meta"):
-        return {name: p.numel() for name, p in build_model(architecture).named_parameters()}
+        return {name: tuple(p.shape) for name, p in build_model(architecture).named_parameters()}
+
+
+def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
+    """Elements of each of the model's parameters, by name."""
+    return {name: math.prod(shape) for name, shape in parameter_shapes(architecture).items()}
 
 
 def count_parameters(architecture: AnyArchitecture) -> int:

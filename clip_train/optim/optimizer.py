@@ -11,7 +11,7 @@ from clip_train.engine import MovingAverage
 from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.muon import MuonAdamW
+from clip_train.optim.muon import Matrices, MuonAdamW
 from clip_train.settings import checked_options, import_path, shown
 
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
@@ -86,6 +86,21 @@ def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
     )
 
 
+def muon_matrices(config: OptimConfig, shapes: Matrices) -> Matrices:
+    """Those of `shapes` that are a block's matrices, if optim.name is muon.
+
+    Neither embeddings nor a tower's projection.
+    """
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if config.name == "muon"
+        and len(shape) == 2
+        and "embedding" not in name
+        and name.split(".")[-1] not in ("proj", "text_projection")
+    }
+
+
 def parameter_groups(
     config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[dict]:
@@ -99,14 +114,11 @@ def parameter_groups(
     groups: dict[tuple[bool, float, bool], dict[str, nn.Parameter]] = {}
     # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
+    matrices = muon_matrices(config, shapes)
     for name, p in named.items():
         if p.requires_grad:
             is_matrix = len(shapes[name]) >= 2
-            # A matrix of a block: neither an embedding nor a tower's projection.
-            last = name.split(".")[-1]
-            inner = "embedding" not in name and last not in ("proj", "text_projection")
-            by_muon = config.name == "muon" and len(shapes[name]) == 2 and inner
-            key = (is_matrix and name not in without, factors[name], by_muon)
+            key = (is_matrix and name not in without, factors[name], name in matrices)
             groups.setdefault(key, {})[name] = p
     return [
         {
@@ -158,13 +170,15 @@ def needs(config: OptimConfig) -> Needs:
     return "elements"
 
 
-def moment_bytes(config: OptimConfig) -> int:
+def moment_bytes(config: OptimConfig, by_muon: float = 0.0) -> float:
     """Bytes of the optimizer's state and the moving average for each trained element.
 
-    An imported optimizer counts as if it had two moments.
+    An imported optimizer counts as if it had two moments. by_muon: the fraction of the trained
+    elements that Muon updates, which has one.
     """
     average = 0 if config.ema_decay is None else 4
-    return average + {"lion": 4, "sgd": 4 if config.momentum else 0}.get(config.name, 8)
+    moments = {"lion": 4, "sgd": 4 if config.momentum else 0, "muon": 8 - 4 * by_muon}
+    return average + moments.get(config.name, 8)
 
 
 def moving_average(config: OptimConfig) -> MovingAverage | None:

@@ -17,10 +17,16 @@ from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory, Profile, Room, choose
 from clip_train.memory.probe import fake_profile
-from clip_train.models.clip import build_model, count_parameters, shape_of_sample
+from clip_train.models.clip import (
+    build_model,
+    count_parameters,
+    parameter_shapes,
+    shape_of_sample,
+)
 from clip_train.models.config import AnyArchitecture, Architecture
-from clip_train.models.freeze import frozen_towers, trained_parameters
-from clip_train.optim.optimizer import moment_bytes
+from clip_train.models.freeze import frozen_names, frozen_towers
+from clip_train.optim.muon import BUFFER_BYTES
+from clip_train.optim.optimizer import moment_bytes, muon_matrices
 from clip_train.task import IMAGE_TEXT, MicroBatch
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, no_limit
@@ -44,10 +50,12 @@ def estimate_memory(
     activations.
     """
     P, D = count_parameters(architecture), architecture.embed_dim
-    trained = trained_parameters(config.model, architecture)
-    held: Memory = find_engine(engine.kind).memory(
-        engine, P, trained, moment_bytes(config.optim), plan.world_size
-    )
+    shapes = parameter_shapes(architecture)
+    frozen = frozen_names(config.model, shapes)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in frozen}
+    trained, matrices = sum(sizes.values()), muon_matrices(config.optim, shapes).keys() & sizes
+    moments = moment_bytes(config.optim, sum(sizes[name] for name in matrices) / trained)
+    held: Memory = find_engine(engine.kind).memory(engine, P, trained, moments, plan.world_size)
     # every rank holds all of them, as it does the memory banks
     teachers = sum(map(count_parameters, config.model.teacher_architectures()))
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
@@ -60,6 +68,7 @@ def estimate_memory(
     return replace(
         held,
         parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
+        buffers=held.buffers + BUFFER_BYTES * max((sizes[name] for name in matrices), default=0),
         activations=profile.bytes_for(plan) if profile else 0.0,
         features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked + summed)
         + 4 * (1 + T) * (max(widths) * plan.global_size + 2 * sum(widths) * plan.per_rank)

@@ -60,7 +60,7 @@ class EngineKind(abc.ABC):
 
     @abc.abstractmethod
     def memory(
-        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: float, world_size: int
     ) -> Memory:
         """Bytes on one rank for a model of P parameters, without activations.
 

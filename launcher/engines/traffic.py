@@ -5,8 +5,8 @@ norms and statuses, are left out.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from torch import nn
@@ -24,6 +24,8 @@ class Shapes:
     # for each part: whether a second forward computes it, which frozen towers do not need
     replayed: Sequence[bool]
     reached: Sequence[bool]  # and whether a backward reaches it
+    # what Muon updates: name -> shape
+    matrices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Collective:
     """The calls of one operator on one tensor."""
 
     place: str  # in the step: forward, loss, backward, last backward, step
-    operator: str  # all_gather, reduce_scatter, all_reduce, send
+    operator: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send
     dtype: str  # a key of BYTES
     elements: int  # of the larger tensor
     ranks: int  # of the group

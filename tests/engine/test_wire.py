@@ -27,7 +27,7 @@ TYPES = {
     "uint8": "uint8",
 }
 SUMS = ("all_reduce", "reduce_scatter")
-OPERATORS = ("all_gather", "send", *SUMS)
+OPERATORS = ("all_gather", "all_to_all", "send", *SUMS)
 EVERY_STAGE = [
     {"kind": kind, "zero_stage": stage, "precision": precision}
     for kind in ("deepspeed", "fsdp")
@@ -78,6 +78,9 @@ CASES = {
         {"kind": "fsdp", "zero_stage": 1, "loss": {"kind": "sigmoid"}, **BF16, **SIGMOID},
         {"zero_stage": 0, "loss": {"kind": "sigmoid", "exchange": "ring"}, **FSDP, **SIGMOID},
         {"kind": "fsdp", "zero_stage": 2, "loss": {}, **BF16, **TAUGHT},
+        {"zero_stage": 3, "optim": {"name": "muon"}, **FSDP},
+        {"zero_stage": 2, "optim": {"name": "muon"}, **HSDP, **LOCKED},
+        {"kind": "deepspeed", "zero_stage": 3, "optim": {"name": "muon"}, **BF16},
     ],
     64: [
         {"kind": "fsdp", "zero_stage": 2, "loss": BANK, **BF16},
@@ -94,7 +97,7 @@ CASES = {
 
 
 def recipe(world_size: int, case: dict) -> dict:
-    """A case is an `engine` section, and "model" and "loss", and how many micro-batches it takes."""
+    """A case is an `engine` section, and "model", "loss" and "optim", and how many micro-batches it takes."""
     engine = dict(case)
     batch = {
         "global_size": SAMPLES * world_size,
@@ -107,6 +110,7 @@ def recipe(world_size: int, case: dict) -> dict:
         "data": {"train": "x.tar", "num_samples": 10_000},
         "batch": batch,
         "loss": engine.pop("loss", {}),
+        "optim": engine.pop("optim", {}),
         "engine": engine,
     }
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 WORLD_SIZE = int(sys.argv[1])
@@ -50,6 +51,9 @@ NAMES = (
 )
 
 
+NOTHING = SimpleNamespace(wait=lambda: None)
+
+
 class Recorder:
     """Counts (place in the step, operator, type, elements of the larger tensor, ranks of the group)."""
 
@@ -72,7 +76,8 @@ class Recorder:
             sent = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
             self.foreign += [f"{name}: {device}" for device in foreign(sent, group)]
             self.depth += 1  # one operator's new name calls its old one: counted once
-            done = original(*args, **kwargs)
+            # the fake group asks that a rank sends where it receives
+            done: Any = NOTHING if name == "all_to_all_single" else original(*args, **kwargs)
             self.depth -= 1
             if name == "irecv":
                 tensors[0].zero_()
@@ -90,6 +95,9 @@ class Recorder:
         if name in GATHERS and len(tensors) > 1:
             output, part = tensors[0], tensors[1]
             output.view(ranks, -1).copy_(part.reshape(1, -1).expand(ranks, -1))
+
+        if name == "all_to_all_single":
+            tensors[0].zero_()
 
     def within(self, place: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from clip_tools.plan import make_plan
-from clip_train.models.clip import parameter_sizes
+from clip_train.models.clip import build_model, parameter_sizes
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
@@ -24,13 +24,14 @@ from tests.launcher.conftest import metrics, run
 LOCKED = ("model.lock_image=true", "model.lock_image_unlocked_groups=1")
 
 
-def plan(engine, **model):
+def plan(engine, optim=None, **model):
     base = {
         "run": {"steps": 5000},
         "data": {"train": "a.tar"},
         "batch": {"global_size": 64, "micro_size": 8},
     }
-    config = check_config({**base, "engine": engine, "model": {"name": "tiny", **model}}, "here")
+    sections = {"engine": engine, "optim": optim or {}, "model": {"name": "tiny", **model}}
+    config = check_config({**base, **sections}, "here")
     return make_plan(resolve(config, 2, read_data=False))
 
 
@@ -49,6 +50,15 @@ def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
     assert (memory["gradients"], memory["optimizer"]) == (4 * trained, masters * P + 8 * trained)
     assert memory["activations"] < 0.8 * whole["activations"]  # a graph of one tower
     assert locked["trained_parameters"] == trained < locked["parameters"] == P
+
+
+def test_muon_has_one_moment_for_a_matrix_in_the_plan():
+    engine = {"kind": "fsdp", "zero_stage": 2, "precision": "fp32"}
+    adamw, muon = (plan(engine, {"name": name})["memory_bytes"] for name in ("adamw", "muon"))
+    named = build_model(load_architecture("tiny")).named_parameters()
+    matrices = [p.numel() for name, p in named if ".resblocks." in name and p.ndim == 2]
+    assert adamw["optimizer"] - muon["optimizer"] == pytest.approx(4 * sum(matrices) / 2)
+    assert muon["buffers"] - adamw["buffers"] == 20 * max(matrices)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class DeepSpeedKind(EngineKind):
         return found
 
     def memory(
-        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: float, world_size: int
     ) -> Memory:
         """Reference: ZeRO (arXiv 1910.02054). Fp32 copies of frozen parameters are on the CPU."""
         W, stage = world_size, config.zero_stage

@@ -56,7 +56,7 @@ class FSDPKind(EngineKind):
         return broken(rules)
 
     def memory(
-        self, config: EngineConfig, P: int, trained: int, moment_bytes: int, world_size: int
+        self, config: EngineConfig, P: int, trained: int, moment_bytes: float, world_size: int
     ) -> Memory:
         """Masters, moments and reduced gradients are fp32 and sharded; the rest comes on top.
 
