@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from clip_tools.transformers_export import (
     huggingface_files,
 )
 from clip_train import dist
+from clip_train.checkpoint.average import averaged
 from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_to_look
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
@@ -44,6 +47,7 @@ from launcher.config.recipe import (
     apply_overrides,
     check_config,
     load_config,
+    parse_value,
 )
 from launcher.config.resolve import check_place
 from launcher.engines import describe
@@ -229,7 +233,32 @@ def export_run(args: argparse.Namespace) -> int:
         )
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    description = found.state["architecture"]  # whatever has become of the recipe's files
+    return write_export(args, [found], [1.0], folder)
+
+
+def average_run(args: argparse.Namespace) -> int:
+    """Write the mean of checkpoints' weights as `export_run` writes one's."""
+    found = []
+    for each in args.checkpoints.split(","):
+        place, *step = re.split(r"@(?=\d+$)", each)
+        _, places, only = find_run(place, [])
+        found.append(open_to_look(places, int(step[0]) if step else None, only))
+    weights = parse_value(f"[{args.weights or '1,' * len(found)}]", "--weights")
+    if len(weights) != len(found) or not all(
+        isinstance(each, int | float) and 0 < each < math.inf for each in weights
+    ):
+        raise UserError(
+            f"--weights ({args.weights}) must be {len(found)} numbers greater than 0, one for each "
+            "checkpoint: as in --weights 1,2"
+        )
+    return write_export(args, found, weights, args.output)
+
+
+def write_export(
+    args: argparse.Namespace, found: list[Resumed], weights: list[float], folder: str
+) -> int:
+    """The mean of these checkpoints as `args.format` has it; prints how it is loaded."""
+    description = found[0].state["architecture"]  # whatever has become of the recipe's files
     if not isinstance(description, dict):
         parse_saved(description)  # which names what is wrong
     other = description.get("own") or description.get("open_clip")
@@ -241,16 +270,20 @@ def export_run(args: argparse.Namespace) -> int:
                 "export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
-        written = export_transformers(found.reader.full_state(args.ema), architecture, folder)
+        like, read = averaged(found, weights, args.ema)
+        state = {name: read(name) for name in like}
+        written = export_transformers(state, architecture, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
         save_texts(tokenizer, written)
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
-        written = export_saved(found.reader.full_state(args.ema), description, folder)
+        like, read = averaged(found, weights, args.ema)
+        written = export_saved(like, description, folder, read)
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
         if description.get("own"):
             line = f"safetensors.torch.load_file('{written.resolve() / WEIGHTS_NAMES[0]}')"
-    log(f"step {found.step} of {found.path} exported to {written}; load it with")
+    steps = " and ".join(f"step {each.step} of {each.path}" for each in found)
+    log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}; load it with")
     print(line)
     return 0
 

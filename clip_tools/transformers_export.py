@@ -11,7 +11,7 @@ from torch import Tensor
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
-from clip_train.models.weights import as_json, check_state, own_copy, save_texts, save_weights
+from clip_train.models.weights import as_json, check_state, save_texts, save_weights
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
 # Keys that `CLIPModel` can be set to, or does not depend on.
@@ -82,9 +82,7 @@ def export_transformers(
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
-    save_weights(
-        {name: own_copy(tensor) for name, tensor in _renamed(state)}, path, "model.safetensors"
-    )
+    save_weights(dict(_renamed(state)), path, "model.safetensors")
     side = architecture.vision_cfg.image_size
     # As in evaluation: the shorter side is resized, the center is cut out.
     pixels = {

@@ -7,7 +7,6 @@ a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameter
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -27,7 +26,6 @@ from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_saved, 
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
-from clip_train.task import Wanted
 from launcher.config.recipe import RunConfig, load_config
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
@@ -92,17 +90,9 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
             f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "
             f"checkpoint: {e}"
         ) from e
-    names = found.reader.shapes if fetches else {}  # the node's other ranks read nothing
-    wanted = {name: Wanted(name, "param", 0, math.prod(shape)) for name, shape in names.items()}
-    found.reader.prepare(wanted.values())
-
-    def export() -> Path:
-        state = {
-            name: found.reader.read(*each).reshape(names[name]) for name, each in wanted.items()
-        }
-        return export_saved(state, found.state["architecture"], folder)
-
-    written = _on_node(fetches, _readable, what, export)
+    like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
+    described = found.state["architecture"]
+    written = _on_node(fetches, _readable, what, export_saved, like, described, folder, read)
     if dist.is_main():
         log(f"{what}: step {found.step} of {found.path}")
     return str(written)

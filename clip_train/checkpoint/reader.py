@@ -34,9 +34,9 @@ from clip_train.checkpoint.commit import (
     readable,
 )
 from clip_train.checkpoint.manifest import BLOCK_BYTES, Block
-from clip_train.checkpoint.snapshot import DTYPES
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
+from clip_train.storage.tensors import DTYPES
 from clip_train.task import EMA, Wanted
 
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
@@ -327,22 +327,45 @@ class FragmentReader:
             self._maps[piece.file] = data
         return self._maps[piece.file][piece.at : piece.stop].view(piece.dtype)
 
-    def full_state(self, ema: bool = False) -> dict[str, Tensor]:
-        """Every parameter whole, as in the model's state dict (fp32): for export and evaluation.
+    def whole(
+        self, ema: bool = False, here: bool = True
+    ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+        """Every parameter as in the model's state dict, verified and fetched: its shape and type,
+        on `meta`, and what reads one of them (fp32). Collective.
 
-        ema: its moving average, if it has one (a frozen one has not). UserError if none has.
+        ema: its moving average, if it has one (a frozen one has not). here: False on a rank that
+        only waits for the others. UserError if no parameter has an average; CheckpointError.
         """
-        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in self.shapes}
+        shapes = self.shapes if here else {}
+        slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in shapes}
         if ema and EMA not in slots.values():
             raise UserError(
                 f"--ema: {self.path} has no moving average, as optim.ema_decay was null; leave "
                 "it out"
             )
-        wanted = [
-            Wanted(name, slots[name], 0, math.prod(shape)) for name, shape in self.shapes.items()
-        ]
-        self.prepare(wanted)
-        return {each.name: self.read(*each).reshape(self.shapes[each.name]) for each in wanted}
+        wanted = {name: Wanted(name, slots[name], 0, math.prod(shapes[name])) for name in shapes}
+        self.prepare(wanted.values())
+
+        def read(name: str) -> Tensor:
+            return self.read(*wanted[name]).reshape(shapes[name])
+
+        types = {
+            each.name: self.read(each.name, each.slot, 0, min(1, each.numel)).dtype
+            for each in wanted.values()
+        }
+        like = {
+            name: torch.empty(shapes[name], dtype=types[name], device="meta") for name in shapes
+        }
+        return like, read
+
+    def release(self) -> None:
+        """Unmap the files: pages that were read count as this process's memory until then."""
+        self._maps.clear()
+
+    def full_state(self, ema: bool = False) -> dict[str, Tensor]:
+        """Every parameter whole, for evaluation: see `whole`."""
+        like, read = self.whole(ema)
+        return {name: read(name) for name in like}
 
     def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
         """What rank `rank` saved for itself (its random state); None: what was the same on all

@@ -340,9 +340,7 @@ def open_to_look(
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
             there = sorted({ref.step for ref in refs})
-            raise UserError(
-                f"--step ({step}): {where} has no such checkpoint; it has {there or 'none'}"
-            )
+            raise UserError(f"{where} has no checkpoint of step {step}; it has {there or 'none'}")
     found, skipped = resolve(places, only)
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
     if found is None:

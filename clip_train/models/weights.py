@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
+from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, Wanted
 
 WEIGHTS_NAMES = (
@@ -34,6 +35,7 @@ WEIGHTS_NAMES = (
 )  # the first is what an export writes
 CONFIG_NAME = "open_clip_config.json"
 Log = Callable[[str], None]
+Read = Callable[[str], Tensor]
 
 
 class WholeState:
@@ -346,13 +348,17 @@ def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> N
 
 
 def export_openclip(
-    state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike
+    state: dict[str, Tensor],
+    architecture: AnyArchitecture,
+    folder: str | os.PathLike,
+    read: Read | None = None,
 ) -> Path:
     """Write `state` where `open_clip.create_model_and_transforms("local-dir:FOLDER")` finds it.
 
     Args:
         state: the model's whole state dict, names as in `CLIP`, on any device and in any precision.
         folder: made if need be; a reader sees a file of it whole or not at all.
+        read: gives a tensor when it is written; `state` then needs shapes and types alone.
 
     Returns:
         The folder.
@@ -362,11 +368,10 @@ def export_openclip(
     """
     check_state(state, architecture, "the state to export")
     out = {
-        name: own_copy(t).reshape(() if name in IMAGE_TEXT.scalars else t.shape)
-        for name, t in state.items()
+        name: t.reshape(() if name in IMAGE_TEXT.scalars else t.shape) for name, t in state.items()
     }
     path = Path(folder)
-    weights = save_weights(out, path, WEIGHTS_NAMES[0])
+    weights = save_weights(out, path, WEIGHTS_NAMES[0], read)
     config = {
         "model_cfg": architecture.model_cfg(),
         "preprocess_cfg": architecture.preprocess_cfg(),
@@ -378,30 +383,37 @@ def export_openclip(
 
 
 def export_saved(
-    state: dict[str, Tensor], description: Mapping[str, Any], folder: str | os.PathLike
+    state: dict[str, Tensor],
+    description: Mapping[str, Any],
+    folder: str | os.PathLike,
+    read: Read | None = None,
 ) -> Path:
     """`export_openclip` of the model that a checkpoint describes; of one of the user's own, whose
     code is not imported, the state dict alone, under the same name."""
     if description.get("own") is None:
-        return export_openclip(state, parse_saved(description), folder)
-    whole = {name: own_copy(tensor) for name, tensor in state.items()}
-    return save_weights(whole, Path(folder), WEIGHTS_NAMES[0]).parent
+        return export_openclip(state, parse_saved(description), folder, read)
+    return save_weights(state, Path(folder), WEIGHTS_NAMES[0], read).parent
 
 
-def own_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, as fp32 unless it counts: safetensors refuses shared memory."""
+def as_stored(tensor: Tensor, device: str = "cpu") -> Tensor:
+    """The tensor there, as fp32 unless it counts."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    return tensor.detach().to(device, dtype).contiguous()
 
 
-def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> Path:
-    """A .safetensors; the folder is made if need be."""
+def save_weights(
+    state: dict[str, Tensor], folder: Path, name: str, read: Read | None = None
+) -> Path:
+    """A .safetensors of fp32, and of what counts; the folder is made if need be. `read`: as
+    `export_openclip` has it."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{name}.part"
-    part.touch()
-    mode = part.stat().st_mode  # of any new file: safetensors makes them for their owner alone
-    save_file(state, part, metadata={"format": "pt"})
-    part.chmod(mode)
+    read = read or state.__getitem__
+    plan = lay_out({key: as_stored(t, "meta") for key, t in state.items()}, {"format": "pt"})
+    with part.open("wb") as file:
+        file.write(plan.head)
+        for key in plan.fragments["tensors"]:  # as they lie in the file
+            file.write(as_stored(read(key)).numpy().data)
     return part.replace(folder / name)
 
 

@@ -39,6 +39,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "help": "as data.train: paths, URLs, braces, globs",
     },
+    "checkpoints": {"metavar": "PLACE@STEP,...", "help": "runs' folders or URLs, each with a step"},
     "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
     "runs": {"metavar": "RUN", "nargs": "+", "help": "runs' folders, or their recipes"},
     "overrides": {
@@ -50,6 +51,12 @@ POSITIONS: dict[str, dict[str, Any]] = {
 JSON = ("json", None, "print JSON")
 STEP = ("step", "N", "the checkpoint of this step (default: the newest)")
 EMA = ("ema", None, "the moving average of its weights (optim.ema_decay)")
+EXPORT_FORMAT = (
+    "format",
+    ["open_clip", "transformers"],
+    "for which library (default: open_clip)",
+    "open_clip",
+)
 
 
 @dataclass(frozen=True)
@@ -269,12 +276,40 @@ VERBS = {
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),
             STEP,
-            (
-                "format",
-                ["open_clip", "transformers"],
-                "for which library (default: open_clip)",
-                "open_clip",
-            ),
+            EXPORT_FORMAT,
+            EMA,
+        ),
+    ),
+    "branch": Verb(
+        "clip_tools.branch:run",
+        "a new run that cools down from a checkpoint of another",
+        """\
+    Write the recipe of a run that begins at a checkpoint of PLACE and lowers the rate from there:
+    a name, a run directory and a checkpoint.remote of its own. The source can continue. It has a
+    constant rate there. Overrides are of the new run.""",
+        """\
+    clip-train branch runs/clip --at 20000 --cooldown 4000
+    clip-train branch runs/clip run.name=try schedule.final_lr=1e-6""",
+        positions=("place", "overrides"),
+        options=(
+            ("at", "N", "the checkpoint of this step (default: the newest)"),
+            ("cooldown", "N", "steps in which the rate falls (default: a fifth of the step)"),
+        ),
+    ),
+    "average": Verb(
+        "clip_tools.inspect:average_run",
+        "the mean of checkpoints' weights, as an export",
+        """\
+    Average the weights of checkpoints of one run or of several, in fp32 and one tensor at a time.
+    The folder is what export writes: evaluate and model.init_from take it.""",
+        """\
+    clip-train average runs/clip@18000,runs/clip@20000 --output mean
+    clip-train average runs/a@20000,runs/b@20000 --weights 1,3""",
+        positions=("checkpoints",),
+        options=(
+            ("output", "DIR", "folder to write (default: average)", "average"),
+            ("weights", "N,N", "one for each checkpoint (default: all the same)"),
+            EXPORT_FORMAT,
             EMA,
         ),
     ),

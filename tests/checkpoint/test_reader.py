@@ -22,9 +22,10 @@ from clip_train.checkpoint.manifest import (
     build_layout,
 )
 from clip_train.checkpoint.reader import FragmentReader
-from clip_train.checkpoint.snapshot import Plan, SharedMemory, lay_out, plan_file
+from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.writer import copy_hashed
 from clip_train.errors import CheckpointError
+from clip_train.storage.tensors import Plan, lay_out
 from clip_train.task import Fragment
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 

@@ -100,7 +100,7 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
     status, printed = run(resolved, verb="export")
     assert status == 0 and "open_clip.create_model_and_transforms" in printed, printed
     status, printed = run(resolved, "--step", "9", "--output", "x", verb="export")
-    assert status == 2 and "--step (9)" in printed and "[7, 12]" in printed, printed
+    assert status == 2 and "of step 9" in printed and "[7, 12]" in printed, printed
     status, printed = run(resolved, "--format", "transformers", "--output", "hf", verb="export")
     assert status == 0 and "transformers.CLIPModel.from_pretrained" in printed, printed
     assert {file.name for file in (run_dir / "hf").iterdir()} == {

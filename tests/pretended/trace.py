@@ -33,7 +33,7 @@ from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.models import clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
-from clip_train.models.weights import own_copy
+from clip_train.models.weights import as_stored
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.recovery import recovering_step
@@ -287,7 +287,7 @@ def export() -> dict[str, Any]:
     with gpu.pretended_gpu() as counts:
         state = born_on_gpu(lambda: CLIP(small_clip()), torch.bfloat16).state_dict()
         counts.clear()
-        copies = [own_copy(tensor) for tensor in state.values()]
+        copies = [as_stored(tensor) for tensor in state.values()]
         assert {(copy.device.type, copy.dtype) for copy in copies} == {("cpu", torch.float32)}
     return counts.as_json()
 

@@ -1,0 +1,78 @@
+"""`clip-train branch`: a run of its own that begins at another's checkpoint and cools down."""
+
+import argparse
+import posixpath
+
+import yaml
+
+from clip_train.checkpoint.restore import list_places, open_to_look, places_at
+from clip_train.errors import UserError
+from clip_train.optim.schedule import learning_rate
+from launcher.config.recipe import RunConfig, apply_overrides, check_config, with_samples
+from launcher.runtime.log import log, warn
+from launcher.weights import find_run
+
+RECIPE = "branch.yaml"  # in the new run's folder, where training writes its own recipe.yaml
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the new run's recipe into its folder, and print the line that trains it."""
+    source, places, only = find_run(args.place, [])
+    found = open_to_look(places, args.at, only)
+    if source is None:
+        source = check_config(found.state["recipe"], f"the recipe in {found.path}")
+    source = with_samples(source)
+    cooldown = args.cooldown or max(1, found.step // 5)
+    config = branched(source, found.step, cooldown, found.path, args.overrides)
+    folder, remote = config.run_dir, config.checkpoint.remote
+    if remote is not None and list_places(places_at(remote)):
+        raise UserError(
+            f"checkpoint.remote ({remote}) holds checkpoints already; choose another run.name"
+        )
+    try:
+        folder.mkdir(parents=True)
+        (folder / RECIPE).touch(0o600)  # the run needs what its URLs hold
+        (folder / RECIPE).write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    except OSError as e:
+        raise UserError(
+            f"run.dir ({folder}) cannot be made: {e.strerror}; choose another run.name"
+        ) from e
+    if source.checkpoint.keep_every is None or found.step % source.checkpoint.keep_every:
+        warn(
+            f"the source may remove {found.path} before the branch has begun: its "
+            f"checkpoint.keep_every ({source.checkpoint.keep_every}) does not keep it"
+        )
+    log(
+        f"from step {found.step} of {found.path} to step {config.steps}; train it with this line, "
+        "or submit the same recipe"
+    )
+    print(f"clip-train train {folder / RECIPE}")
+    return 0
+
+
+def branched(
+    source: RunConfig, step: int, cooldown: int, checkpoint: str, overrides: list[str]
+) -> RunConfig:
+    """The recipe of a run that begins at this checkpoint of `source` and cools down for so many
+    steps. UserError where the rate has begun to fall by then, or does not reach its peak."""
+    schedule, peak = source.schedule, source.optim.lr
+    if schedule.is_imported or learning_rate(schedule, peak, step, source.steps) != peak:
+        raise UserError(
+            f"schedule.name ({schedule.name}): at step {step} of {source.steps} the rate is not at "
+            "its peak, so it cannot cool down from there; branch from a run with "
+            "schedule.name=constant, after its warm-up and before its own cooldown"
+        )
+    name = apply_overrides({}, overrides).get("run", {}).get("name", f"{source.run.name}-{step}")
+    raw, remote = source.model_dump(mode="json"), source.checkpoint.remote
+    if remote is not None:  # beside the source's, in a bucket of its own below it
+        above = posixpath.dirname(remote.rstrip("/"))
+        remote = posixpath.join(remote if above.endswith(":") else above, name)
+    raw["run"] |= {
+        "name": name,
+        "dir": str(source.run_dir.parent / name),
+        "steps": step + cooldown,
+        "epochs": None,
+    }
+    raw["schedule"] |= {"name": "constant-with-cooldown", "cooldown_steps": cooldown}
+    raw["checkpoint"] |= {"resume": checkpoint, "remote": remote}
+    return check_config(apply_overrides(raw, overrides), "the branch")

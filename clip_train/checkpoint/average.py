@@ -1,0 +1,43 @@
+"""The mean of several checkpoints' weights (LAWA, model soups), one tensor at a time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from clip_train.checkpoint.restore import Resumed
+from clip_train.errors import UserError
+
+
+def averaged(
+    found: Sequence[Resumed], weights: Sequence[float], ema: bool = False
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """`FragmentReader.whole` of the mean of these checkpoints, in fp32. Collective.
+
+    It is a running mean, so what is the same in all of them (frozen) stays so to the bit. What
+    counts is the first one's. Memory: two tensors, whatever the number of checkpoints.
+    weights: of each, greater than 0. ema: the mean of their moving averages.
+    UserError for checkpoints of models of different shapes; CheckpointError.
+    """
+    readers = [each.reader for each in found]
+    for reader in readers:
+        if reader.shapes != readers[0].shapes:
+            name, _ = min(reader.shapes.items() ^ readers[0].shapes.items())
+            raise UserError(
+                f"{reader.path} and {readers[0].path} hold different models ({name}): average "
+                "checkpoints of one model"
+            )
+    (like, first), *others = [reader.whole(ema) for reader in readers]
+
+    def read(name: str) -> Tensor:
+        mean, total = first(name), weights[0]
+        if mean.is_floating_point():
+            mean = mean.to(torch.float32, copy=True)
+            for (_, other), weight in zip(others, weights[1:], strict=True):
+                total += weight
+                mean.lerp_(other(name).float(), weight / total)
+        for reader in readers:
+            reader.release()
+        return mean
+
+    return like, read
