@@ -3,7 +3,7 @@
 Each sample keeps its members and gets DataCompDR's (arXiv 2311.17049): `.paug.json` with A
 augmentations, `.syn.json` with S captions that a model wrote, and `.npz` with `image_emb` [A, F]
 and `text_emb` [1 + S, F], where F is the width of all teachers together. `data.reinforced` trains
-on them. What is drawn for a sample depends on its key alone.
+on them. The draws for a sample depend on its key alone.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from clip_train.errors import UserError
 from clip_train.storage.urls import open_storage
 from launcher.runtime.log import log, warn
 
-SETTINGS = "reinforced.json"  # of what the shards in a folder were made
+SETTINGS = "reinforced.json"  # beside the shards: the options that made them
 GROUP = 16  # samples that go through a teacher together
 OPTIONS = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
 
@@ -83,8 +83,10 @@ def write_missing(
     """share: the names of shards and where they are read; each is written whole or not at all.
     UserError where those at `args.to` were made of something else."""
     store = open_storage(args.to)
-    made_with: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
-    made_with["teachers"] = [teacher.source for teacher in teachers]  # a run may have gone on
+    made_with = {
+        **{name: getattr(args, name) for name in OPTIONS},
+        "teachers": [teacher.source for teacher in teachers],  # a run has newer checkpoints
+    }
     settings = json.dumps(made_with).encode()
     if not store.put_bytes(SETTINGS, settings, if_absent=True):
         before = store.read_bytes(SETTINGS)

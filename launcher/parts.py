@@ -180,7 +180,7 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
     """Collective: the loss; with frozen teachers, in the engine's precision, where the recipe
     names some, and their digests. RankError where the nodes see different ones."""
-    scales: list[Any] = config.loss.teacher_scales or [None] * config.num_teachers
+    scales: list[Any] = config.loss.teacher_scales or [None] * len(config.model.teachers())
     teachers: list[Teacher] = []
     digests: list[str] = []
     for alone, scale in zip(config.model.teachers(), scales, strict=False):

@@ -72,8 +72,8 @@ class Distillation(Objective):
         of_clip, of_teachers = self.factors
         d_image.mul_(of_teachers)
         d_text.mul_(of_teachers)
-        total = (of_clip + of_teachers) * weight
-        add_cross_entropy_gradient(d_image, d_text, pairs, student, total)
+        both = of_clip + of_teachers
+        add_cross_entropy_gradient(d_image, d_text, pairs, student, both * weight)
         d_scale = row_dots(I, d_image).sum()
         return LossOutput.scaled(
             of_clip * clip_loss + of_teachers * distill_loss,

@@ -225,8 +225,8 @@ VERBS = {
         """\
     Write SHARDS again: each sample with stored augmentations, and with the features that one or
     more teachers have of each of them and of its captions. data.reinforced trains on them. Under
-    torchrun each rank writes its share. Run again after an interruption, it goes on. A teacher is
-    any PLACE that evaluate takes.""",
+    torchrun each rank writes its share. The same line again continues after an interruption. A
+    teacher is any PLACE that evaluate takes.""",
         """\
     clip-train reinforce 'cc12m/*.tar' --teacher open_clip:ViT-L-14/openai --to cc12m-dr
     clip-train reinforce 's3://b/{00..99}.tar' --teacher runs/large,runs/other --to s3://b/dr""",

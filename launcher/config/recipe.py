@@ -95,7 +95,7 @@ class RunConfig(Settings):
 
     def rules(self) -> Rules:
         schedule, epochs = self.schedule, self.run.epochs or 0
-        loss, number = self.loss, self.num_teachers
+        loss, number = self.loss, len(self.model.teachers() or self.data.reinforced or ())
         teachers = f"model.teacher ({shown(self.model.teacher)})"
         if self.model.teacher is None:
             teachers = f"data.reinforced ({shown(self.data.reinforced)})"
@@ -116,7 +116,7 @@ class RunConfig(Settings):
         yield (
             self.model.teacher is not None and bool(self.data.reinforced),
             f"data.reinforced ({shown(self.data.reinforced)}) and model.teacher "
-            f"({shown(self.model.teacher)}) both bring teachers; set data.reinforced='[]', or "
+            f"({shown(self.model.teacher)}) both name teachers; set data.reinforced='[]', or "
             "model.teacher=null",
         )
         yield (
@@ -194,13 +194,8 @@ class RunConfig(Settings):
         return architecture.model_copy(update={"inputs": layout})
 
     @property
-    def num_teachers(self) -> int:
-        """Those of model.teacher, or else those whose features are in the shards."""
-        return len(self.model.teachers() or self.data.reinforced or ())
-
-    @property
     def teacher_widths(self) -> list[int]:
-        """Of each teacher's features. UserError."""
+        """The width of each teacher's features. UserError."""
         online = [teacher.embed_dim for teacher in self.model.teacher_architectures()]
         return online or self.data.reinforced or []
 

@@ -123,9 +123,9 @@ def resolve(
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
             )
-        places: list[Any] = [model.init_from, model.init_image_from, model.init_text_from]
-        places += [each.teacher for each in model.teachers()]
-        for place in filter(hub.is_on_hub, filter(None, places)):
+        places = (model.init_from, model.init_image_from, model.init_text_from)
+        teachers = (str(each.teacher) for each in model.teachers())
+        for place in filter(hub.is_on_hub, [*filter(None, places), *teachers]):
             collect(hub.resolve, place)
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)

@@ -106,7 +106,7 @@ FLIPPED = {"data": {"train": "a.tar", "reinforced": [], "aug_flip_prob": 0.5}}
         ({"model": {"teacher": ["a", "b"], "teacher_name": ["tiny"]}}, "each of the 2 teachers"),
         (TWO | {"loss": {"teacher_weights": [1]}}, r"loss.teacher_weights \(\[1.0\]\) must have one"),
         (SHARDS, r"loss.teacher_scales \(null\) must have one .* set loss.teacher_scales=\[100, 100"),
-        (SHARDS | TWO | {"loss": {"teacher_scales": [9, 9]}}, "both bring teachers"),
+        (SHARDS | TWO | {"loss": {"teacher_scales": [9, 9]}}, "both name teachers"),
         (SHARDS | {"loss": {"teacher_scales": [9, 9], "exchange": "ring"}}, "with info_nce and ring"),
         (FLIPPED, r"take out data.aug_flip_prob"),
         ({"loss": {"distill_weights": [0, 1]}}, "need teachers: name them"),
