@@ -18,6 +18,8 @@ model in float64, one process, the whole batch at once, the objective's textbook
     fp16            InfoNCE in half precision with a scaled loss
     widths          weighted InfoNCE of the first 32, 16 and 5 values, normalized again; texts gathered or on a ring
     several texts   the mean of InfoNCE over two texts of each image, with one hard negative text of each
+    LoRA            InfoNCE; the oracle is a plain model whose weights are W + 2 B A, through autograd
+    LoRA, dropout   the same adapters with dropout, and blocks that are recomputed in the backward pass
     own: ...        the four losses of examples/losses.py, and one of the tests: functions as `loss.kind`
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
@@ -37,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
+from torch.func import functional_call
 
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
@@ -44,7 +47,10 @@ from clip_train.contrastive.distillation import Distillation, Teacher
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.ring import RingInfoNCE
-from clip_train.models.clip import CLIP
+from clip_train.models.clip import CLIP, build_model
+from clip_train.models.config import ModelConfig
+from clip_train.models.freeze import freeze
+from clip_train.models.lora import Lora
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
@@ -115,6 +121,10 @@ GROUPS = {  # by the name of the row: the loss, and what the samples of a group 
     for kind in ("info_nce", "sigmoid")
     for role in ("leave_out", "positives")
 }
+LORA = {
+    "LoRA": Lora(rank=4, alpha=8),
+    "LoRA, dropout": Lora(rank=4, alpha=8, dropout=0.1),
+}
 KINDS = (
     "InfoNCE, ring",
     "sigmoid",
@@ -127,6 +137,7 @@ KINDS = (
     "widths",
     "several texts",
     "two teachers",
+    *LORA,
     *OWN,
     "fp16",
 )
@@ -166,6 +177,14 @@ def make_model(kind: str) -> CLIP:
     torch.manual_seed(7)
     if "sig" in kind:
         return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
+    if kind in LORA:
+        architecture = small_clip().model_copy(update={"lora": LORA[kind]})
+        model: Any = build_model(architecture, activation_checkpointing=kind == "LoRA, dropout")
+        freeze(model, ModelConfig(lora=LORA[kind]))
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):  # at 0 no A would learn in the first step
+                p.data.normal_(std=0.05)
+        return model
     return (
         CLIP(small_clip(), dropout=0.1, patch_dropout=0.25)
         if kind == "dropout"
@@ -223,26 +242,41 @@ def oracle(kind: str) -> Truth:
     """In float64: no step, no engine, no loss of ours."""
     model, past = make_model(kind).double(), []
     truth = Truth([], [], flatten(dict(model.named_parameters())), torch.empty(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LR)
     for step in range(len(SIZES)):
         by_texts = kind == "several texts"
         loss = with_texts(model, step) if by_texts else textbook(kind, model, step, past)
         optimizer.zero_grad()
         loss.backward()
         truth.losses.append(loss.item())
-        truth.norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+        truth.norms.append(torch.cat([p.grad.flatten() for p in trained]).norm().item())
         optimizer.step()
     truth.final = flatten(dict(model.named_parameters()))
     return truth
 
 
+def adapted(model: CLIP) -> dict[str, torch.Tensor]:
+    """The parameters of a plain model: packed attention weights have three pairs of matrices, others one."""
+    named = dict(model.named_parameters())
+    out = {name: p for name, p in named.items() if "lora" not in name}
+    for name, p in out.items():
+        layer = name.removesuffix("in_proj_weight").removesuffix("weight")
+        A, B = named.get(f"{layer}lora_A"), named.get(f"{layer}lora_B")
+        if p.ndim == 2 and A is not None and B is not None:
+            pairs = zip(A.split(4), B.chunk(len(A) // 4), strict=True)
+            out[name] = p + 8 / 4 * torch.cat([b @ a for a, b in pairs])
+    return out
+
+
 def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
     batch = global_batch(kind, step)
-    image, text, scale, bias = model(batch.images, batch.texts, batch.sample_seeds)
-    if kind == "widths":
-        cut = ((F.normalize(image[:, :d], dim=1), F.normalize(text[:, :d], dim=1)) for d in WIDTHS)
-        losses = (oracle_loss(i, t, scale) for i, t in cut)
-        return sum(map(torch.mul, losses, map(torch.tensor, WIDTHS.values())), torch.zeros(()))
+    inputs = (batch.images, batch.texts, batch.sample_seeds)
+    if kind == "LoRA":
+        return oracle_loss(
+            *functional_call(CLIP(small_clip()).double(), adapted(model), inputs)[:3]
+        )
+    image, text, scale, bias = model(*inputs)
     if kind == "sigmoid":
         return siglip(image, text, scale, bias)
     if kind in OWN | GROUPS:
@@ -278,7 +312,10 @@ def textbook(kind: str, model: CLIP, step: int, past: list) -> torch.Tensor:
         mode = "negatives" if kind == "memory bank" else kind
         of_current, of_past = torch.tensor(ids), torch.tensor(past_ids, dtype=torch.int64)
         return banked_loss(image, text, scale, past_image, past_text, of_current, of_past, mode)
-    return oracle_loss(image, text, scale)
+    widths = WIDTHS if kind == "widths" else {image.shape[1]: 1.0}
+    cut = ((F.normalize(image[:, :d], dim=1), F.normalize(text[:, :d], dim=1)) for d in widths)
+    losses = (oracle_loss(i, t, scale) for i, t in cut)
+    return sum(map(torch.mul, losses, map(torch.tensor, widths.values())), torch.zeros(()))
 
 
 def with_texts(model: CLIP, step: int) -> torch.Tensor:

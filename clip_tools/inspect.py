@@ -56,7 +56,7 @@ from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
-from launcher.weights import find_run, holds_weights, recipe_in, weights_here
+from launcher.weights import find_run, holds_weights, on_base, recipe_in, weights_here
 
 OWN_CODE = ("data.inputs", "data.stages")
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
@@ -116,7 +116,9 @@ def to_evaluate(
     bare = weights is None and dist.on_main(partial(holds_weights, place))
     if weights is None and not bare:
         config, found = run_at(args)
-        source = WholeState(found.reader.full_state(ema=True)) if ema else found.reader
+        source: FragmentSource = found.reader
+        if ema or config.model.lora is not None:
+            source = WholeState(on_base(found, found.reader.full_state(ema), config))
         return (
             config,
             parse_saved(found.state["architecture"], config.model.name),
@@ -233,7 +235,7 @@ def export_run(args: argparse.Namespace) -> int:
         )
     found = open_to_look(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    return write_export(args, [found], [1.0], folder)
+    return write_export(args, [found], [1.0], folder, config)
 
 
 def average_run(args: argparse.Namespace) -> int:
@@ -255,9 +257,16 @@ def average_run(args: argparse.Namespace) -> int:
 
 
 def write_export(
-    args: argparse.Namespace, found: list[Resumed], weights: list[float], folder: str
+    args: argparse.Namespace,
+    found: list[Resumed],
+    weights: list[float],
+    folder: str,
+    config: RunConfig | None = None,
 ) -> int:
-    """The mean of these checkpoints as `args.format` has it; prints how it is loaded."""
+    """The mean of these checkpoints as `args.format` has it; prints how it is loaded.
+
+    config: of the run, which says where the base of adapters lies.
+    """
     description = found[0].state["architecture"]  # whatever has become of the recipe's files
     if not isinstance(description, dict):
         parse_saved(description)  # which names what is wrong
@@ -271,13 +280,17 @@ def write_export(
             )
         check_transformers(architecture)  # before the weights are fetched
         like, read = averaged(found, weights, args.ema)
-        state = {name: read(name) for name in like}
-        written = export_transformers(state, architecture, folder)
+        state = on_base(found[0], {name: read(name) for name in like}, config)
+        plain = architecture.model_copy(update={"lora": None})
+        written = export_transformers(state, plain, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
         save_texts(tokenizer, written)
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
         like, read = averaged(found, weights, args.ema)
+        if description.get("lora"):
+            like = on_base(found[0], {name: read(name) for name in like}, config)
+            read = like.__getitem__
         written = export_saved(like, description, folder, read)
         line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
         if description.get("own"):

@@ -157,7 +157,7 @@ def dry_run(args: argparse.Namespace) -> int:
     # without a cache a checkpoint is only looked at
     resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
-        notes = compare_with(config, resumed, ranks, resumed.state.get("teacher"))
+        notes = compare_with(config, resumed, ranks)
         print("\n".join([resumed.describe(), *notes]))
     source = resolved.source
     assert source is not None  # read_data

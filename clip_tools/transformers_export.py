@@ -24,6 +24,7 @@ _HELD = {
         "init_logit_scale",
         "image_mean",
         "image_std",
+        "lora",  # merged before
     },
     "vision_cfg.": {
         "layers",

@@ -123,6 +123,7 @@ class Engine(abc.ABC):
     ema: MovingAverage | None = None  # set before the weights are loaded
     files: Mapping[str, str] = {}  # for the run directory: name -> text
     notes: Sequence[str] = ()  # for the log
+    saves_frozen: bool = True  # else a checkpoint has no parameter that is not trained
 
     def __init__(
         self,
@@ -330,7 +331,8 @@ class Engine(abc.ABC):
 
     def state_fragments(self) -> Iterator[Fragment]:
         """What this rank has to save; over all ranks every element comes exactly once."""
-        for piece in (*self.pieces, *self.buffers):
+        kept = [p for p in self.pieces if self.saves_frozen or p.held.requires_grad]
+        for piece in (*kept, *self.buffers):
             if piece.saved_here and piece.numel:
                 yield Fragment(
                     piece.name, piece.shape, piece.start, piece.tensors(self.optimizer, self.ema)
@@ -354,7 +356,11 @@ class Engine(abc.ABC):
             for slot, tensor in piece.tensors(self.optimizer, self.ema).items()
             if slot in stored[piece.name]
         ]
-        targets += [(Wanted(name, "param", 0, copy.numel()), copy) for name, copy in self._copies()]
+        targets += [
+            (Wanted(name, "param", 0, copy.numel()), copy)
+            for name, copy in self._copies()
+            if "param" in source.slots(name)
+        ]
         source.prepare(wanted for wanted, _ in targets)
         for wanted, tensor in targets:
             tensor.copy_(source.read(*wanted).view_as(tensor))

@@ -25,7 +25,7 @@ from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, TokenizerOptions
 from clip_train.models.freeze import freeze
-from clip_train.models.weights import load_teacher
+from clip_train.models.weights import base_digest, load_teacher
 from clip_train.optim.optimizer import build_optimizer, moving_average
 from clip_train.task import Features, MicroBatch, Objective, named_features, text_lengths
 from launcher import engines
@@ -35,7 +35,7 @@ from launcher.config.resolve import Resolved
 from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
-from launcher.weights import weights_here
+from launcher.weights import KEYS, weights_here
 
 
 def shared_index(
@@ -174,7 +174,15 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
         micro_size=resolved.plan.micro_size,
     )
     engine.ema = moving_average(config.optim)
+    engine.saves_frozen = resolved.architecture.lora is None
     return engine
+
+
+def base_of(config: RunConfig) -> str | None:
+    """Collective: the digest of the weights that adapters are trained on; None without adapters."""
+    keys = KEYS if config.model.lora is not None else ()
+    with weights_here(config.model, config.storage, keys) as here:
+        return dist.on_main(partial(base_digest, here, config.run.seed))
 
 
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:

@@ -193,8 +193,9 @@ def build_trainer(
     checkpoints.preflight()
     resumed = checkpoints.resume()
     objective, teacher = parts.build_objective(config, device)
+    digests = {"teacher": teacher, "init_from": parts.base_of(config)}
     notes = (
-        [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, teacher)
+        [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, digests)
     )
     checkpoints.begin()
     start = resumed.state["step"] if resumed else 0
@@ -202,7 +203,7 @@ def build_trainer(
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
     engine = parts.build_engine(resolved, device)
-    if resumed is None:
+    if resumed is None or not engine.saves_frozen:
         say = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
             engine.load_fragments(
@@ -269,7 +270,7 @@ def build_trainer(
             "recipe": recipe.to_keep(),
             # for an export without the recipe's files
             "architecture": resolved.architecture.model_dump(mode="json"),
-            "teacher": teacher,
+            **digests,
             **(loader.state() if dist.is_main() else {}),  # only rank 0 writes it
         },
         skipped=skipped,

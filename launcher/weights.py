@@ -15,14 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from clip_train import dist
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, open_to_look, places_at
+from clip_train.checkpoint.restore import Places, Resumed, open_to_look, places_at
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.config import ModelConfig
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, export_saved, sha256_of
+from clip_train.models.lora import Lora
+from clip_train.models.low_rank import merged
+from clip_train.models.weights import (
+    CONFIG_NAME,
+    WEIGHTS_NAMES,
+    base_digest,
+    export_saved,
+    initial_weights,
+    sha256_of,
+)
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
@@ -90,12 +101,45 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
             f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "
             f"checkpoint: {e}"
         ) from e
+    if found.state["architecture"].get("lora"):
+        raise UserError(
+            f"{what} is a run with adapters (model.lora), whose checkpoints have no whole model: "
+            f"clip-train export {place}, and give the folder that it writes"
+        )
     like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
     described = found.state["architecture"]
     written = _on_node(fetches, _readable, what, export_saved, like, described, folder, read)
     if dist.is_main():
         log(f"{what}: step {found.step} of {found.path}")
     return str(written)
+
+
+def on_base(
+    found: Resumed, state: dict[str, Tensor], config: RunConfig | None
+) -> dict[str, Tensor]:
+    """Collective: the state of a checkpoint, its adapters merged into their base, if it has any.
+
+    The description of its model then is that of the plain one. config: where the base lies.
+    UserError for another base, CheckpointError.
+    """
+    lora = found.state["architecture"].pop("lora", None)
+    if lora is None:
+        return state
+    if config is None:
+        raise UserError(
+            f"{found.path} has adapters alone: export it by the run's recipe or folder, which says "
+            "where their base lies (model.init_from)"
+        )
+    with weights_here(config.model, config.storage) as here:
+        digest = base_digest(here, config.run.seed)
+        if digest != found.state["init_from"]:
+            raise UserError(
+                f"model.init_from ({config.model.init_from}) has the digest {digest}, and the "
+                f"adapters in {found.path} were trained on {found.state['init_from']}; give the "
+                "weights that the run began with"
+            )
+        base = initial_weights(here, config.run.seed).whole()
+        return merged({**base, **state}, Lora.model_validate(lora))
 
 
 def holds_weights(place: str) -> bool:

@@ -191,7 +191,7 @@ class Attention(nn.Module):
         """
         seen = None
         if token is None:
-            joined = linear(x, self.in_proj_weight, self.in_proj_bias)
+            joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
             if packing is not None and packing.starts is not None:
                 from torch.nn.attention.varlen import varlen_attn  # it imports much
 
@@ -205,8 +205,8 @@ class Attention(nn.Module):
             # All tokens are keys and values. The backward of a split writes the gradient once.
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(linear(at(x, token, packing), query, query_bias), 1)
-            k, v = self._heads(linear(x, key_value, key_value_bias), 2, packing)
+            (q,) = self._heads(self.project(at(x, token, packing), query, query_bias, 0, 1), 1)
+            k, v = self._heads(self.project(x, key_value, key_value_bias, 1, 3), 2, packing)
             if causal:
                 seen = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
@@ -216,6 +216,10 @@ class Attention(nn.Module):
         )
         out = out.transpose(1, 2).flatten(2)
         return self.out_proj(out if packing is None or token is not None else packing.packed(out))
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
+        """[..., width] -> [..., (last - first) width]: of queries, keys and values these."""
+        return linear(x, weight, bias)
 
     def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> Tensor:
         """[b, L, parts * width], or [P, 1, parts * width] -> [parts, b, heads, L, width / heads]"""

@@ -32,6 +32,7 @@ from clip_train.models.blocks import (
 )
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.dropout import TEXT_DROPOUT_ID
+from clip_train.models.low_rank import adapt
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
 from clip_train.settings import broken, clipped, import_path
 from clip_train.task import text_ends
@@ -194,12 +195,21 @@ def build_model(
 
     UserError if OpenCLIP is not installed, or cannot build it.
     """
+    if architecture.lora is not None:
+        plain = architecture.model_copy(update={"lora": None})
+        model: nn.Module = build_model(
+            plain,
+            dropout=dropout,
+            patch_dropout=patch_dropout,
+            activation_checkpointing=activation_checkpointing,
+        )
+        adapt(model, architecture.lora)
+        return model
     if isinstance(architecture, OpenCLIPArchitecture):
         library(architecture.open_clip)
         from clip_train.models.openclip.model import build
 
         return build(architecture, activation_checkpointing=activation_checkpointing)
-    model: nn.Module
     if isinstance(architecture, OwnModel):
         model = build_own_model(architecture, activation_checkpointing)
     else:

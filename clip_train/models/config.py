@@ -22,6 +22,7 @@ from pydantic import (
 
 from clip_train.errors import UserError, missing
 from clip_train.inputs import Input
+from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
     PREFIX,
     Described,
@@ -164,10 +165,11 @@ class Architecture(Described):
     image_std: tuple[float, float, float] = IMAGE_STD
     own: str | None = None  # its import path: for an `OwnModel`
     inputs: tuple[Input, ...] = ()  # of `data.inputs`, for a model of your own
+    lora: Lora | None = None  # of the recipe
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
-        own = self.model_dump(exclude={"image_mean", "image_std"}, exclude_defaults=True)
+        own = self.model_dump(exclude={"image_mean", "image_std", "lora"}, exclude_defaults=True)
         for key, tower in (("vision_cfg", self.vision_cfg), ("text_cfg", self.text_cfg)):
             sizes = {name: size for name, size in tower if type(size) in (int, float, tuple)}
             own[key] = sizes | tower.model_dump(exclude_defaults=True)
@@ -268,6 +270,13 @@ class ModelConfig(Settings):
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     freeze: Annotated[list[str], Refused] = Field([])
     """Parameters that are not trained: patterns over their names, such as ["visual.*"]."""
+    lora: Annotated[
+        Lora | None,
+        Allowed("a section with rank, alpha, on, dropout and train", example="'{rank: 16}'"),
+        Refused,
+    ] = None
+    """Train adapters of low rank beside frozen weights, {rank: 16, alpha: 32, on: [attention, mlp],
+    dropout: 0.05}: docs/fine_tuning.md. null: none."""
     lock_image: Annotated[bool, Refused] = False
     """Freeze the image tower (OpenCLIP's --lock-image; recipes/lit.yaml)."""
     lock_image_unlocked_groups: Annotated[NonNegativeInt, Refused] = 0
@@ -340,11 +349,12 @@ class ModelConfig(Settings):
         """The preset or JSON, with this section's overrides. Raises UserError."""
         scalars = {"init_logit_scale", "init_logit_bias"}
         vision = {"image_size", "patch_dropout"}
-        return load_architecture(self.name).changed(
+        changed = load_architecture(self.name).changed(
             self,
             self.model_dump(include=scalars, exclude_none=True),
             self.model_dump(include=vision, exclude_none=True),
         )
+        return changed.model_copy(update={"lora": self.lora})
 
     def teachers(self) -> list[ModelConfig]:
         """For each teacher this section, as if that one were alone."""

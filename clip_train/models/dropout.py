@@ -6,6 +6,8 @@ and for any micro-batches. `b` is the number of samples in a
 micro-batch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ PATCH_DROPOUT_ID = 1
 MODULE_ID = 3 << 16  # of OpenCLIP's models: the number of the module is added
 VISION_DROPOUT_ID = 1 << 16
 TEXT_DROPOUT_ID = 2 << 16
+LOW_RANK_ID = 4 << 16  # of `model.lora`: the number of the layer is added
 
 # splitmix64 (Steele, Lea and Flood, 2014), its unsigned constants written as int64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -31,13 +34,21 @@ def splitmix64(x: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-_of_micro_batch: dict[str, Tensor | None] = {"seeds": None}
+_of_micro_batch: dict[str, Any] = {"seeds": None}
 
 
-def draw_by(sample_seeds: Tensor | None) -> None:
+def draw_by(
+    sample_seeds: Tensor | None,
+    token: Tensor | None = None,
+    packed: tuple[Tensor | None, Tensor] | None = None,
+) -> None:
     """int64 [b], for modules that do not get them as an argument, until the next call: in a
-    forward, and in its recomputation in the backward."""
-    _of_micro_batch["seeds"] = sample_seeds
+    forward, and in its recomputation in the backward.
+
+    token, packed: for `drop_rows` in a block of this project. int64 [b], the token of each sample
+    that is read; and for packed tokens, int64 [P] each, their samples' seeds and their places.
+    """
+    _of_micro_batch.update(seeds=sample_seeds, token=token, packed=packed)
 
 
 def current_seeds() -> Tensor:
@@ -46,6 +57,20 @@ def current_seeds() -> Tensor:
     if seeds is None:
         raise ValueError("dropout needs sample_seeds in training: int64 [b], one for each sample")
     return seeds
+
+
+def drop_rows(x: Tensor, dropped: int, layer_id: Tensor) -> Tensor:
+    """`drop_elements` by the last `draw_by`.
+
+    x: all tokens of b samples, [b m, ...]; of each the token that is read, [b, 1, width]; or
+    packed tokens, [P, 1, width].
+    """
+    seeds, token, packed = current_seeds(), _of_micro_batch["token"], _of_micro_batch["packed"]
+    if packed is not None and len(x) == len(packed[1]):
+        return drop_elements(x, dropped, layer_id, *packed)
+    if token is not None and x.shape[1] == 1:
+        return drop_elements(x, dropped, layer_id, seeds, token)
+    return drop_elements(x.reshape(len(seeds), -1), dropped, layer_id, seeds).view(x.shape)
 
 
 def random_bits(

@@ -12,6 +12,7 @@ from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
+from clip_train.models.low_rank import is_adapter
 from clip_train.settings import shown
 from clip_train.task import IMAGE_TEXT, groups
 
@@ -70,6 +71,11 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
         group = 1 if top is not None and top[1] in NORMS else depth[name]
         if locked and group >= unlocked:
             frozen.add(name)
+    if config.lora is not None:
+        globs = list(config.lora.train)
+        trained = [matching("model.lora.train", globs, glob, names) for glob in globs]
+        kept = set(IMAGE_TEXT.scalars).union(filter(is_adapter, names), *trained)
+        frozen |= set(names) - kept
     for glob in config.freeze:
         frozen |= matching("model.freeze", config.freeze, glob, names)
     if len(frozen) == len(names):

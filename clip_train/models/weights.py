@@ -47,6 +47,9 @@ class WholeState:
     def slots(self, name: str) -> set[str]:
         return {"param"}
 
+    def whole(self) -> Mapping[str, Tensor]:
+        return self._state
+
     def prepare(self, wanted: Iterable[Wanted]) -> None:
         """It is all in memory."""
 
@@ -61,6 +64,9 @@ class DrawnState(WholeState):
         super().__init__(state)
         self._drawn = drawn
         self._parts: dict[Wanted, Tensor] = {}
+
+    def whole(self) -> Mapping[str, Tensor]:
+        return {**self._drawn.whole(), **self._state}
 
     def prepare(self, wanted: Iterable[Wanted]) -> None:
         """Draw, and keep the wanted parts until they are read."""
@@ -80,7 +86,7 @@ class DrawnState(WholeState):
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
         part = self._parts.pop(Wanted(name, slot, start, numel), None)
         if part is None and name not in self._state:  # not prepared
-            self._state = {**self._drawn.whole(), **self._state}
+            self._state = self.whole()
         return super().read(name, slot, start, numel) if part is None else part
 
 
@@ -96,16 +102,25 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     each tensor is drawn by itself: a rank holds the parts that it has prepared.
     """
     architecture, state = config.architecture(), {}
+    base = architecture.model_copy(update={"lora": None})
     if config.init_from is not None:
-        state = load_openclip(
-            config.init_from, architecture, log, keep_positions=config.keep_positions
-        )
+        state = load_openclip(config.init_from, base, log, keep_positions=config.keep_positions)
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= load_openclip(place, architecture, log, tower, config.keep_positions)
-    if config.init_from is not None:
+            state |= load_openclip(place, base, log, tower, config.keep_positions)
+    if config.init_from is not None and architecture.lora is None:
         return WholeState(state)
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))
+
+
+def base_digest(config: ModelConfig, seed: int) -> str | None:
+    """Of what `initial_weights` reads, for a model with adapters; None for another."""
+    if config.lora is None:
+        return None
+    keys = ("init_from", "init_image_from", "init_text_from")
+    places = config.model_dump(include={*keys}, exclude_none=True)
+    read = [sha256_of(file_at(place, f"model.{key}")) for key, place in places.items()]
+    return hashlib.sha256(f"{[seed]} {read}".encode()).hexdigest()[:16]
 
 
 def load_teacher(

@@ -91,18 +91,15 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 
 
 def compare_with(
-    config: RunConfig, resumed: Resumed, world_size: int, teacher: str | None = None
+    config: RunConfig, resumed: Resumed, world_size: int, digests: Mapping[str, str | None] = {}
 ) -> list[str]:
     """What to report about resuming from this checkpoint, below where it is from. UserError where
     it is another run's, but with `checkpoint.allow_changed_recipe`."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
-    before = resumed.state.get("teacher")
-    if before != teacher:  # its digest: the content of a place may change
-        found.append(
-            Change(
-                f"model.teacher ({config.model.teacher}): its digest", before, teacher, "refused"
-            )
-        )
+    for key, digest in digests.items():  # the content of a place may change
+        before, place = resumed.state.get(key), getattr(config.model, key)
+        if before != digest:
+            found.append(Change(f"model.{key} ({place}): its digest", before, digest, "refused"))
     another = [change for change in found if change.kind == "refused"]
     if another and not config.checkpoint.allow_changed_recipe:
         raise UserError(

@@ -50,7 +50,7 @@ def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
 
 
 REFUSED = """run.seed model.name model.image_size model.context_length model.patch_dropout model.dropout
-model.init_logit_bias model.freeze model.lock_image
+model.init_logit_bias model.freeze model.lora model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.texts_per_image data.negative_texts
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob

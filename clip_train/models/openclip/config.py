@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from clip_train.errors import UserError
+from clip_train.models.lora import Lora
 from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
@@ -143,10 +144,11 @@ class OpenCLIPArchitecture(Described):
     image_std: Channels = (0.26862954, 0.26130258, 0.27577711)
     interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
     resize_mode: str = RESIZED[1]
+    lora: Lora | None = None  # of the recipe
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
-        ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode"}
+        ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode", "lora"}
         ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
         config = self.model_dump(exclude=ours)  # none is a value: of timm_proj not its default
         if self.vision_cfg.norm == "batch":
