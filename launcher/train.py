@@ -294,7 +294,10 @@ def describe_start(
     config, plan = resolved.config, resolved.plan
     sizes = config.batch.sizes
     for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():
-        LocalStorage(config.run_dir).put_bytes(name, text.encode())
+        try:
+            LocalStorage(config.run_dir).put_bytes(name, text.encode())
+        except OSError as e:
+            raise unwritable(config.run_dir, e) from e
     varying = f"{sizes}; the largest, " if config.batch.schedule else ""
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks "

@@ -291,7 +291,7 @@ def read_small(
             return parse(storage.read_bytes(name, start, end))
         except FileNotFoundError:
             raise DamagedError(f"{storage.url}/{name} is missing") from None
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:  # brackets nested thousands deep
             why = str(e)
     raise DamagedError(f"{storage.url}/{name} is not readable: {why}")
 
@@ -326,7 +326,7 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
         whole = Manifest(**manifest.check_format(json.loads(data)))
         if len(manifest.blocks_of(whole.files)) != whole.world_size:
             raise ValueError(f"it has {len(whole.files)} files, not {whole.world_size}")
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
     check = partial(manifest.verified, sha256=whole.layout_sha256)
     layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)

@@ -329,7 +329,7 @@ def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
     try:
         with open_read(url, storage) as file:
             content = json.loads(file.read())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     counts = content.items() if isinstance(content, dict) else ()
     return {name: count for name, count in counts if type(count) is int and count >= 0}
@@ -359,7 +359,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
         except OSError as e:
             message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
             raise unreadable(e, f"{message}; data.verify=off trains without one") from e
-        except (ValueError, LookupError, TypeError, OverflowError) as e:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
             damage = e
     raise UserError(
         f"the index {url} is damaged ({damage}); remove it, and run `clip-train index` again"

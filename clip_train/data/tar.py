@@ -16,8 +16,11 @@ from typing import Any, BinaryIO
 BLOCK = 512  # bytes: everything in a tar is padded to this
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
+MAX_HEADER_BYTES = (
+    1 << 22
+)  # before one member: a long name, a long link and a pax header; more is damage
 MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
-MAX_MEMBER_BYTES = 1 << 28  # larger members are not read: a whole block of samples is in memory
+MAX_SAMPLE_BYTES = 1 << 28  # what a sample has beyond is not read: a block of them is in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = 64  # of a sample: a shard whose names share a dot would become one huge sample
 
@@ -40,7 +43,7 @@ class TarSample:
 
     key: str
     end: int = 0  # bytes: where the next sample begins; reading can resume here
-    # lower-case extension -> content; None: larger than MAX_MEMBER_BYTES
+    # lower-case extension -> content; None: with those before it more than MAX_SAMPLE_BYTES
     members: dict[str, bytes | None] = field(default_factory=dict)
     duplicate: bool = False  # an extension came twice: two samples with the same key
 
@@ -72,14 +75,15 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
             if not name:
                 break
             sample, number = TarSample(key), number + 1
-        if total < content + size <= content + MAX_MEMBER_BYTES:
+        if total < content + size <= content + MAX_SAMPLE_BYTES:
             raise TarError("truncated shard", total)
         if number < unread:
             continue
         if extension in sample.members:
             sample.duplicate = True
         elif len(sample.members) < MAX_MEMBERS:
-            too_large = size > MAX_MEMBER_BYTES
+            held = sum(map(len, filter(None, sample.members.values())))
+            too_large = held + size > MAX_SAMPLE_BYTES
             sample.members[extension] = None if too_large else _read(file, content, size, total)
     # behind the last member only zeros may follow, not too many: a broken copy has holes, or just
     # stops
@@ -107,6 +111,7 @@ def _members(file: BinaryIO, offset: int, total: int) -> Iterator[tuple[str, int
             size = int(pax.get("size") or _number(header[124:136]))
             checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
             whole = checksum == _number(header[148:156]) and 0 <= size <= limit
+            whole = whole and offset - begin <= MAX_HEADER_BYTES
         except ValueError:
             whole = False
         if not whole:

@@ -39,7 +39,7 @@ class JsonlSink:
 def truncate_jsonl(path: Path, step: int) -> None:
     """Cut off everything behind the last line of `step` or an earlier one: later steps, a torn
     line."""
-    if not path.exists():
+    if not path.is_file():
         return
     kept = end = 0  # bytes
     with path.open("rb") as file:
@@ -64,6 +64,6 @@ def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

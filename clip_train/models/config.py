@@ -421,7 +421,7 @@ def load_architecture(name: str) -> AnyArchitecture:
     if os.path.isfile(path):
         try:
             content = json.loads(path.read_text())
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UserError(f"model.name: {path} is not JSON: {e}; correct the file") from e
         if name.startswith(PREFIX) or is_resnet(content):
             return parse_openclip(content, said)

@@ -22,20 +22,28 @@ _PART = ".*.part"  # hidden files of unfinished writes: .NAME.RANDOM.part
 def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     """Open a file of a run's folder, unbuffered if binary. OSError.
 
-    UserError for a symbolic link: whoever made the folder must not choose what is written to.
+    UserError for a symbolic link, a folder or a pipe: whoever made the run's folder must not choose
+    what is written to, or who waits.
     """
 
     def open_no_link(name: str, flags: int) -> int:
+        if Path(name).is_fifo():
+            raise OSError(errno.ENXIO, "a pipe")
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     try:
         return open(path, mode, buffering=0 if "b" in mode else -1, opener=open_no_link)
     except OSError as e:
-        if e.errno != errno.ELOOP:
+        kinds = {errno.ELOOP: "symbolic link", errno.EISDIR: "folder", errno.ENXIO: "pipe"}
+        if e.errno not in kinds:
             raise
-        raise UserError(
-            f"{path} is a symbolic link, and clip-train does not write through links; remove it"
-        ) from None
+        what = f"{path} is a {kinds[e.errno]}, and clip-train writes to plain files alone"
+        raise UserError(f"{what}; remove it") from None
+
+
+def _no_wait(name: str, flags: int) -> int:
+    """Open a pipe in a file's place as an empty file."""
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 class LocalStorage(Storage):
@@ -54,7 +62,7 @@ class LocalStorage(Storage):
         return self.root / checked(name)
 
     def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        with self.path(name).open("rb") as f:
+        with open(self.path(name), "rb", opener=_no_wait) as f:
             if start:
                 f.seek(start)  # a pipe cannot
             data = f.read(-1 if end is None else end - start)

@@ -42,7 +42,13 @@ _OPAQUE = re.compile(
 _SAS = re.compile(
     rf"(?ix) ([?&](?:s[vtepris]|srt|spr|sip|sdd|sk[a-z]{{1,4}}|s[au]oid|scid)=) {_VALUE}"
 )
-_MAY_HOLD = re.compile("=|://|uthorization")
+# A variable of a shell, and a command's option with what follows it: in `log.notify`.
+_SHELL = re.compile(
+    r"""(?x) (\b[A-Z0-9_]*(?:TOKEN(?!S)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY)[A-Z0-9_]*=['"]?
+    |(?<!\S)--[\w-]*(?:token(?!iz|s)|secret|passw|bearer|api-?key|access-?key)[\w-]*[ =]['"]?)
+    [^\s'"]+"""
+)
+_MAY_HOLD = re.compile("=|://|uthorization|--")
 _HEADER = re.compile(
     r"(?i)(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:(?:basic|bearer|token)\s+)?)[^\s'\",]+"
 )
@@ -59,6 +65,6 @@ def redact(value: T) -> T:
     text = _USER.sub(rf"\1\2\3{REDACTED}@", value)
     if "sig=" in text:
         text = _SAS.sub(rf"\1{REDACTED}", text)
-    for secret in (_NAMED, _OPAQUE, _HEADER):
+    for secret in (_NAMED, _OPAQUE, _HEADER, _SHELL):
         text = secret.sub(rf"\1{REDACTED}", text)
     return cast(T, text)

@@ -41,6 +41,8 @@ from launcher.config.names import OTHER_NAMES
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
 
+MOST_CHARACTERS = 1 << 22  # of a recipe
+
 
 class RunSection(Settings):
     """The `run` section: where and how long."""
@@ -286,7 +288,7 @@ def parse_value(text: str, where: str) -> Any:
     """One YAML value, as on a command line."""
     try:
         return yaml.load(text, Loader=RecipeLoader)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, RecursionError) as e:
         raise UserError(
             f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it"
         ) from None
@@ -295,13 +297,20 @@ def parse_value(text: str, where: str) -> Any:
 def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
     """A recipe file, or another of its kind, as nested dicts, unchecked."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except OSError as e:
         remedy = "examples lie in recipes/" if what == "recipe" else "correct the path"
         raise missing(path, f"cannot read the {what} {path}: {e.strerror}", remedy) from None
+    except UnicodeError as e:
+        raise UserError(f"the {what} {path} is not UTF-8: {e}; save it as UTF-8") from None
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(
+            f"the {what} {path} has more than {MOST_CHARACTERS} characters; correct the path"
+        )
     try:
         raw = yaml.load(text, Loader=RecipeLoader)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, RecursionError) as e:
         raise UserError(
             f"the {what} {path} is not YAML: {' '.join(str(e).split())}; correct that line"
         ) from None

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from clip_train.errors import Word
 from clip_train.storage.local import LocalStorage
+from clip_train.storage.redact import redact
 
 # One word, then a JSON line with `step` and `reason`. Its other keys:
 #   where      the rank that failed, and its node
@@ -70,7 +71,7 @@ def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any
     out."""
     why = {"step": step, "reason": " ".join(reason.split())}
     why |= {key: value for key, value in more.items() if value}
-    LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(why)}\n".encode())
+    LocalStorage(run_dir).put_bytes(VERDICT_FILE, f"{word}\n{json.dumps(redact(why))}\n".encode())
 
 
 def notify(
@@ -102,10 +103,10 @@ def notify(
 def read_verdict(run_dir: Path) -> Verdict | None:
     """The word and the JSON (`step`, `reason`, ...); None if no verdict can be read."""
     try:
-        word, _, line = (run_dir / VERDICT_FILE).read_text().partition("\n")
+        word, _, line = LocalStorage(run_dir).read_bytes(VERDICT_FILE).decode().partition("\n")
         why = json.loads(line)
         return word.strip(), {**why, "step": int(why["step"]), "reason": str(why["reason"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

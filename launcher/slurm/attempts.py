@@ -17,6 +17,7 @@ from typing import Any
 
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.storage.local import open_own
+from clip_train.storage.redact import redact
 from launcher.runtime.verdict import Verdict
 
 FILE = "attempts.jsonl"
@@ -56,7 +57,7 @@ class History:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
         # without lines that a power loss has torn
-        self.lines = list(iter_jsonl(self.path)) if self.path.exists() else []
+        self.lines = list(iter_jsonl(self.path)) if self.path.is_file() else []
 
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
@@ -66,7 +67,7 @@ class History:
                 f.seek(-1, os.SEEK_END)
                 if f.read(1) != b"\n":  # torn by a power loss: this line must not become part of it
                     f.write(b"\n")
-            f.write(json.dumps(line).encode() + b"\n")
+            f.write(json.dumps(redact(line)).encode() + b"\n")
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line.get("event") == event]

@@ -1,6 +1,7 @@
 """The tar reader against Python's tarfile, and on damaged archives."""
 
 import io
+import os
 import tarfile
 
 import pytest
@@ -67,6 +68,34 @@ def test_many_records_of_a_pax_header_are_damage():
         else:
             with pytest.raises(TarError, match="bad pax header"):
                 by_us(buffer.getvalue())
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_headers_without_end_are_damage(kind):
+    """5 MiB of them before one member; reading them all would take minutes a shard."""
+    info = tarfile.TarInfo("x")
+    info.size, info.type = 512, kind
+    content = b"9 a=bcde\n" * 50 if kind == tarfile.XHDTYPE else b"n"
+    data = (info.tobuf(tarfile.GNU_FORMAT) + content.ljust(512, b"n")[:512]) * 5_000
+    if kind == tarfile.XHDTYPE:
+        data = data.replace(b"bcde\n" + b"n" * 62, b"bcde\n" + b"62 b=" + b"n" * 56 + b"\n")
+    with pytest.raises(TarError, match="bad header at byte 41"):
+        by_us(data + tar_bytes(MEMBERS))
+
+
+def test_a_sample_holds_no_more_than_its_limit(tmp_path):
+    """Three members of 100 MiB, of which the disk holds nothing; 256 MiB are let in."""
+    path, size = tmp_path / "large.tar", 100 << 20
+    with path.open("wb") as file:
+        for name in ("a.jpg", "a.bin", "a.seg", "b.jpg"):
+            info = tarfile.TarInfo(name)
+            info.size = size
+            file.write(info.tobuf())
+            file.seek(size, os.SEEK_CUR)
+        file.write(bytes(1024))
+    with path.open("rb") as file:
+        found = [[c and len(c) for c in s.members.values()] for s in iter_samples(file)]
+    assert found == [[size, size, None], [size]]
 
 
 def test_directories_hidden_files_and_metadata_are_no_samples():

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from launcher.runtime.outcome import Outcome as Ending
-from launcher.runtime.verdict import RUN_DIR, Failure, node_name, read_verdict
+from launcher.runtime.verdict import RUN_DIR, Failure, node_name, read_verdict, write_verdict
 from launcher.slurm.attempts import History, Outcome, decide, explain
 
 
@@ -151,6 +151,15 @@ def test_the_first_failure_of_an_attempt_is_its_verdict_and_torchelastics(
         and message["extraInfo"]["py_callstack"] == "a traceback"
     )
     assert int(message["extraInfo"]["timestamp"]) > 0
+
+
+def test_no_secret_is_in_what_an_attempt_leaves(tmp_path):
+    """Whoever makes a reason or a skipped line need not think of it."""
+    url = "https://me:hunter2@host/a.tar"
+    write_verdict(tmp_path, "DONE", 1, url, skipped=[f"the evaluation: {url}"])
+    History(tmp_path).append("end", reason=url)
+    left = [(tmp_path / name).read_text() for name in ("VERDICT", "attempts.jsonl")]
+    assert not any("hunter2" in text for text in left) and "".join(left).count("REDACTED") == 3
 
 
 def test_a_node_goes_by_the_name_that_slurm_knows(monkeypatch):

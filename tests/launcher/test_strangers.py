@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -10,14 +11,20 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from clip_train.checkpoint.manifest import FileEntry, Manifest, add_checksum, sha256_of
-from clip_train.models.config import parse_architecture
+from clip_train.errors import UserError
+from clip_train.metrics.jsonl import JsonlSink
+from clip_train.models.config import load_architecture, parse_architecture
 from launcher.cli.main import main
+from launcher.config.recipe import read_recipe
+from launcher.runtime.verdict import read_verdict
+from launcher.slurm.attempts import History
 from tests.launcher.conftest import MODEL, clean_environment, run
 from tests.launcher.saved import save_run
 
@@ -49,6 +56,41 @@ def test_links_are_replaced_where_files_are(tmp_path, recipe):
     assert victim.read_bytes() == PRECIOUS
     assert (elsewhere / "recipe.yaml").is_file() and (elsewhere / "metrics.jsonl").is_file()
     assert not any((elsewhere / name).is_symlink() for name in names[:3])
+
+
+@pytest.mark.parametrize("make, kind", [(os.mkfifo, "a pipe"), (os.mkdir, "a folder")])
+def test_nobody_waits_for_what_is_no_file(tmp_path, make, kind):
+    """In a run's folder from somebody else: nobody reads from the pipes there."""
+    for name in ("metrics.jsonl", "attempts.jsonl", "VERDICT"):
+        make(tmp_path / name)
+    assert read_verdict(tmp_path) is None and History(tmp_path).lines == []
+    for opened in (
+        partial(JsonlSink, tmp_path / "metrics.jsonl"),
+        partial(History(tmp_path).append, "x"),
+    ):
+        with pytest.raises(UserError, match=f"is {kind}, and .* plain files alone; remove it"):
+            opened()
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("run:".encode("utf-16"), "is not UTF-8"),
+        (b"z: " + b"[" * 10_000, "is not YAML"),
+        (b"#" * (1 << 22) + b"\n", "has more than 4194304 characters"),
+    ],
+    ids=["another encoding", "deep", "large"],
+)
+def test_a_recipe_that_is_none_is_an_error_in_words(tmp_path, content, said):
+    (tmp_path / "odd.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=f"odd.yaml {said}"):
+        read_recipe(str(tmp_path / "odd.yaml"))
+
+
+def test_a_model_that_is_too_deep_is_an_error_in_words(tmp_path):
+    (tmp_path / "odd.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON"):
+        load_architecture(str(tmp_path / "odd.json"))
 
 
 def forged(folder: Path, change) -> None:

@@ -28,6 +28,7 @@ SECRET = "p4SSw0rd"
         f"the shard (https://host/a.tar?token={SECRET}), which is missing",
         f"https://host/a.tar?token=1::https://host/b.tar?token={SECRET}",
         f"clip-train train r.yaml 'data.train=https://user:{SECRET}@host/a.tar?x=1' run.steps=8",
+        f"WEB_TOKEN={SECRET} curl --oauth2-bearer {SECRET} --api-key='{SECRET}' host",
         f"headers {{'Authorization': 'Basic {SECRET}'}}",
     ],
 )
@@ -44,6 +45,7 @@ def test_a_secret_is_replaced(text):
         "hf://datasets/user/set@main/a.tar",
         "abfs://container@account.dfs.core.windows.net/a.tar",
         "https://host/download?key=shards/000.tar&st=5&author=bob&tokenizer=bert",
+        "--caption-key title --tokenizer x TOKENS=5 max_tokens=5",
         "https://host/a.tar?versionId=3sL4kqtJlcpXroDTDmJrmSpXd3dIbrHY",
         "data.train='/data/{000..009}.tar' and batch.micro_size=64, mail me@host",
     ],
