@@ -252,7 +252,8 @@ def writable(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        why = f"checkpoints cannot be written to {storage.url}: {explain(e)}"
+        remedy = "make it writable, or choose another run.dir or checkpoint.remote"
+        why = f"checkpoints cannot be written to {storage.url}: {explain(e)}; {remedy}"
         raise CheckpointError(why) from e
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clip_train.errors import ClipTrainError
 from clip_train.storage.local import open_own
 
 
@@ -24,6 +25,14 @@ class JsonlSink:
         self._file = open_own(self.path, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
+        """ClipTrainError where the file has been removed or moved: its lines would be lost."""
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ClipTrainError(
+                f"{self.path} was removed or moved under the run, and its numbers would be lost; put "
+                "run.dir back, and run the same line again"
+            ) from None
         values = {}
         for name, scalar in record.items():
             value = scalar.item() if hasattr(scalar, "item") else scalar  # of numpy or torch

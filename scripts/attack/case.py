@@ -36,6 +36,7 @@ class Case:
     waits: str = ""
     mended: str = ""
     known: str = ""
+    prepare: Callable[[], object] | None = None  # once, before the clock starts
 
 
 @dataclass
@@ -135,6 +136,8 @@ def campaign(cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Resu
     start_server()
     results = []
     for case in cases:
+        if case.prepare is not None:
+            case.prepare()
         keep = family(Myself())
         results.append(run_case(case, keep))
         tell(results[-1])

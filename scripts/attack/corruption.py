@@ -331,27 +331,27 @@ SEVERAL = {
     "--verify while retention removes": while_retention_removes("checkpoints", "--verify"),
     "an evaluation while retention removes": while_retention_removes("evaluate"),
 }
+MENDED = "a pipe"
 CHEAP = {"rank00000.safetensors: a byte flipped", "commit: a pipe in its place"}
-CASES = [
-    *(
-        Case(f"{name}: {way}", of_a_checkpoint(name, damage), f"{name}: {way}" in CHEAP)
-        for name in FILES
-        for way, damage in DAMAGES.items()
-    ),
-    *(
-        Case(f"export of {name}: {way}", in_an_export(name, damage))
-        for name in FILES
-        for way, damage in DAMAGES.items()
-    ),
-    *(
-        Case(f"{name} of the run: {way}", of_a_run(name, damage))
-        for name in RUN_FILES
-        for way, damage in DAMAGES.items()
-    ),
-    *(
-        Case(f"under a live run, {name}: {way}", under_a_live_run(name, DAMAGES[way]))
-        for name in ("commit", "rank00000.safetensors", "_MANIFEST.json")
+NAMED: dict[str, Callable[[Path], str]] = {
+    **{f"{f}: {way}": of_a_checkpoint(f, do) for f in FILES for way, do in DAMAGES.items()},
+    **{f"export of {f}: {way}": in_an_export(f, do) for f in FILES for way, do in DAMAGES.items()},
+    **{f"{f} of the run: {way}": of_a_run(f, do) for f in RUN_FILES for way, do in DAMAGES.items()},
+    **{
+        f"under a live run, {f}: {way}": under_a_live_run(f, DAMAGES[way])
+        for f in ("commit", "rank00000.safetensors", "_MANIFEST.json")
         for way in ("a byte flipped", "gone")
-    ),
-    *(Case(name, attack) for name, attack in SEVERAL.items()),
+    },
+    **SEVERAL,
+}
+CASES = [
+    Case(
+        name,
+        attack,
+        cheap=name in CHEAP,
+        waits="several starts" if name in SEVERAL else "",
+        mended=MENDED if name.endswith("pipe in its place") and "lease" not in name else "",
+        prepare=functools.partial(saved, 2 if "ranks'" in name or "manifest and" in name else 1),
+    )
+    for name, attack in NAMED.items()
 ]

@@ -228,16 +228,16 @@ def crawling(rate: int, action: str = "crawl") -> Callable[[Path], str]:
 
 
 CASES = [
-    Case("a disk of 1 MiB", on("size=1m", "run.dir", "No space left", then="size=200m")),
-    Case("a disk of 4 MiB, then more", on("size=4m", "No space left", then="size=200m")),
+    Case("a disk of 1 MiB", on("size=1m", "not enough space", "make room", then="size=200m")),
+    Case("a disk of 4 MiB, then more", on("size=4m", "not enough space", "make room", then="size=200m")),
     Case("a disk of 16 kiB", on("size=16k", "No space left")),
     Case("60 inodes, then more", on("nr_inodes=60", "No space left", then="nr_inodes=9999")),
     Case("12 inodes", on("nr_inodes=12", "No space left")),
     Case("2 inodes", on("nr_inodes=2", "No space left")),
-    Case("a read-only run directory", on("ro,size=9m", "run.dir", "Read-only", "choose another")),
-    Case("the run directory removed", under_a_live_run(removed, "run")),
-    Case("the run directory renamed", under_a_live_run(renamed, "run")),
-    Case("a file in place of the run directory", under_a_live_run(a_file_instead, "run")),
+    Case("a read-only run directory", on("ro,size=9m", "Read-only", "choose another run.dir")),
+    Case("the run directory removed", under_a_live_run(removed, "run.dir back")),
+    Case("the run directory renamed", under_a_live_run(renamed, "run.dir back")),
+    Case("a file in place of the run directory", under_a_live_run(a_file_instead, "run.dir back")),
     Case("a file in place of the checkpoints", under_a_live_run(checkpoints_removed, "checkpoints")),
     Case("a disk that turns read-only or full", read_only),
     Case("ulimit -n 64", limited(resource.RLIMIT_NOFILE, 64, "ulimit -n"), cheap=True),

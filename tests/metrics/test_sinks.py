@@ -1,8 +1,10 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from clip_train import dist
+from clip_train.errors import ClipTrainError
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.jsonl import JsonlSink, iter_jsonl, truncate_jsonl
 from clip_train.metrics.sinks import Sinks
@@ -35,6 +38,16 @@ def test_each_line_is_there_at_once_with_every_digit(tmp_path: Path) -> None:
     sink.write({"step": 2, "loss": math.nan, "grad_norm": math.inf})
     sink.close()
     assert lines(path)[1] == {"step": 2, "loss": None, "grad_norm": None}
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
+def test_a_run_directory_that_goes_away_ends_the_run(tmp_path: Path, lose: Callable) -> None:
+    sink = JsonlSink(tmp_path / "run" / "m.jsonl")
+    sink.write({"step": 1})
+    lose(tmp_path / "run")
+    with pytest.raises(ClipTrainError, match=r"m.jsonl was removed or moved .* put run.dir back"):
+        sink.write({"step": 2})
+    sink.close()
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 3, "lo', "\0\0\0"])
