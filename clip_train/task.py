@@ -180,8 +180,10 @@ NO_ID = -1  # of a sample without a key; it equals no sample's
 
 def sample_ids(keys: Iterable[str | None]) -> Tensor:
     """Keys -> int64 [n], the same in every process: 63 bits of a hash. None: NO_ID."""
-    encoded = [None if key is None else key.encode(errors="surrogatepass") for key in keys]
-    digests = [x if x is None else blake2b(x, digest_size=8).digest() for x in encoded]
+    digests = [
+        None if key is None else blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
+        for key in keys
+    ]
     ids = [NO_ID if x is None else int.from_bytes(x, "big") >> 1 for x in digests]
     return torch.tensor(ids, dtype=torch.int64)
 

@@ -14,11 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from clip_tools.shards.equal import describe, sketch
 from clip_train.data import decode, index
 from clip_train.data.config import existing
 from clip_train.data.index import ShardEntry, look_up
@@ -85,10 +86,11 @@ def run_index(
         print(f"{summary}: all as the index says")
         return
     written = write_indexes(indexed)
-    print(f"{summary}; wrote {', '.join(written)}")
     invalid = Counter[str]()  # these are replaced by other samples
     for result in indexed.values():
         invalid += result.invalid
+    equal = describe([result.captions for result in indexed.values()], samples - invalid.total())
+    print(f"{summary}; wrote {', '.join(written)}{equal}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
@@ -122,6 +124,7 @@ class Indexed:
 
     entry: ShardEntry
     invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
+    captions: Any  # by `equal.sketch`
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
 
 
@@ -170,6 +173,7 @@ def index_shard(
     samples, offsets, damage = 0, array("Q"), None
     invalid: Counter[str] = Counter()
     seen: set[str] = set()
+    captions: list[str] = []
     names: list[str] = []
     try:
         with open_shard(url) as file:
@@ -177,7 +181,7 @@ def index_shard(
             try:
                 for sample in iter_samples(io.BufferedReader(hashed)):
                     try:
-                        decode.usable_caption(sample, caption_key)
+                        captions.append(decode.usable_caption(sample, caption_key))
                     except InvalidSample as e:
                         invalid[OUT_OF_ORDER if sample.key in seen else str(e)] += 1
                     seen.add(sample.key)
@@ -193,7 +197,7 @@ def index_shard(
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
     entry = ShardEntry(samples, sha256, checksums, damage, offsets)
-    return Indexed(entry, invalid, tuple(names))
+    return Indexed(entry, invalid, sketch(captions), tuple(names))
 
 
 def index_shards(

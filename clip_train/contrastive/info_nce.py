@@ -288,8 +288,9 @@ def add_group_targets(output: LossOutput, pairs: Pairs, ids: Tensor, scale: Tens
     sides = {"image": (pairs.text, pairs.text_all), "text": (pairs.image, pairs.image_all)}
     for name, (x, x_all) in sides.items():
         gradient = output.gradients[name]
-        sums = torch.zeros_like(x_all, dtype=gradient.dtype)
-        sums.index_add_(0, place, x_all.to(gradient.dtype))
+        sums = x_all.new_zeros(x_all.shape, dtype=gradient.dtype).index_add_(
+            0, place, x_all.to(gradient.dtype)
+        )
         away = (x - sums[of] / size[pairs.own, None]) / N
         gradient += away * scale
     products = row_dots(pairs.text, away).sum()

@@ -143,11 +143,10 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
-                    found = self._first_usable(candidates, seed, invalid)
-                    image, its_texts, key, group, its = found
+                    image, own, key, group, its = self._first_usable(candidates, seed, invalid)
                     stored += [its] if its is not None else []
                     images[len(keys)] = image  # at once, while it is in the cache
-                    texts += its_texts
+                    texts += own
                     keys.append(key)
                     groups.append(group)
                     seeds.append(seed)

@@ -1,0 +1,31 @@
+"""How many pairs of a global batch have equal captions, from one pass over the captions.
+
+A sketch (AMS) adds a random sign for each caption to one of CELLS cells, which the caption's hash
+chooses. The sum of its squares estimates the sum of the squared counts of all captions, with a
+standard deviation of 2.2%. Sketches of shards add up.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from clip_train.data.decode import group
+from clip_train.task import sample_ids
+
+CELLS = 1 << 12
+BATCHES = (4096, 32_768)  # global sizes
+
+
+def sketch(captions: Iterable[str]) -> np.ndarray:
+    """int32 [CELLS]."""
+    ids = sample_ids(group({}, caption, "caption") for caption in captions).numpy()
+    return np.bincount(ids // 2 % CELLS, 1.0 - ids % 2 * 2, CELLS).astype(np.int32)
+
+
+def describe(sketches: Sequence[np.ndarray], captions: int) -> str:
+    """The expected pairs of a batch, in words; empty where they are below the noise."""
+    squares = float(np.square(np.sum(sketches, axis=0, dtype=np.float64)).sum())
+    chance = (squares - captions) / max(captions * (captions - 1), 1)
+    pairs = [f"{chance * N * (N - 1) / 2:,.0f} in a global batch of {N:,}" for N in BATCHES]
+    is_seen = squares - captions > 3 * (2 / CELLS) ** 0.5 * squares  # three standard deviations
+    return f"\npairs of samples with equal captions: about {', '.join(pairs)}" if is_seen else ""
