@@ -17,6 +17,7 @@ model in float64, one process, the whole batch at once, the objective's textbook
     dropout         InfoNCE with dropout and patch dropout
     fp16            InfoNCE in half precision with a scaled loss
     widths          weighted InfoNCE of the first 32, 16 and 5 values, normalized again; texts gathered or on a ring
+    long texts      InfoNCE over 33 tokens, from positions of 12 of which 5 are kept
     several texts   the mean of InfoNCE over two texts of each image, with one hard negative text of each
     LoRA            InfoNCE; the oracle is a plain model whose weights are W + 2 B A, through autograd
     LoRA, dropout   the same adapters with dropout, and blocks that are recomputed in the backward pass
@@ -32,6 +33,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from functools import partial
 from typing import Any
 
@@ -51,7 +53,7 @@ from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.models.lora import Lora
-from clip_train.models.weights import WholeState
+from clip_train.models.weights import WholeState, stretched
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
@@ -67,6 +69,7 @@ from tests.contrastive.oracles import (
     grouped_loss,
     own_loss,
 )
+from tests.models.test_convert import long_clip
 from tests.processor import answer
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss
@@ -75,6 +78,7 @@ N, LR, TILE = 64, 0.1, 23
 WIDTHS = {32: 1.0, 16: 0.5, 5: 0.25}
 SIZES = (64, 40, 47, 33, 64)  # of the batch schedule's steps
 TEXTS = 2  # positives of each image
+LONG, KEPT_POSITIONS = 33, 5  # tokens of the long texts, from 12: 4 x 12 - 3 x 5
 BANK, WARMUP = 100, 1  # past pairs; steps before they count
 PER_SHARE = {
     1: (64, 22, 8),
@@ -136,6 +140,7 @@ KINDS = (
     "dropout",
     "widths",
     "several texts",
+    "long texts",
     "two teachers",
     *LORA,
     *OWN,
@@ -173,7 +178,7 @@ def quick_rows() -> list[Row]:
     return [r for r in all_rows() if (r.world, r.chunks) in ((1, 1), (3, 3))]
 
 
-def make_model(kind: str) -> CLIP:
+def make_model(kind: str, by_hand: bool = False) -> CLIP:
     torch.manual_seed(7)
     if "sig" in kind:
         return CLIP(small_clip().model_copy(update={"init_logit_bias": -5.0}))
@@ -184,6 +189,16 @@ def make_model(kind: str) -> CLIP:
         for name, p in model.named_parameters():
             if name.endswith("lora_B"):  # at 0 no A would learn in the first step
                 p.data.normal_(std=0.05)
+        return model
+    if kind == "long texts":
+        short = CLIP(small_clip())
+        text = short.architecture.text_cfg.model_copy(update={"context_length": LONG})
+        model = CLIP(short.architecture.model_copy(update={"text_cfg": text}))
+        stretch = partial(stretched, context=LONG, keep=KEPT_POSITIONS)
+        new = (partial(long_clip, keep=KEPT_POSITIONS) if by_hand else stretch)(
+            short.positional_embedding.detach()
+        )
+        model.positional_embedding.data.copy_(new)
         return model
     return (
         CLIP(small_clip(), dropout=0.1, patch_dropout=0.25)
@@ -209,6 +224,7 @@ def global_batch(kind: str, step: int) -> Batch:
     """Every second batch is the same, so that banks hold copies of current samples."""
     size, seed = SIZES[step] if kind == "batch schedule" else N, step % 2
     texts = (size, TEXTS + 1, 12) if kind == "several texts" else (size, 12)
+    texts = (size, LONG) if kind == "long texts" else texts
     g = torch.Generator().manual_seed(seed)
     return Batch(
         images=torch.randint(0, 256, (size, 3, 32, 32), generator=g, dtype=torch.uint8),
@@ -240,7 +256,7 @@ class Truth:
 
 def oracle(kind: str) -> Truth:
     """In float64: no step, no engine, no loss of ours."""
-    model, past = make_model(kind).double(), []
+    model, past = make_model(kind, by_hand=True).double(), []
     truth = Truth([], [], flatten(dict(model.named_parameters())), torch.empty(0))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=LR)

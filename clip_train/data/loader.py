@@ -70,7 +70,7 @@ class TrainLoader(Iterator[Batch]):
         storage: how patiently remote shards are read.
         tokenizer: picklable; None: CLIP's own.
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
-            nothing behind it; of several texts for an image [n, T, context_length] -> n lists of T.
+            nothing behind it. Several texts of an image: [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
         groups: as `loss.groups`.
 
