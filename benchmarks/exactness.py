@@ -34,7 +34,6 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
-from functools import partial
 from typing import Any
 
 import torch

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from clip_train.batch import plan_batch
 from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
@@ -22,7 +23,7 @@ from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
 from launcher.config.memory import predicted_profile
 from launcher.config.recipe import check_config
-from launcher.config.resolve import resolve
+from launcher.config.resolve import Resolved, resolve
 from tests.contrastive.oracle import siglip
 from tests.contrastive.oracles import distill_loss
 from tests.data.shards import jpeg, write_shard
@@ -180,15 +181,11 @@ def recipe(**sections):
 
 
 def test_memory_counts_every_text():
-    engine = {"precision": "fp32", "kind": "deepspeed"}
-    graphs = [
-        predicted_profile(resolve(config, 1, read_data=False), False).graph
-        for config in (
-            recipe(engine=engine),
-            recipe(engine=engine, data={"texts_per_image": 2}),
-            recipe(engine=engine, data={"texts_per_image": 2, "negative_texts": {"a": 3}}),
-        )
-    ]
+    graphs, architecture = [], small_architecture()
+    for data in ({}, {"texts_per_image": 2}, {"texts_per_image": 2, "negative_texts": {"a": 3}}):
+        config = recipe(engine={"precision": "fp32"}, data=data)
+        resolved = Resolved(config, config, plan_batch(config.batch, 1), architecture)
+        graphs.append(predicted_profile(resolved, False).graph)
     text = graphs[1] - graphs[0]
     assert text > 0 and graphs[2] == pytest.approx(graphs[0] + 4 * text, rel=1e-3)
 
