@@ -105,7 +105,7 @@ class Batch:
         to long texts, so that little padding is left. Texts are cut where all of them have ended,
         at one of few lengths, without asking the device.
         """
-        n, context = len(self), self.texts.shape[-1]
+        n, context = len(self.images), self.texts.shape[-1]
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
         lengths = torch.tensor(self.text_lengths or [context] * n).view(n, -1)

@@ -123,14 +123,14 @@ def texts_of(
     return texts
 
 
-def group(members: Mapping[str, Any], caption: str, groups: str | None) -> str | None:
+def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
     """The name of a sample's group by `loss.groups`; None: it is of no group.
 
     caption: the one that was drawn. Its case and its spaces make no other group.
     """
     if groups == "caption":
         return " ".join(caption.lower().split())
-    value = None if groups is None else metadata(members).get(groups.removeprefix("json."))
+    value = metadata(members).get(groups.removeprefix("json."))
     return None if value in (None, "") else str(value)
 
 

@@ -195,7 +195,8 @@ class PieceStream(IterableDataset):
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return row, texts, key, decode.group(fields, texts[0], self.groups), stored
+            group = self.groups and decode.group(fields, texts[0], self.groups)
+            return row, texts, key, group, stored
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
