@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clip_tools.openclip.command import model_name
+from clip_tools.peft_export import export_peft
 from clip_tools.transformers_export import (
     check_transformers,
     export_transformers,
@@ -30,6 +31,7 @@ from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
+from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.weights import (
     CONFIG_NAME,
@@ -271,7 +273,17 @@ def write_export(
     if not isinstance(description, dict):
         parse_saved(description)  # which names what is wrong
     other = description.get("own") or description.get("open_clip")
-    if args.format == "transformers":
+    if args.format == "peft":
+        if not description.get("lora") or len(found) > 1:
+            raise UserError(
+                f"--format peft holds the adapters (model.lora) of one checkpoint, and "
+                f"{found[0].path} has none, or is one of several: export with --format open_clip"
+            )
+        like, read = averaged(found, weights, args.ema)
+        lora = Lora.model_validate(description["lora"])
+        written = export_peft({name: read(name) for name in like}, lora, folder)
+        line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
+    elif args.format == "transformers":
         architecture = None if other else parse_saved(description)
         if not isinstance(architecture, Architecture):
             raise UserError(

@@ -22,6 +22,8 @@ pip ftfy huggingface-hub "transformers<4.56" regex safetensors tqdm pyyaml numpy
 pip "deepspeed==0.19.8"
 # Loops of one's own in other libraries (examples/).
 pip accelerate lightning
+# Adapters of low rank (tests/peers/test_lora.py).
+pip --no-deps "peft==0.18.1"
 # This project runs from its checkout: only what the compared packages import is added.
 pip "pydantic>=2.7" simplejpeg braceexpand fsspec rich
 # Its loader (benchmarks/data.py) wants pandas, and a webdataset from before 1.0.

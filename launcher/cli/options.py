@@ -53,7 +53,7 @@ STEP = ("step", "N", "the checkpoint of this step (default: the newest)")
 EMA = ("ema", None, "the moving average of its weights (optim.ema_decay)")
 EXPORT_FORMAT = (
     "format",
-    ["open_clip", "transformers"],
+    ["open_clip", "transformers", "peft"],
     "for which library (default: open_clip)",
     "open_clip",
 )
@@ -271,7 +271,8 @@ VERBS = {
         """\
     clip-train export runs/clip --output clip-b32           of a run on this disk
     clip-train export s3://bucket/run --step 20000          of a run elsewhere
-    clip-train export runs/clip --format transformers       for transformers.CLIPModel""",
+    clip-train export runs/clip --format transformers       for transformers.CLIPModel
+    clip-train export runs/clip --format peft               adapters (model.lora) alone""",
         positions=("place", "overrides"),
         options=(
             ("output", "DIR", "folder to write (default: <run.dir>/export)"),

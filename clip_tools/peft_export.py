@@ -1,0 +1,50 @@
+"""Adapters in the format of Hugging Face's peft, which need not be installed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clip_train.models.lora import Lora
+from clip_train.models.weights import as_json, save_texts, save_weights
+
+
+def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
+    """Write what `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the folder.
+
+    peft has one adapter for packed attention weights, always with one of `out_proj`: three become
+    one of block matrices, with three times the rank and alpha. What is trained beside adapters is
+    in trained.safetensors.
+    """
+    out: dict[str, Tensor] = {}
+    adapters = dict(state)
+    rest = {name: adapters.pop(name) for name in state if ".lora_" not in name}
+    layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
+    packed = [x for x in layers if len(state[f"{x}.lora_A"]) == 3 * lora.rank]
+    outputs = {f"{x}.out_proj": state[f"{x}.lora_A"].shape[1] for x in packed}
+    for layer in dict.fromkeys([*layers, *outputs]):
+        width = outputs.get(layer, 0)
+        A = adapters.get(f"{layer}.lora_A", torch.zeros(lora.rank, width))
+        B = adapters.get(f"{layer}.lora_B", torch.zeros(width, lora.rank))
+        B, place = torch.block_diag(*B.chunk(len(A) // lora.rank)), layer
+        if layer in outputs:
+            place = f"{layer.removesuffix('.out_proj')}.base_layer.out_proj"
+            A, B = F.pad(A, (0, 0, 0, 2 * lora.rank)), F.pad(B, (0, 2 * lora.rank))
+        named = {"A": A, "B": B}
+        out |= {f"base_model.model.{place}.lora_{x}.weight": named[x] for x in named}
+    alone = [layer for layer in layers if layer not in outputs]
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": alone,
+        "rank_pattern": dict.fromkeys(packed, 3 * lora.rank),
+        "alpha_pattern": dict.fromkeys(packed, 3 * lora.alpha),
+    }
+    path = save_weights(out, Path(folder), "adapter_model.safetensors").parent
+    save_weights(rest, path, "trained.safetensors")
+    save_texts({"adapter_config.json": as_json(config)}, path)
+    return path
