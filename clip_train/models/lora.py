@@ -18,14 +18,14 @@ class Lora(Settings):
     """W + alpha / rank B A for each weight W [out, in], with A [rank, in] and B [out, rank]."""
 
     rank: PositiveInt = 16
-    """Of each adapter. Packed attention weights have three: of queries, keys and values."""
+    """The rank of each adapter. Packed attention weights have three: for queries, keys and values."""
     alpha: PositiveFloat = 32.0
     """The adapters count alpha / rank times."""
     on: tuple[str, ...] = Field(("attention", "mlp"), min_length=1)
     """The weights that get adapters: attention, mlp, linear (all of them), or ends of layers' names
     (out_proj, mlp.c_fc, visual.*.c_fc)."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of what goes into the adapters, by the sample's seed."""
+    """Dropout of the adapters' inputs, drawn by the sample's seed."""
     train: tuple[str, ...] = ()
     """Patterns over the names of other parameters that are trained, such as ["*proj"]; logit_scale
     and logit_bias are."""

@@ -114,7 +114,7 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
 
 
 def base_digest(config: ModelConfig, seed: int) -> str | None:
-    """Of what `initial_weights` reads, for a model with adapters; None for another."""
+    """The digest of the files that `initial_weights` reads; None for a model without adapters."""
     if config.lora is None:
         return None
     keys = ("init_from", "init_image_from", "init_text_from")

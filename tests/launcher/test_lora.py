@@ -46,6 +46,9 @@ def test_adapters_are_trained_resumed_and_merged(recipe, tmp_path, model, data):
     place = (f"run.dir={tmp_path / 'x'}", "data.val=" + data.val, "evaluate.retrieval=false")
     status, out = run(exported, *place, verb="evaluate")
     assert status == 0 and out.split("val_loss: ")[1] == evaluated.split("val_loss: ")[1], out
+    peft = ("--format", "peft", "--output", str(tmp_path / "peft"))
+    status, out = run(recipe, *line, *peft, verb="export")
+    assert status == 0 and (tmp_path / "peft" / "adapter_config.json").is_file(), out
     # another base in its place
     export_openclip(CLIP(architecture).state_dict(), architecture, base)
     status, out = run(recipe, *keys, "run.dir=one", "run.steps=5")
