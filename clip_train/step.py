@@ -87,7 +87,7 @@ def train_step(
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break
-        engine.discard_gradients()  # once in a million steps: again, without deferring
+        engine.discard_gradients()  # rare: exponentials underflowed; repeat, with a running maximum
         restore_rng(random_state, engine.device)
     loss = values.pop("loss")
     if not math.isfinite(loss):
@@ -124,7 +124,7 @@ def two_pass(
     kept_graphs: int = 1,
     guard: Guard = nullcontext,
 ) -> LossOutput:
-    """Add the gradient of the objective over these samples of all ranks. Returns its output.
+    """Add the objective's gradient, over the samples of all ranks, to `.grad`. Returns its output.
 
     kept_graphs: micro-batches whose graphs are retained.
     """
@@ -252,7 +252,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
     The second forward has to draw what the first one drew. The dropouts of this project's models
     are functions of the sample and do not need it; anything else random in a model does. Without
-    replay the gradient is wrong by half and biased, not merely noisy.
+    replay the gradient is biased, not only noisy: its relative error is about one half.
 
     ValueError for a device whose generator cannot be read.
     """

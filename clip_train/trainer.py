@@ -28,7 +28,7 @@ from clip_train.stop import StopRequest
 from clip_train.task import Batch, Flags, Objective, StepResult
 
 EVALUATE_LATER = (
-    "once the cause is mended, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the "
+    "after you fix the cause, `clip-train evaluate RECIPE` evaluates the newest checkpoint; the "
     "next start of the run takes a changed `evaluate` section"
 )
 
@@ -52,7 +52,8 @@ class Trainer:
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
     # what a resumed run compares itself with
     run_state: dict[str, Any] = field(default_factory=dict)
-    skipped: Skipped = field(default_factory=Skipped)  # what looked at the run and failed
+    # failures of observers (metrics, evaluations, reports), which do not end a run
+    skipped: Skipped = field(default_factory=Skipped)
     step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
     samples: int = 0  # seen by all ranks together
     step_began: float = 0.0  # seconds of time.perf_counter()
@@ -161,7 +162,7 @@ class Trainer:
     def _step(self, batch: Batch, waited: float) -> bool:
         """One step, and the save and the evaluation that are due after it. waited: seconds.
 
-        True if any rank was asked to stop: then neither is made."""
+        True if any rank was asked to stop; then neither of them runs here."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:

@@ -65,7 +65,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish`
     explains.
 
-    stop: listening already, since before the imports.
+    stop: its signal handlers were installed before the imports.
     """
     env = ranks.detect(os.environ)
     ranks.prepare(os.environ, config.engine.deterministic)
@@ -154,8 +154,8 @@ def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[s
 def describe_run_dir(
     resolved: Resolved, start: int, env: ranks.RankEnv, device: torch.device
 ) -> None:
-    """Rank 0, once it is certain that the run is this recipe's: the recipe as given, and
-    that an attempt begins after step `start`."""
+    """On rank 0, once the run directory is known to belong to this recipe: write the recipe as given,
+    and that an attempt begins after step `start`."""
     config = resolved.config
     try:
         before = read_verdict(config.run_dir)
@@ -201,7 +201,7 @@ def build_trainer(
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, resolved, start, env, device))
     outcome.notify = config.log.notify
-    outcome.run_dir = config.run_dir  # from now on the run there is this recipe's
+    outcome.run_dir = config.run_dir  # from here on the run directory belongs to this recipe
     engine = parts.build_engine(resolved, device)
     if resumed is None or not engine.saves_frozen:
         say = log if dist.is_main() else silent
