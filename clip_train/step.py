@@ -269,7 +269,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
-    """On another kind of device than the state is of, the CPU's alone."""
+    """Restore what `rng_state` saved. A state saved on a CPU restores the CPU's generator only."""
     torch.set_rng_state(state["rng.cpu"])
     if "rng.device" in state and device.type != "cpu":
         which = [device] if device.type != "mps" else []

@@ -163,7 +163,8 @@ def describe_run_dir(
         History(config.run_dir).append(
             "start", step=start, previous=previous, **facts(resolved.given, env, device)
         )
-        if RUN_DIR not in os.environ:  # else the controller removed it, and a rank may write it
+        # in a batch job the controller has removed the old verdict; a rank may have written a new one
+        if RUN_DIR not in os.environ:
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         recipe = resolved.given.to_yaml()
         LocalStorage(config.run_dir).put_bytes("recipe.yaml", recipe.encode())
