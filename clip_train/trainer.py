@@ -293,7 +293,7 @@ class Trainer:
             )
         saved = self._save(wait=True)
         good = self.checkpoints.last_good
-        local = good is not None and good.step == step  # if not in the remote store
+        local = good is not None and good.step == step  # enough to stop, even if the upload failed
         if saved is not Saved.COMMITTED and not local:
             raise CheckpointError(
                 f"stopped by {reasons} after step {step}, and the save failed (see above); "
