@@ -128,8 +128,8 @@ class Trainer:
             raise error
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch. If this rank has failed, the previous batch again, so that it can join the
-        collectives of the step; its flag makes all ranks discard the step."""
+        """The next batch. If this rank has failed, the previous batch again, so that it can join
+        the collectives of the step; its flag makes all ranks discard the step."""
         first = self.last is None  # no batch could be repeated
         if self.failure is None:
             try:
