@@ -21,11 +21,14 @@ model in float64, one process, the whole batch at once, the objective's textbook
     several texts   the mean of InfoNCE over two texts of each image, with one hard negative text of each
     LoRA            InfoNCE; the oracle is a plain model whose weights are W + 2 B A, through autograd
     LoRA, dropout   the same adapters with dropout, and blocks that are recomputed in the backward pass
+    Muon            InfoNCE with torch.optim.Muon on whole matrices and AdamW for all else: every engine and stage on
+                    1 to 3 ranks, in fp32, and in bf16 beside one rank's un-accumulated bf16 step on whole matrices
     own: ...        the four losses of examples/losses.py, and one of the tests: functions as `loss.kind`
 
 fp32 targets: loss within 1e-6, gradient norm, update and parameters within 1e-5 (relative; of the 5 steps the worst).
 fp16 target: the error of the update, beside that of the un-accumulated fp16 step, at most 1.1 times it. ZeRO 3 has an
 un-accumulated step of its own: DeepSpeed's linear layer there rounds the product before it adds the bias.
+Muon in fp32: the rule of tests/tolerances.py, as Newton-Schulz amplifies rounding.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -60,6 +64,7 @@ from clip_train.task import Batch, Features, MicroBatch, Objective, named_featur
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
 from launcher.parts import stored, teach
+from tests import tolerances
 from tests.contrastive.oracle import siglip
 from tests.contrastive.oracles import (
     averaged_teachers_loss,
@@ -88,7 +93,8 @@ KEPT = ((1, 1, 1), (1, 2, 4), (1, 3, 8))  # graphs, of 1, 3 and 8
 TARGETS = {
     "fp32 loss": "relative error at most 1e-6",
     "fp32 gradient norm, parameters, update": "relative error at most 1e-5",
-    "fp16": "error of the update at most 1.1 x that of the un-accumulated fp16 step",
+    "fp16, Muon in bf16": "error of the update at most 1.1 x that of the un-accumulated step",
+    "Muon in fp32": "loss, gradient norm and update within tests/tolerances.py's",
 }
 
 
@@ -104,7 +110,7 @@ class Row:
 
     @property
     def precision(self) -> str:
-        return "fp16" if self.kind == "fp16" else "fp32"
+        return {"fp16": "fp16", "Muon, bf16": "bf16"}.get(self.kind, "fp32")
 
     @property
     def chunks(self) -> int:
@@ -128,6 +134,7 @@ LORA = {
     "LoRA": Lora(rank=4, alpha=8),
     "LoRA, dropout": Lora(rank=4, alpha=8, dropout=0.1),
 }
+MUON, MUON_LR = ("Muon", "Muon, bf16"), 1e-3
 KINDS = (
     "InfoNCE, ring",
     "sigmoid",
@@ -169,7 +176,19 @@ def all_rows() -> list[Row]:
                     )
         rows += of_engine
     plain = Row("fp16", 1, N, 1, 3)
-    return [*rows, plain]
+    return [*rows, plain, *muon_rows()]
+
+
+def muon_rows() -> list[Row]:
+    """Every engine and stage on every number of ranks; the number of micro-batches in turn."""
+    whole = [Row(kind, 1, N, 1, 0, "", "fsdp") for kind in MUON]  # one rank, k = 1
+    rows = []
+    for kind, engine, stage, world in product(MUON, ("deepspeed", "fsdp"), range(4), PER_SHARE):
+        i = (stage + world) % 3
+        row = Row(kind, world, PER_SHARE[world][i], KEPT[i][world - 1], stage, "", engine)
+        if (kind, engine, stage) != ("Muon, bf16", "deepspeed", 0) and row not in whole:
+            rows.append(row)
+    return [*whole, *rows]
 
 
 def quick_rows() -> list[Row]:
@@ -258,15 +277,25 @@ def oracle(kind: str) -> Truth:
     model, past = make_model(kind, by_hand=True).double(), []
     truth = Truth([], [], flatten(dict(model.named_parameters())), torch.empty(0))
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=LR)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(trained, lr=LR)]
+    if kind in MUON:
+        blocks = {p for n, p in model.named_parameters() if "resblocks" in n and p.ndim == 2}
+        others = [p for p in model.parameters() if p not in blocks]
+        adam: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0}
+        scaled: dict[str, Any] = {"weight_decay": 0, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers = [
+            torch.optim.Muon(blocks, MUON_LR, **scaled),
+            torch.optim.AdamW(others, MUON_LR, **adam),
+        ]
     for step in range(len(SIZES)):
         by_texts = kind == "several texts"
         loss = with_texts(model, step) if by_texts else textbook(kind, model, step, past)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         truth.losses.append(loss.item())
         truth.norms.append(torch.cat([p.grad.flatten() for p in trained]).norm().item())
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     truth.final = flatten(dict(model.named_parameters()))
     return truth
 
@@ -399,13 +428,16 @@ def objective(row: Row) -> Objective:
 def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     """On one rank: losses, norms, this rank's fragments of the master weights, and whether a step was skipped."""
     config = EngineConfig(kind=row.engine, zero_stage=row.stage, precision=row.precision)
+    if row.precision != "fp32":
+        # slow on a processor without it, but the numbers are the same
+        answer(True, row.precision)
     if row.precision == "fp16":
-        answer(True, "fp16")  # slow on a processor without it, but the numbers are the same
         # DeepSpeed starts at 2^16, which overflows, and the first steps would be skipped.
         config = config.model_copy(
             update={"ds_config": base_ds_config(fp16={"initial_scale_power": 10})}
         )
-    optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    name, lr = ("muon", MUON_LR) if row.kind in MUON else ("sgd", LR)
+    optim = OptimConfig(name=name, lr=lr, weight_decay=0.0)
     linear = torch.nn.functional.linear  # DeepSpeed at stage 3 replaces it for the whole process
     engine = build(
         config,
@@ -424,7 +456,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
             parts = [each[place] for place in range(2) for each in seen]
             batch.teacher_features = torch.cat(parts, dim=1)
         results.append(
-            train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=LR)
+            train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=lr)
         )
     fragments = [
         (f.name, f.shape, f.start, f.tensors["param"].clone()) for f in engine.state_fragments()
@@ -461,7 +493,7 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
         "grad norm": max(abs(a / b - 1) for a, b in zip(norms, truth.norms, strict=True)),
         "parameters": (distance / truth.final.norm()).item(),
         "update": (distance / (truth.final - truth.start).norm()).item(),
-        "x un-accumulated fp16": "",
+        "x un-accumulated": "",
     }
     missed = []
     if len({tuple(r[0]) for r in ours}) != 1:
@@ -473,7 +505,8 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
 
 def main() -> int:
     command = parser(__doc__ or "")
-    command.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
+    kinds = (*KINDS, *MUON)
+    command.add_argument("--only", nargs="+", choices=kinds, default=kinds, metavar="KIND")
     args = command.parse_args()
     rows = [row for row in (quick_rows() if args.quick else all_rows()) if row.kind in args.only]
     truths = {kind: oracle(kind) for kind in args.only}
@@ -485,26 +518,29 @@ def main() -> int:
 
     table, missed = [], []
     plain = {  # at stage 3, and below it
-        row.stage == 3: judge(row, outcomes[row], truths["fp16"])[0]["update"]
+        (row.kind, row.stage == 3): judge(row, outcomes[row], truths[row.kind])[0]["update"]
         for row in rows
-        if row.kind == "fp16" and row.world == row.chunks == 1
+        if row.world == row.chunks == 1
+        and (row.kind == "fp16" or (row.kind, row.engine, row.stage) == ("Muon, bf16", "fsdp", 0))
     }
     for row in rows:
         cells, wrong = judge(row, outcomes[row], truths[row.kind])
         missed += wrong
-        if row.precision == "fp16":
-            unaccumulated = plain[row.stage == 3]
-            cells["x un-accumulated fp16"] = cells["update"] / unaccumulated
+        if row.precision != "fp32":
+            unaccumulated = plain[row.kind, row.kind == "fp16" and row.stage == 3]
+            cells["x un-accumulated"] = cells["update"] / unaccumulated
             if cells["update"] > 1.1 * unaccumulated:
                 missed.append(f"{row}: update {cells['update']:.1e} against {unaccumulated:.1e}")
         else:
-            over = {
-                key: cells[key]
-                for key in ("grad norm", "parameters", "update")
-                if cells[key] > 1e-5
-            }
-            over |= {"loss": cells["loss"]} if cells["loss"] > 1e-6 else {}
-            missed += [f"{row}: {key} {value:.1e}" for key, value in over.items()]
+            most = dict.fromkeys(("grad norm", "parameters", "update"), 1e-5) | {"loss": 1e-6}
+            if row.kind in MUON:
+                most = {
+                    "loss": tolerances.loss(len(SIZES), "muon"),
+                    "grad norm": tolerances.norm(len(SIZES), "muon"),
+                    "update": tolerances.UPDATE["muon"],
+                }
+            over = [key for key, limit in most.items() if cells[key] > limit]
+            missed += [f"{row}: {key} {cells[key]:.1e}" for key in over]
         table.append(cells)
     return finish("exactness", table, TARGETS, missed, args)
 
