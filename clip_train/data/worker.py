@@ -6,6 +6,7 @@ This module runs inside the loader's workers. Their images are in shared memory.
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
-from clip_train.errors import ClipTrainError, DataError
+from clip_train.errors import ClipTrainError, DataError, RankError
 from clip_train.inputs import Input
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
@@ -49,11 +50,17 @@ def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ..
     in turn. It is asked for its k-th piece when the trainer has fetched piece k - prefetch, and the
     trainer is done with that one before it fetches the next: prefetch + 1 slots are enough.
 
-    capacity: samples in the largest piece. row: as `PieceStream.row`.
+    capacity: samples in the largest piece. row: as `PieceStream.row`. RankError without room.
     """
     shape = (workers, prefetch + 1, capacity, *row)
-    # as torch's own collate allocates
-    storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
+    try:  # as torch's own collate allocates
+        storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
+    except RuntimeError as e:
+        raise RankError(
+            f"data.workers ({workers}) and data.prefetch ({prefetch}) need {math.prod(shape) >> 20} "
+            f"MiB of shared memory: {e}; enlarge /dev/shm (a container's --shm-size) and the shell's "
+            "ulimit -f, or lower data.workers (0: none)"
+        ) from None
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 

@@ -34,8 +34,6 @@ class Case:
     attack: Callable[[Path], str]
     cheap: bool = False
     waits: str = ""
-    mended: str = ""
-    known: str = ""
     prepare: Callable[[], object] | None = None  # once, before the clock starts
 
 

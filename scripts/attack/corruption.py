@@ -331,7 +331,6 @@ SEVERAL = {
     "--verify while retention removes": while_retention_removes("checkpoints", "--verify"),
     "an evaluation while retention removes": while_retention_removes("evaluate"),
 }
-MENDED = "a pipe"
 CHEAP = {"rank00000.safetensors: a byte flipped", "commit: a pipe in its place"}
 NAMED: dict[str, Callable[[Path], str]] = {
     **{f"{f}: {way}": of_a_checkpoint(f, do) for f in FILES for way, do in DAMAGES.items()},
@@ -350,7 +349,6 @@ CASES = [
         attack,
         cheap=name in CHEAP,
         waits="several starts" if name in SEVERAL else "",
-        mended=MENDED if name.endswith("pipe in its place") and "lease" not in name else "",
         prepare=functools.partial(saved, 2 if "ranks'" in name or "manifest and" in name else 1),
     )
     for name, attack in NAMED.items()

@@ -9,7 +9,8 @@ import torch
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import Prefetcher, TrainLoader
-from clip_train.errors import DataError
+from clip_train.data.worker import shared_images
+from clip_train.errors import DataError, RankError
 from clip_train.task import Batch
 from tests.data.shards import write_dataset
 
@@ -115,3 +116,8 @@ def test_the_training_loader_behind_it(tmp_path, workers):
     batches.close()
     with pytest.raises(StopIteration):
         next(batches)
+
+
+def test_shared_memory_without_room_is_an_error_in_words():
+    with pytest.raises(RankError, match=r"data.workers \(2\).* enlarge /dev/shm"):
+        shared_images(2, 1, 1 << 40, (1 << 10,))

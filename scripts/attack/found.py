@@ -1,0 +1,39 @@
+"""What the cases have found: mended, by the commit; or left, and why."""
+
+from __future__ import annotations
+
+FIRST = "e2d0b973"
+MENDED = {
+    **dict.fromkeys(
+        [
+            "long names without end",
+            "a sample of 60 members of 250 MiB",
+            "a recipe that is not UTF-8",
+            "a recipe a hundred thousand brackets deep",
+            "/dev/zero for a recipe",
+            "a config a million brackets deep",
+            "metrics.jsonl of the run: a pipe in its place",
+            "metrics.jsonl of the run: a folder in its place",
+            "attempts.jsonl of the run: a pipe in its place",
+            "resolved.yaml of the run: a folder in its place",
+            "VERDICT of the run: a pipe in its place",
+            "a read-only run directory",
+            "a password in data.val",
+            "a variable in log.notify",
+            "an option in log.notify",
+        ],
+        FIRST,
+    ),
+    **dict.fromkeys(
+        [
+            "the run directory removed",
+            "the run directory renamed",
+            "a file in place of the run directory",
+        ],
+        "4cdfd414",
+    ),
+}
+KNOWN = {
+    "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
+    "20 unused members of 200 MiB": "the same",
+}
