@@ -735,9 +735,10 @@ INDEXES: dict[str, Callable[[Path], str]] = {
     ),
 }
 
+WAITS = {"a store that cannot be written": "CLIP_TRAIN_S3_PATIENCE_SECONDS"}
 CHEAP = {"a pipe for a shard", "a pipe for weights", "a billion shards in braces"}
 CASES = [
-    Case(name, attack, cheap=name in CHEAP)
+    Case(name, attack, cheap=name in CHEAP, waits=WAITS.get(name, ""))
     for group in (SHARDS, IMAGES, CAPTIONS, WEIGHTS, MODELS, RECIPES, SERVERS, INDEXES)
     for name, attack in group.items()
 ]
