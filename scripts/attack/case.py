@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.processes import family, running
-from tests.warm import start_server
+from tests.warm import call, start_server
 
 SECONDS = 60.0  # of a case, and nothing of it runs on
 MEMORY = 3 << 30  # bytes that one process may have resident
@@ -132,6 +132,7 @@ def campaign(cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Resu
     is started here inherits."""
     resource.setrlimit(resource.RLIMIT_DATA, (DATA, DATA))
     start_server()
+    call(os.getpid)  # its imports are done then
     results = []
     for case in cases:
         if case.prepare is not None:
