@@ -265,7 +265,7 @@ CASES = [
     Case("keys in the environment, a step that fails", environment(fault="raise:0")),
     Case("keys in the environment, a save that fails", environment("checkpoint.every_steps=1", fault="snapshot:0:2")),
     Case("keys in the environment, a loader that fails", environment(fault="loader:0")),
-    Case("keys in the environment, no bucket", environment("checkpoint.remote=s3://nobody/x")),
+    Case("keys in the environment, no bucket", environment("checkpoint.remote=s3://nobody/x"), waits="CLIP_TRAIN_S3_PATIENCE_SECONDS"),
     Case("keys in the environment, shards in no bucket", environment("data.train=s3://nobody/x.tar")),
     Case("a run that is killed, and those that read it", killed),
     Case("a header in log.notify", notified(f"curl -H 'Authorization: Bearer {SECRET}' http://{CLOSED}")),
