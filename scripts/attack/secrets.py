@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,15 @@ from pathlib import Path
 
 from scripts.attack import lab
 from scripts.attack.case import REFUSED, SAME, SECRET, Case
-from tests.launcher.conftest import finish, kill, start, wait_for_commit, wait_for_step
+from tests.launcher.conftest import (
+    ROOT,
+    clean_environment,
+    finish,
+    kill,
+    start,
+    wait_for_commit,
+    wait_for_step,
+)
 from tests.launcher.test_secrets import kept
 
 ENCODED = "hunter2%70lanted"  # the same, as a URL may spell it
@@ -183,28 +193,15 @@ def modes(umask: int, file_mode: int, folder_mode: int) -> Callable[[Path], str]
     """With this umask, each file and folder of a run is as any other file of that user."""
 
     def attack(folder: Path) -> str:
-        before = os.umask(umask)
-        try:
-            from tests.warm import call
-
-            call(under_umask, str(folder), umask)
-        finally:
-            os.umask(before)
+        line = [sys.executable, "-m", "launcher", "train", str(lab.recipe(folder)), *lab.SMALL]
+        env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(line, env=env, cwd=folder, check=True, capture_output=True, umask=umask)
         for path in (folder / "run").rglob("*"):
-            mode, expected = (
-                stat.S_IMODE(path.stat().st_mode),
-                folder_mode if path.is_dir() else file_mode,
-            )
-            assert mode == expected, (path, oct(mode), oct(expected))
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode == (folder_mode if path.is_dir() else file_mode), (path, oct(mode))
         return SAME
 
     return attack
-
-
-def under_umask(folder: str, umask: int) -> None:
-    os.umask(umask)
-    status, out = lab.run(lab.recipe(Path(folder)), *lab.SMALL)
-    assert status == 0, out
 
 
 def temporary_names(folder: Path) -> str:
@@ -265,7 +262,11 @@ CASES = [
     Case("keys in the environment, a step that fails", environment(fault="raise:0")),
     Case("keys in the environment, a save that fails", environment("checkpoint.every_steps=1", fault="snapshot:0:2")),
     Case("keys in the environment, a loader that fails", environment(fault="loader:0")),
-    Case("keys in the environment, no bucket", environment("checkpoint.remote=s3://nobody/x"), waits="CLIP_TRAIN_S3_PATIENCE_SECONDS"),
+    Case(
+        "keys in the environment, no bucket",
+        environment("checkpoint.remote=s3://nobody/x"),
+        waits="CLIP_TRAIN_S3_PATIENCE_SECONDS",
+    ),
     Case("keys in the environment, shards in no bucket", environment("data.train=s3://nobody/x.tar")),
     Case("a run that is killed, and those that read it", killed),
     Case("a header in log.notify", notified(f"curl -H 'Authorization: Bearer {SECRET}' http://{CLOSED}")),
