@@ -259,7 +259,7 @@ CASES = [
     Case("the clock set ahead by an hour", jumping(3600.0)),
     Case("the clock set back to 1970", jumping(-1.7e9)),
     Case("all files of a run are of next year", files_of_tomorrow),
-    Case("a store at 10 kB/s", crawling(10_000), waits="checkpoint.grace_seconds"),
-    Case("a store at 1 MB/s", crawling(1_000_000)),
-    Case("a store that never answers", crawling(1, "hang"), waits="storage.patience_seconds"),
+    Case("a store at 10 kB/s", crawling(10_000), waits="checkpoint.grace_seconds", prepare=server),
+    Case("a store at 1 MB/s", crawling(1_000_000), prepare=server),
+    Case("a store that never answers", crawling(1, "hang"), waits="storage.patience_seconds", prepare=server),
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from tests.launcher.conftest import (
     wait_for_step,
 )
 from tests.launcher.test_secrets import kept
+from tests.warm import Command
 
 ENCODED = "hunter2%70lanted"  # the same, as a URL may spell it
 IMPATIENT = ("storage.patience_seconds=2", "storage.backoff_seconds=0.1", "run.steps=4")
@@ -92,9 +93,10 @@ def in_key(key: str) -> Callable[[Path], str]:
 
 def in_verb(verb: str) -> Callable[[Path], str]:
     def attack(folder: Path) -> str:
-        url = f"http://me:{SECRET}@{CLOSED}/a.tar"
-        line = [lab.recipe(folder), f"data.train={url}"] if verb in ("plan", "doctor") else [url]
-        status, out = finish(start(Path(line[0]), *line[1:], verb=verb, cwd=folder), timeout=50)
+        url, file = f"http://me:{SECRET}@{CLOSED}/a.tar", str(lab.recipe(folder))
+        line = [file, f"data.train={url}"] if verb in ("plan", "doctor") else [url]
+        env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+        _, out = finish(Command([verb, *line], env=env, cwd=folder), timeout=50)
         return nowhere(out, folder)
 
     return attack
