@@ -36,7 +36,6 @@ MENDED = {
 KNOWN = {
     "a password in run.dir": "`run.dir` takes a URL for the name of a local folder",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
-    "data.train with a token of GitHub": "the library names the address that it asked, with the token",
     "a million empty members": "12 s of a processor, and more than 60 s beside 16 other processes",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
     "20 unused members of 200 MiB": "the same",

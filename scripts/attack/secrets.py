@@ -56,7 +56,6 @@ URLS = {
     "keys for a bucket's user": f"s3://AKIA:{SECRET}@bucket/a.tar",
     "a password of ftp": f"ftp://me:{SECRET}@{CLOSED}/a.tar",
     "a password of sftp": f"sftp://me:{SECRET}@{CLOSED}/a.tar",
-    "a token of GitHub": f"github://me:{SECRET}@owner/repo/a.tar",
     "a chain of URLs": f"simplecache::http://me:{SECRET}@{CLOSED}/a.tar",
     "two sources": f"/x/a.tar::http://me:{SECRET}@{CLOSED}/a.tar",
     "braces": f"http://me:{SECRET}@{CLOSED}/{{00..02}}.tar",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.attack import lab
 from scripts.attack.case import SAME, VERDICT, Case
-from tests.launcher.conftest import finish, kill, metrics, start, wait_for_step
+from tests.launcher.conftest import finish, kill, metrics, start, start_cold, wait_for_step
 from tests.processes import family
 
 STEPS = 5_000
@@ -63,7 +63,8 @@ def litter(end: Callable) -> Callable[[Path], str]:
         temporary.mkdir()
         limits = ("launch.hang_step_seconds=15", "checkpoint.grace_seconds=10", "run.steps=100000")
         environ = {"TMPDIR": str(temporary)}
-        run = start(lab.recipe(folder), *LINE, *limits, environ=environ, fault=FAULTS.get(end, ""))
+        fault = FAULTS.get(end, "")  # cold: a warm process shares the one that clears up
+        run = start_cold(lab.recipe(folder), *LINE, *limits, environ=environ, fault=fault)
         if end not in FAULTS:
             wait_for_step(folder / "run", 8, run, 50)
             end(run)
