@@ -34,6 +34,8 @@ MENDED = {
     ),
 }
 KNOWN = {
+    "an answer without end": "fsspec holds all that an HTTP server sends, beyond the range asked for",
+    "an answer that unpacks to 1 GiB": "each request of the start waits `storage.patience_seconds`",
     "a password in run.dir": "`run.dir` takes a URL for the name of a local folder",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "a million empty members": "12 s of a processor, and more than 60 s beside 16 other processes",
