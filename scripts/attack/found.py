@@ -34,6 +34,7 @@ MENDED = {
     ),
 }
 KNOWN = {
+    "a byte every 5 seconds": "the same as of the answer that unpacks to 1 GiB",
     "an answer without end": "fsspec holds all that an HTTP server sends, beyond the range asked for",
     "an answer that unpacks to 1 GiB": "each request of the start waits `storage.patience_seconds`",
     "a password in run.dir": "`run.dir` takes a URL for the name of a local folder",
