@@ -9,7 +9,6 @@ on them. The draws for a sample depend on its key alone.
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import random
 import tempfile
@@ -37,8 +36,6 @@ from clip_train.storage.urls import open_storage
 from launcher.runtime.log import log, warn
 
 SETTINGS = "reinforced.json"  # beside the shards: the options that made them
-GROUP = 16  # samples that go through a teacher together
-OPTIONS = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"SHARDS ({' '.join(args.shards)}): two have one name; write them apart")
     with as_ranks(args) as device:
         teachers = [load(place, device=str(device)) for place in places]
-        sizes = [teacher.image_size for teacher in teachers]
-        if len({*sizes}) > 1:
+        sizes = {teacher.image_size for teacher in teachers}
+        if len(sizes) > 1:
             raise UserError(
                 f"--teacher ({args.teacher}): teachers of one shard see the same pixels, and their "
                 f"image_size is {sizes}; write shards for each"
@@ -83,11 +80,10 @@ def write_missing(
     """share: the names of shards and where they are read; each is written whole or not at all.
     UserError where those at `args.to` were made of something else."""
     store = open_storage(args.to)
-    made_with = {
-        **{name: getattr(args, name) for name in OPTIONS},
-        "teachers": [teacher.source for teacher in teachers],  # a run has newer checkpoints
-    }
-    settings = json.dumps(made_with).encode()
+    options = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
+    made_with = {name: getattr(args, name) for name in options}
+    # a run has newer checkpoints
+    settings = json.dumps({**made_with, "teachers": [each.source for each in teachers]}).encode()
     if not store.put_bytes(SETTINGS, settings, if_absent=True):
         before = store.read_bytes(SETTINGS)
         if before != settings:
@@ -112,26 +108,18 @@ def reinforced(
     transform = TrainTransform(teachers[0].image_size, scale=(args.crop, 1.0))
     left_out: Counter[str] = Counter()
     written: list[dict[str, Any]] = []
-    items = list(read_shard(shard))
-    for start in range(0, len(items), GROUP):
-        made = []
-        for sample in items[start : start + GROUP]:
-            try:
-                made.append(prepared(sample, transform, args))
-            except InvalidSample as e:
-                left_out[str(e)] += 1
-        if made:
-            members, pixels, texts = zip(*made, strict=True)
-            images, captions = torch.cat(pixels), list(itertools.chain(*texts))
-            dtype = torch.half if args.half else torch.float
-            of_images = torch.cat([each.pixels(images).to("cpu", dtype) for each in teachers], 1)
-            of_texts = torch.cat([each.texts(captions).to("cpu", dtype) for each in teachers], 1)
-            rows = of_texts.split([len(each) for each in texts])
-            parts = zip(members, of_images.split(args.augmentations), rows, strict=True)
-            for sample, image, text in parts:
-                content = io.BytesIO()
-                np.savez(content, image_emb=image.numpy(), text_emb=text.numpy())
-                written.append({**sample, decode.FEATURES: content.getvalue()})
+    dtype = torch.half if args.half else torch.float
+    for sample in read_shard(shard):
+        try:
+            members, pixels, texts = prepared(sample, transform, args)
+        except InvalidSample as e:
+            left_out[str(e)] += 1
+            continue
+        image = torch.cat([each.pixels(pixels).to("cpu", dtype) for each in teachers], dim=1)
+        text = torch.cat([each.texts(texts).to("cpu", dtype) for each in teachers], dim=1)
+        content = io.BytesIO()
+        np.savez(content, image_emb=image.numpy(), text_emb=text.numpy())
+        written.append({**members, decode.FEATURES: content.getvalue()})
     if left_out:
         warn(f"{shard}: left out {dict(left_out)}")
     if not written:

@@ -422,10 +422,9 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
         )
     try:
         if config.reinforced is not None:
-            fields = {**sample.members, "__key__": sample.key}
-            place, _ = decode.stored_augmentation(fields, 0)
+            place, _ = decode.stored_augmentation(sample.members, 0)
             if config.reinforced:
-                decode.stored_features(fields, place, [], sum(config.reinforced))
+                decode.stored_features(sample.members, place, [], sum(config.reinforced))
         return sample.key, decode.usable_caption(
             sample, caption_key, stages, config.inputs, config.negative_texts
         )

@@ -188,7 +188,7 @@ def stored_features(
     """
     if "pth.gz" in members and FEATURES not in members:
         raise UserError(
-            f"data.reinforced: sample {members['__key__']} has its features as .pth.gz, a pickle, "
+            "data.reinforced: a sample has its features as .pth.gz, a pickle, "
             "which can run any code and is not opened; write the shards again with "
             "`clip-train reinforce`, or take DataCompDR's with .npz"
         )

@@ -150,8 +150,8 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
-                    image, own, key, group, its = self._first_usable(candidates, seed, invalid)
-                    stored += [its] if its is not None else []
+                    found = self._first_usable(candidates, seed, invalid, stored)
+                    image, own, key, group = found
                     images[len(keys)] = image  # at once, while it is in the cache
                     texts += own
                     keys.append(key)
@@ -170,11 +170,11 @@ class PieceStream(IterableDataset):
                 del readers[stream]  # at a boundary between ranks that has moved on
 
     def _first_usable(
-        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
-    ) -> tuple[Tensor, list[str], str, str | None, Tensor | None]:
-        """Row, texts, key, group and features of the first one that decodes. The first of all goes
-        into `invalid` if it cannot be used; the others have places of their own, where they are
-        counted."""
+        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid], stored: list[Tensor]
+    ) -> tuple[Tensor, list[str], str, str | None]:
+        """Row, texts, key and group of the first one that decodes; its features go into `stored`.
+        The first of all goes into `invalid` if it cannot be used; the others have places of their
+        own, where they are counted."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
@@ -183,7 +183,7 @@ class PieceStream(IterableDataset):
             key, url = item["__key__"], item["__url__"]
             if url.startswith(SYNTHETIC):
                 made = synthetic_sample(seed, self.transform.image_size, self.num_texts)
-                return *made, key, None, None
+                return *made, key, None
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
                     fields = decode.staged(item, self.stages) if self.stages else item
@@ -194,16 +194,15 @@ class PieceStream(IterableDataset):
                         else self._image(fields)
                     )
                     texts = self.texts_of(fields, draw=seed)
-                    stored = None
                     if self.width:
                         place, _ = decode.stored_augmentation(fields, seed)
-                        stored = decode.stored_features(fields, place, texts, self.width)
+                        stored.append(decode.stored_features(fields, place, texts, self.width))
             except InvalidSample as e:
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
             group = self.groups and decode.group(fields, texts[0], self.groups)
-            return row, texts, key, group, stored
+            return row, texts, key, group
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
@@ -211,8 +210,8 @@ class PieceStream(IterableDataset):
         data, seed = decode.image_bytes(fields), fields["__seed__"]
         if self.width is not None:
             with decode.invalid_if_failing(decode.AUGMENTATIONS):
-                _, stored = decode.stored_augmentation(fields, seed)
-                return self.transform.stored(decode.decode_image(data), stored)
+                _, augmentation = decode.stored_augmentation(fields, seed)
+                return self.transform.stored(decode.decode_image(data), augmentation)
         size = decode.jpeg_size(data) if self.transform.scaled_decode else None
         divisor = self.transform.divisor(*size, seed) if size else 1
         return self.transform(decode.decode_image(data, divisor), seed, size)

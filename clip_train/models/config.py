@@ -337,11 +337,10 @@ class ModelConfig(Settings):
             f"(model.init_from is {shown(starts)}) and a model.context_length "
             f"({shown(self.context_length)}) that is greater; set both, or model.keep_positions=0",
         )
-        names = self.teacher_name
         number = 1 if isinstance(self.teacher, str) else len(self.teacher or ())
         yield (
-            isinstance(names, list) and len(names) != number,
-            f"model.teacher_name ({shown(names)}) must have a name, or null, for each of the "
+            isinstance(self.teacher_name, list) and len(self.teacher_name) != number,
+            f"model.teacher_name ({shown(self.teacher_name)}) must have a name, or null, for each of the "
             f"{number} teachers of model.teacher",
         )
 

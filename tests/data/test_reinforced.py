@@ -149,7 +149,7 @@ def bomb() -> bytes:
     ],
 )  # fmt: skip
 def test_what_cannot_be_used(change, error, said):
-    sample = {k: v for k, v in {**members(1), "__key__": "s", **change}.items() if v is not None}
+    sample = {k: v for k, v in {**members(1), **change}.items() if v is not None}
     with pytest.raises(error, match=said):
         decode.stored_features(sample, 0, ["caption 1"], WIDTH)
 
