@@ -12,7 +12,7 @@ from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
-from clip_train.models.low_rank import is_adapter
+from clip_train.models.low_rank import NAMES
 from clip_train.settings import shown
 from clip_train.task import IMAGE_TEXT, groups
 
@@ -74,7 +74,8 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
     if config.lora is not None:
         globs = list(config.lora.train)
         trained = [matching("model.lora.train", globs, glob, names) for glob in globs]
-        kept = set(IMAGE_TEXT.scalars).union(filter(is_adapter, names), *trained)
+        adapters = {name for name in names if name.endswith(NAMES)}
+        kept = adapters.union(IMAGE_TEXT.scalars, *trained)
         frozen |= set(names) - kept
     for glob in config.freeze:
         frozen |= matching("model.freeze", config.freeze, glob, names)

@@ -18,7 +18,7 @@ class Lora(Settings):
     """W + alpha / rank B A for each weight W [out, in], with A [rank, in] and B [out, rank]."""
 
     rank: PositiveInt = 16
-    """The rank of each adapter. Packed attention weights have three: for queries, keys and values."""
+    """The rank of each adapter. Packed attention weights have three, for queries, keys, values."""
     alpha: PositiveFloat = 32.0
     """The adapters count alpha / rank times."""
     on: tuple[str, ...] = Field(("attention", "mlp"), min_length=1)

@@ -1,9 +1,8 @@
 """Adapters of low rank (`model.lora`) in a model: new parameters, and names that stay.
 
-A layer that is a module of its own adds `B A x` to what it returns. Where torch reads a weight
-itself (`nn.MultiheadAttention`), the module gives it W + B A. Both begin with B = 0, which changes
-no bit. `p` adapters in one weight [out, in], each for its part of the rows: A [p rank, in],
-B [out, rank].
+A linear layer adds `B A x` to its output. Where torch reads a weight itself
+(`nn.MultiheadAttention`), the module gives it W + B A. Both begin with B = 0, which changes no bit.
+`p` adapters in one weight [out, in], each for its part of the rows: A [p rank, in], B [out, rank].
 """
 
 import difflib
@@ -113,8 +112,8 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             ends = sorted({weight.removesuffix(".weight").split(".")[-1] for weight, *_ in found})
             near = difflib.get_close_matches(entry, ends, n=3, cutoff=0.4) or ends[:6]
             raise UserError(
-                f"model.lora.on ({shown(list(lora.on))}): {entry} is the end of no name of a layer; "
-                f"there are {', '.join(near)}; or give attention, mlp or linear"
+                f"model.lora.on ({shown(list(lora.on))}): {entry} is the end of no name of a "
+                f"layer; there are {', '.join(near)}; or give attention, mlp or linear"
             )
     for number, (weight, module, kind) in enumerate(found):
         if not any(covers(entry, weight) for entry in lora.on):
@@ -153,13 +152,9 @@ def of_block(_: nn.Module, inputs: tuple[Any, ...]) -> None:
     draw_by(seeds, token, packed)
 
 
-def is_adapter(name: str) -> bool:
-    return name.endswith(NAMES)
-
-
 def merged(state: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """The state of the same model without adapters, which computes the same."""
-    out = {name: x for name, x in state.items() if not is_adapter(name)}
+    out = {name: x for name, x in state.items() if not name.endswith(NAMES)}
     for name in (name for name in state if name.endswith(NAMES[0])):
         layer = name.removesuffix(NAMES[0])
         weight = layer + ("weight" if f"{layer}weight" in state else PACKED)
