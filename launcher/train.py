@@ -154,8 +154,8 @@ def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[s
 def describe_run_dir(
     resolved: Resolved, start: int, env: ranks.RankEnv, device: torch.device
 ) -> None:
-    """On rank 0, once the run directory is known to belong to this recipe: write the recipe as given,
-    and that an attempt begins after step `start`."""
+    """On rank 0, once the run directory is known to belong to this recipe: write the recipe as
+    given, and that an attempt begins after step `start`."""
     config = resolved.config
     try:
         before = read_verdict(config.run_dir)
@@ -163,7 +163,7 @@ def describe_run_dir(
         History(config.run_dir).append(
             "start", step=start, previous=previous, **facts(resolved.given, env, device)
         )
-        # in a batch job the controller has removed the old verdict; a rank may have written a new one
+        # in a batch job the controller has removed the old verdict; a rank may have a new one
         if RUN_DIR not in os.environ:
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         recipe = resolved.given.to_yaml()

@@ -30,8 +30,8 @@ class JsonlSink:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             raise ClipTrainError(
-                f"{self.path} was removed or moved under the run, and its numbers would be lost; put "
-                "run.dir back, and run the same line again"
+                f"{self.path} was removed or moved under the run, and its numbers would be lost; "
+                "put run.dir back, and run the same line again"
             ) from None
         values = {}
         for name, scalar in record.items():

@@ -28,8 +28,8 @@ from clip_train.engine import Piece
 
 T = TypeVar("T")
 Matrices = Mapping[str, tuple[int, ...]]  # name -> shape
-# On one rank, for each element of the largest matrix: two rounds on their way to their owners, two on
-# their way back, and what Newton-Schulz makes.
+# On one rank, for each element of the largest matrix: two rounds on their way to their owners, two
+# on their way back, and what Newton-Schulz makes.
 BUFFER_BYTES = 20
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 MOMENTUM = 0.95

@@ -54,8 +54,8 @@ class RangedFile(BlockFile):
         if checksums is not None and head.size != checksums.size:
             raise StorageError(
                 f"{remote.url} has {head.size} bytes, and its index says {checksums.size}: it was "
-                "truncated or replaced; restore it, or run `clip-train index` again if the new content "
-                "is right"
+                "truncated or replaced; restore it, or run `clip-train index` again if the new "
+                "content is right"
             )
         block_bytes = checksums.block_bytes if checksums else config.range_bytes
         super().__init__(remote.url, head.size, block_bytes)

@@ -120,7 +120,7 @@ VERBS = {
             (
                 "gpu",
                 "NAME",
-                "H200, H100, A100-80, ...: its memory limits; the choices of auto, and communication",
+                "H200, H100, A100-80, ...: its memory limits; the choices of auto; communication",
             ),
             (
                 "network",
