@@ -14,8 +14,8 @@ def averaged(
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     """`FragmentReader.whole` of the mean of these checkpoints, in fp32. Collective.
 
-    It is a running mean, so what is the same in all of them (frozen) stays so to the bit. What
-    counts is the first one's. Memory: two tensors, whatever the number of checkpoints.
+    It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to
+    the bit. Integers are those of the first. Memory: two tensors, whatever the number of checkpoints.
     weights: of each, greater than 0. ema: the mean of their moving averages.
     UserError for checkpoints of models of different shapes; CheckpointError.
     """

@@ -411,7 +411,7 @@ def export_saved(
 
 
 def as_stored(tensor: Tensor, device: str = "cpu") -> Tensor:
-    """The tensor there, as fp32 unless it counts."""
+    """The tensor on that device: a float as fp32, an integer as it is."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(device, dtype).contiguous()
 
@@ -419,15 +419,15 @@ def as_stored(tensor: Tensor, device: str = "cpu") -> Tensor:
 def save_weights(
     state: dict[str, Tensor], folder: Path, name: str, read: Read | None = None
 ) -> Path:
-    """A .safetensors of fp32, and of what counts; the folder is made if need be. `read`: as
-    `export_openclip` has it."""
+    """A .safetensors: floats as fp32, integers as they are. The folder is made if need be. `read`:
+    see `export_openclip`."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{name}.part"
     read = read or state.__getitem__
     plan = lay_out({key: as_stored(t, "meta") for key, t in state.items()}, {"format": "pt"})
     with part.open("wb") as file:
         file.write(plan.head)
-        for key in plan.fragments["tensors"]:  # as they lie in the file
+        for key in plan.fragments["tensors"]:  # in the file's order
             file.write(as_stored(read(key)).numpy().data)
     return part.replace(folder / name)
 
