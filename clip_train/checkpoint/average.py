@@ -15,7 +15,7 @@ def averaged(
     """`FragmentReader.whole` of the mean of these checkpoints, in fp32. Collective.
 
     It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to
-    the bit. Integers are those of the first. Memory: two tensors, whatever the number of checkpoints.
+    the bit. Integers are those of the first. Memory: two tensors for any number of checkpoints.
     weights: of each, greater than 0. ema: the mean of their moving averages.
     UserError for checkpoints of models of different shapes; CheckpointError.
     """

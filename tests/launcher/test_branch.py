@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from clip_train.checkpoint.average import averaged
+from clip_train.errors import UserError
 from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights, save_weights
 from launcher.cli.main import main
@@ -180,3 +181,6 @@ def test_an_average_holds_one_tensor_and_leaves_what_is_the_same(tmp_path):
     assert len(held) == 9
     for name, tensor in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(tensor, torch.full((7, 3), ord(name) / 3))
+    found[1].reader.shapes = {"a": (7, 3), "b": (7, 4)}
+    with pytest.raises(UserError, match=r"hold different models \(b\): average checkpoints of one"):
+        averaged(found, [1, 3, 7])
