@@ -143,7 +143,7 @@ def test_export_and_evaluate_from_the_bucket_alone(
     ):
         status, out = command(*verb)
         assert (
-            status == 1 and key.removeprefix("run/") in out and "does not have its sha256" in out
+            status == 1 and key.removeprefix("run/") in out and "sha256 does not match" in out
         ), out
     assert not (elsewhere / "x").exists()
     status, out = command("checkpoints", url, "--verify")
