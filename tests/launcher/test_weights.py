@@ -110,7 +110,7 @@ def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):
     content = bytearray(file.read_bytes())
     content[len(content) // 8] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="sha256 does not match"):
+    with pytest.raises(CheckpointError, match="does not match its sha256"):
         started_from(tmp_path / "run", model)
 
 
