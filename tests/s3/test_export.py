@@ -142,9 +142,9 @@ def test_export_and_evaluate_from_the_bucket_alone(
         ("evaluate", url, f"data.val={data.val}"),
     ):
         status, out = command(*verb)
-        assert (
-            status == 1 and key.removeprefix("run/") in out and "sha256 does not match" in out
-        ), out
+        assert status == 1 and key.removeprefix("run/") in out and "sha256 does not match" in out, (
+            out
+        )
     assert not (elsewhere / "x").exists()
     status, out = command("checkpoints", url, "--verify")
     assert status == 1 and "1 x ZeRO 3, fp32" in out, out
