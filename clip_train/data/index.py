@@ -356,6 +356,8 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
                 return parse(file.read())
         except FileNotFoundError:
             return {}
+        except UserError:  # a ValueError too: an unknown protocol is no damage
+            raise
         except OSError as e:
             message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
             raise unreadable(e, f"{message}; data.verify=off trains without one") from e

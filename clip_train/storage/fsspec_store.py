@@ -37,7 +37,7 @@ class FsspecStorage(RemoteStorage):
                 url.removeprefix("fsspec+"), use_listings_cache=False
             )
         except (ImportError, ValueError) as e:
-            raise UserError(f"{url}: not a URL that fsspec can open ({e})") from e
+            raise UserError(f"{url}: not a URL that fsspec can open ({e}); correct it") from e
         super().__init__(url, root, **limits)
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -34,6 +34,11 @@ MENDED = {
     ),
 }
 KNOWN = {
+    "JPEG of 90 megapixels in 99 scans": "some 15 s of a processor for one image",
+    "PPM in letters": "some 10 s of a processor for one image",
+    "an S3 listing of 100,000 names with newlines, without end": "each page is asked for, up to a limit",
+    "IPv6 loopback": "the brackets of `[::1]` are taken for a pattern; it is refused in other words",
+    "a store with code's name": "a recipe is code; it ends with a traceback",
     "a byte every 5 seconds": "the same as of the answer that unpacks to 1 GiB",
     "an answer without end": "fsspec holds all that an HTTP server sends, beyond the range asked for",
     "an answer that unpacks to 1 GiB": "each request of the start waits `storage.patience_seconds`",

@@ -681,7 +681,7 @@ SERVERS: dict[str, Callable[[Path], str]] = {
     "IPv6 loopback": url("http://[::1]:1/a.tar", "[::1]:1"),
     "file:// of a secret": url("file:///etc/passwd", "/etc/passwd"),
     "file:// of another host": url("file://host/etc/passwd", "data.train"),
-    "an unknown protocol": url("gopher://host/a.tar", "gopher", "data.train"),
+    "an unknown protocol": url("gopher://host/a.tar", "gopher", "correct it"),
     "a chain of protocols": url("zip://a::simplecache::http://127.0.0.1:1/b.zip"),
     "a protocol with code's name": url("os.system://x/a.tar", "os.system"),
     "a store with code's name": override("checkpoint.remote=subprocess.run://x", words=("remote",)),

@@ -242,6 +242,11 @@ def test_an_index_that_cannot_be_read_is_not_no_index(folder: Path) -> None:
         known(str(folder / "000.tar"))
 
 
+def test_an_unknown_protocol_is_no_damaged_index() -> None:
+    with pytest.raises(UserError, match=r"not a URL that fsspec can open .* correct it$"):
+        look_up([["gopher://host/a.tar"]], "auto", StorageConfig())
+
+
 def test_epochs_need_no_number_where_there_is_an_index(folder: Path, tmp_path_factory) -> None:
     recipe = tmp_path_factory.mktemp("recipe") / "r.yaml"
     data = {"train": str(folder / "*.tar")}
