@@ -50,7 +50,7 @@ def left(results: list[Result]) -> str:
     known = [
         f"- {r.case.name}: {KNOWN.get(r.case.name, r.wrong.splitlines()[0])}."
         for r in results
-        if r.wrong
+        if r.wrong and not r.case.waits
     ]
     waits = [
         f"- {r.case.name}: waits on purpose ({r.case.waits}), {r.seconds:.0f} s."

@@ -722,8 +722,8 @@ def entry(**fields: object) -> Callable[[dict], dict]:
 
 INDEXES: dict[str, Callable[[Path], str]] = {
     "an index of -5 samples": index(entry(samples=-5), "clip_train_index.json"),
-    "an index of 10^18 samples": index(entry(samples=10**18), "a.tar"),
-    "an index of 200 samples more": index(entry(samples=224), "a.tar"),
+    "an index of 10^18 samples": index(entry(samples=10**18), "clip_train_index.json"),
+    "an index of 200 samples more": index(entry(samples=224), "clip_train_index.json"),
     "an index with offsets outside": index(entry(samples=24, offsets=[1 << 40])),
     "an index with another sha256": index(entry(sha256="0" * 64)),
     "an index with blocks of 0 bytes": index(entry(block_bytes=0), "clip_train_index.json"),
