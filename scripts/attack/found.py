@@ -32,6 +32,7 @@ MENDED = {
         ],
         "4cdfd414",
     ),
+    **dict.fromkeys(["ulimit -f of 64 kiB", "files of 100 kiB once it runs"], "6bde2154"),
 }
 KNOWN = {
     "JPEG of 90 megapixels in 99 scans": "its time grows with its scans; more than 60 s on a busy machine",
