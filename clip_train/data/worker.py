@@ -57,9 +57,9 @@ def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ..
         storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
     except RuntimeError as e:
         raise RankError(
-            f"data.workers ({workers}) and data.prefetch ({prefetch}) need {math.prod(shape) >> 20} "
-            f"MiB of shared memory: {e}; enlarge /dev/shm (a container's --shm-size) and the shell's "
-            "ulimit -f, or lower data.workers (0: none)"
+            f"data.workers ({workers}) and data.prefetch ({prefetch}) need "
+            f"{math.prod(shape) >> 20} MiB of shared memory: {e}; enlarge /dev/shm (a container's "
+            "--shm-size) and the shell's ulimit -f, or lower data.workers (0: none)"
         ) from None
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
