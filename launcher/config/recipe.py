@@ -23,6 +23,7 @@ from clip_train.evaluate.config import EvaluateConfig
 from clip_train.inputs import layout_of
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import AnyArchitecture, ModelConfig
+from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import (
@@ -382,8 +383,10 @@ def with_samples(config: RunConfig) -> RunConfig:
 
 def nearest(path: str) -> str:
     """To a key that does not exist: what may have been meant."""
-    if path.startswith("batch.schedule."):
-        return f"known keys are {', '.join(BatchStage.model_fields)}"
+    inside: dict[str, type[BaseModel]] = {"batch.schedule": BatchStage, "model.lora": Lora}
+    for key, inner in inside.items():
+        if path.startswith(f"{key}."):
+            return f"known keys are {', '.join(inner.model_fields)}"
     section, _, name = path.partition(".")
     known = [key for key, _ in known_keys()]
     own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}

@@ -77,7 +77,8 @@ def as_shown(value: Any) -> list[str]:
             *(f"({each})" for each in value),
         ]
     if isinstance(value, dict):
-        return [str(value).replace("'", "")]
+        inside = (f".{name} ({each})" for name, each in value.items())
+        return [str(value).replace("'", ""), *inside]
     return [special.get(str(value), str(value))]
 
 
