@@ -273,8 +273,8 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     plan, source = resolved.plan, resolved.source
     assert source is not None  # read_data
     split = f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}"
-    lanes, steps = resolved.config.data.lanes, resolved.config.steps
-    yield ok("recipe", f"{split}, {lanes} streams; {steps} steps")
+    streams, steps = resolved.config.data.lanes, resolved.config.steps
+    yield ok("recipe", f"{split}, {streams} streams; {steps} steps")
     first = f"the first sample is {source.first_key}: {source.first_caption[:60]!r}"
     yield ok("shards", f"data.train ({config.data.train}): {first}")
     yield warning_if(

@@ -299,7 +299,7 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
 
 @cache
 def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
-    """Of each of the model's parameters, by name; allocates none of them."""
+    """The shape of each parameter, by name; allocates none of them."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in build_model(architecture).named_parameters()}
 

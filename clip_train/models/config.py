@@ -340,8 +340,8 @@ class ModelConfig(Settings):
         number = 1 if isinstance(self.teacher, str) else len(self.teacher or ())
         yield (
             isinstance(self.teacher_name, list) and len(self.teacher_name) != number,
-            f"model.teacher_name ({shown(self.teacher_name)}) must have a name, or null, for each of "
-            f"the {number} teachers of model.teacher",
+            f"model.teacher_name ({shown(self.teacher_name)}) must have a name, or null, for each "
+            f"of the {number} teachers of model.teacher",
         )
 
     def architecture(self) -> AnyArchitecture:

@@ -74,7 +74,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Say where the matrices are. Collective.
 
         group: the ranks that share one copy of the model. None: this rank has whole matrices.
-        device: for what travels.
+        device: of the tensors that are sent.
         """
         self._pieces = {piece.name: piece for piece in pieces}
         self._device, self._group = device, group

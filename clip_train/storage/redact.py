@@ -42,7 +42,7 @@ _OPAQUE = re.compile(
 _SAS = re.compile(
     rf"(?ix) ([?&](?:s[vtepris]|srt|spr|sip|sdd|sk[a-z]{{1,4}}|s[au]oid|scid)=) {_VALUE}"
 )
-# A variable of a shell, and a command's option with what follows it: in `log.notify`.
+# Shell variables, and options of a command with their values: in `log.notify`.
 _SHELL = re.compile(
     r"""(?x) (\b[A-Z0-9_]*(?:TOKEN(?!S)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY)[A-Z0-9_]*=['"]?
     |(?<!\S)--[\w-]*(?:token(?!iz|s)|secret|passw|bearer|api-?key|access-?key)[\w-]*[ =]['"]?)
