@@ -55,7 +55,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.slow_rank import SlowRank
-from launcher.runtime.verdict import RUN_DIR, VERDICT_FILE, node_name, read_verdict
+from launcher.runtime.verdict import ROOM, RUN_DIR, VERDICT_FILE, node_name, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 from launcher.weights import weights_here
@@ -108,7 +108,9 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     dist.on_main(partial(make_run_dir, config.run_dir))
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    resolved = decide(resolved, memory_limit(resolved, device))
+    room = float(os.environ.get(ROOM, "inf"))
+    resolved = decide(resolved, memory_limit(resolved, device), room)
+    outcome.layout = resolved.layout
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
     stop.listen()  # again: a library may have taken the signals over

@@ -160,8 +160,9 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     return replace(own, forward=max(own.forward, *forwards, 0))
 
 
-def decide(resolved: Resolved, limit: float | None) -> Resolved:
-    """With every `auto` decided: the layout of least work within `limit` bytes a rank.
+def decide(resolved: Resolved, limit: float | None, activations: float = float("inf")) -> Resolved:
+    """With every `auto` decided: the layout of least work within `limit` bytes a rank, of which
+    `activations` may be activations.
 
     The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
     graph is kept where more cannot fit, or where the limit is unknown (None).
@@ -178,7 +179,7 @@ def decide(resolved: Resolved, limit: float | None) -> Resolved:
     options = (False, True) if wanted == "auto" else (bool(wanted),)
     fixed = estimate_memory(config, engine, plan, architecture, None).total
     room = Room(
-        limit,
+        min(limit, fixed + activations),
         fixed,
         reduces_often=engine.zero_stage >= 2
         and plan.world_size > 1

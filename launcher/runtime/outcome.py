@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from clip_train.errors import (
     ClipTrainError,
+    OutOfMemoryError,
     RemoteRankError,
     RendezvousError,
     UserError,
@@ -41,6 +42,7 @@ from launcher.runtime.verdict import (
 )
 
 if TYPE_CHECKING:
+    from clip_train.memory.plan import Layout
     from clip_train.trainer import Trainer
     from launcher.runtime.watchdog import Watchdog
 
@@ -65,6 +67,7 @@ class Outcome:
         self.run_dir = Path(os.environ[RUN_DIR]) if RUN_DIR in os.environ else None
         self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
+        self.layout: Layout | None = None  # what `auto` became, if anything is auto
 
     def succeed(self) -> None:
         """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
@@ -155,6 +158,11 @@ class Outcome:
                     f"{self.trainer.committed()}; run the same command to continue"
                 )
             return failure(message, status=130), ""
+        if isinstance(error, OutOfMemoryError):
+            room = 0  # the recipe leaves nothing to choose: another attempt would be the same
+            if self.trainer is not None and self.layout is not None:
+                room = int(self.layout.profile.bytes_for(self.trainer.plan) / 2)
+            return failure(message, word="FAILED" if room else "FATAL", room=room), ""
         if isinstance(error, ClipTrainError):
             suspect = error.node_suspect
             return failure(message, error.word, error.exit_status, node_suspect=suspect), ""
@@ -190,6 +198,7 @@ class Outcome:
                     where=where,
                     blamed=blamed,
                     hardware=failure.hardware,
+                    room=failure.room,
                 )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)

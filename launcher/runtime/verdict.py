@@ -25,6 +25,7 @@ from clip_train.storage.redact import redact
 # One word, then a JSON line with `step` and `reason`. Its other keys:
 #   where      the rank that failed, and its node
 #   blamed     a node that may be the cause; with `hardware` it certainly is
+#   room       after out of memory: the bytes that the next attempt's activations may take
 #   skipped    parts that only observe the run, and failed
 # The words:
 #   DONE       all steps are trained and committed
@@ -37,6 +38,7 @@ STOP_FILE = "STOP"
 PROGRESS_FILE = "PROGRESS"  # there too: the newest committed step
 # In the environment, by the batch script's controller: the run directory, without an old VERDICT.
 RUN_DIR = "CLIP_TRAIN_RUN_DIR"
+ROOM = "CLIP_TRAIN_ACTIVATION_BYTES"  # there too, after out of memory: `Failure.room`
 # Less than the other ranks and the launcher wait for the rank that failed.
 NOTIFY_SECONDS = 20.0
 Verdict = tuple[str, dict[str, Any]]  # the word, and the JSON line
@@ -54,6 +56,8 @@ class Failure:
     lost: bool = False  # the rank itself is silent: others have noticed
     node_suspect: bool = False  # another node might do: neither the recipe nor the data is to blame
     hardware: bool = False  # the node's device said so itself: it is certainly to blame
+    # after out of memory: bytes of activations with which another attempt may fit; 0 otherwise
+    room: int = 0
 
     def __str__(self) -> str:
         return self.message if self.lost else f"rank {self.rank} on {self.node}: {self.message}"

@@ -37,6 +37,7 @@ class Outcome:
     reason: str
     # the node of the rank that failed, if it may be the node's fault; twice if its GPU said so
     blamed: tuple[str, ...] = ()
+    room: int = 0  # after out of memory: bytes that the next attempt's activations may take
     terminated: bool = False  # TERM reached the batch script: scancel, or Slurm requeues the job
     stop_file: bool = False
 
@@ -88,6 +89,15 @@ class History:
         if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
+
+    def room(self) -> float:
+        """Bytes that the next attempt's activations may take, since an attempt ran out of memory;
+        any number if none did since a user submitted again after a stop."""
+        room = float("inf")
+        for end in self.of("end"):
+            again = end["decision"] in ("requeue", "leave")
+            room = (end.get("room") or room) if again else float("inf")
+        return room
 
     def suspects(self) -> list[str]:
         """Nodes that were blamed more than once."""

@@ -29,6 +29,7 @@ from clip_train.errors import UserError
 from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
     PROGRESS_FILE,
+    ROOM,
     RUN_DIR,
     STOP_FILE,
     VERDICT_FILE,
@@ -182,6 +183,7 @@ class Controller:
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
         """Run to the end, whatever signals come. Returns the exit status."""
         environ = {**os.environ, RUN_DIR: str(self.run_dir.absolute())}
+        environ[ROOM] = str(self.history.room())
         # rank 0 runs on this node; another attempt starts with another port
         environ.setdefault("MASTER_PORT", str(free_port(candidates(f"{self.job}.{number}"))))
         try:
@@ -198,7 +200,8 @@ class Controller:
         return process.returncode
 
     def _outcome(self, status: int, before: int) -> Outcome:
-        word, reason, blamed = explain(read_verdict(self.run_dir), status)
+        verdict = read_verdict(self.run_dir)
+        word, reason, blamed = explain(verdict, status)
         terminated = self.terminated.is_set()
         if terminated:  # a rank that is killed while it saves says nothing about its node
             blamed = ()
@@ -210,6 +213,7 @@ class Controller:
             after,
             reason,
             blamed,
+            room=verdict[1].get("room", 0) if verdict else 0,
             terminated=terminated,
             stop_file=stop_file,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from math import inf
 
 import pytest
 
@@ -90,6 +91,16 @@ def test_a_node_whose_hardware_fails_is_excluded_at_once(message, hardware, tmp_
     history = History(tmp_path)
     history.append("end", **end(1, blamed=nodes))
     assert history.suspects() == [node_name()] * hardware
+
+
+def test_half_the_activations_until_the_run_is_submitted_again(tmp_path):
+    history = History(tmp_path)
+    assert history.room() == inf
+    for attempt, (decision, room) in enumerate(
+        [("requeue", 800), ("requeue", 400), ("requeue", 0), ("give up", 200)], 1
+    ):
+        history.append("end", **end(attempt, decision), room=room)
+        assert history.room() == {"give up": inf}.get(decision, room or 400)
 
 
 def test_who_submits_again_after_it_gave_up_starts_counting_anew(tmp_path):

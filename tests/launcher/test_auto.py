@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launcher.runtime.verdict import read_verdict
+from launcher.runtime.verdict import ROOM, read_verdict
 from tests import tolerances
 from tests.launcher.conftest import finish, metrics, run, start
 
@@ -87,9 +87,20 @@ def test_paying_for_the_same_forward_twice_is_told(recipe):
     assert status == 0 and out.count("pays for the same forward twice") == 1
 
 
-def test_out_of_memory_that_ranks_cannot_recover_from_is_tried_no_more(recipe, tmp_path):
-    """It would come again with the same sizes."""
+def test_after_out_of_memory_on_ranks_another_attempt_has_half_the_activations(recipe, tmp_path):
+    """One that FSDP cannot recover from. What the recipe fixes stays: then no attempt follows."""
     fsdp = ("engine.kind=fsdp", "run.steps=7", "schedule.warmup_steps=0")
-    status, out = finish(start(recipe, *fsdp, "batch.micro_size=8", ranks=2, fault="memory:1"))
-    assert status == 1 and "or auto; start the run again to" in out, out
-    assert read_verdict(tmp_path / "run")[0] == "FATAL"
+    auto = (*fsdp, "batch.micro_size=auto", "batch.memory_limit=400MiB")
+
+    def ended(*overrides, **environ):
+        status, out = finish(start(recipe, *overrides, ranks=2, fault="memory:1", environ=environ))
+        assert status == 1 and "or auto; start the run again to" in out, out
+        word, why = read_verdict(tmp_path / "run")
+        line = metrics(tmp_path / "run")[-1]
+        return word, why.get("room", 0), line["micro_size"] * line["kept_graphs"]
+
+    word, room, samples = ended(*auto)
+    assert word == "FAILED" and room > 0
+    word, half, fewer = ended(*auto, **{ROOM: str(room)})
+    assert word == "FAILED" and half <= room / 2 + 1 and fewer <= samples / 2
+    assert ended(*fsdp, "batch.micro_size=8")[:2] == ("FATAL", 0)

@@ -177,12 +177,15 @@ def test_a_node_that_fails_again_is_excluded_by_the_requeue(recipe, bin, tmp_pat
     assert history(tmp_path / "run")[-1]["nodes"] == ["n1"]
 
 
-def test_what_hardware_asks_of_the_next_attempt(recipe, bin, tmp_path):
+def test_what_hardware_and_memory_ask_of_the_next_attempt(recipe, bin, tmp_path):
     """A first failure is enough to exclude a node whose GPU has failed."""
     play(bin, scontrol=SCONTROL, sbatch="true")
-    said = {**VERDICT, "hardware": True}
-    _, out = supervise(recipe, bin, "sh", "-c", BAD_NODE[2], json.dumps(said))
-    assert f"{BAD}: the next attempts exclude it" in out, out
+    said = {**VERDICT, "hardware": True, "room": 3 * 2**29}
+    told = f"echo has $CLIP_TRAIN_ACTIVATION_BYTES; {BAD_NODE[2]}"
+    _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(said))
+    assert f"{BAD}: the next attempts exclude it" in out and "has inf\n" in out, out
+    _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(VERDICT))
+    assert f"has {3 * 2**29}\n" in out, out
 
 
 def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):
@@ -305,7 +308,7 @@ def test_a_run_directory_that_cannot_be_written_is_told_and_not_requeued(recipe,
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "attempts.jsonl").mkdir()  # root may write anywhere, but not into a folder
     status, out = supervise(recipe, bin, "true")
-    assert status == 1 and "cannot be read or written" in out and "Traceback" not in out, out
+    assert status == 2 and "attempts.jsonl is a folder" in out and "Traceback" not in out, out
     assert not requeued(bin)
 
 
