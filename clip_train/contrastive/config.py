@@ -41,9 +41,9 @@ class LossConfig(Settings):
         Allowed("caption, json. with a key of the samples' .json, or null", example="caption"),
         Refused,
     ] = Field(None, pattern=r"^(caption|json\..+)$")
-    """info_nce, sigmoid: samples of one group are not negatives of each other. caption: a group has
-    equal captions, apart from case and spaces. json.x: it has one value of the `.json`'s key x, and
-    a sample without this key is in no group."""
+    """For info_nce and sigmoid. Samples of one group are not negatives of each other. caption:
+    equal captions are a group; case and spaces do not count. json.x: equal values of the key x of
+    the `.json` are a group. A sample without this key is in no group."""
     group_role: Annotated[Literal["leave_out", "positives"], Refused] = "leave_out"
     """leave_out: a sample of the same group is neither negative nor positive. positives: it is a
     positive, as the sample's own pair; info_nce takes the mean over them (SupCon)."""

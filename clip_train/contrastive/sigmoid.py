@@ -8,7 +8,7 @@ text:
 
     gather  2 N D features cross the network once; each rank multiplies its images with all texts
             and its texts with all images (8 n N D flops). Gradients are not sent.
-    ring    texts go round from rank to rank, and the gradient that they collect goes with them and
+    ring: texts go round from rank to rank, and the gradient that they collect goes with them and
             comes home after W hops: 6 n N D flops, and no rank ever holds more than two ranks'
             texts.
 """

@@ -356,7 +356,7 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
                 return parse(file.read())
         except FileNotFoundError:
             return {}
-        except UserError:  # a ValueError too: an unknown protocol is no damage
+        except UserError:  # a ValueError too: an unknown protocol is not damage
             raise
         except OSError as e:
             message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
