@@ -20,6 +20,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,11 +109,11 @@ class Batch:
         n, context = len(self.images), self.texts.shape[-1]
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        lengths = torch.tensor(self.text_lengths or [context] * n).view(n, -1)
-        longest, order = lengths.amax(dim=1), None
+        lengths = np.array(self.text_lengths or [context] * n).reshape(n, -1)
+        longest, order = lengths.max(axis=1), None
         if len(sizes) > 1 and longest.min() < longest.max():
-            on_host = longest.argsort(stable=True)
-            lengths = lengths[on_host]
+            by_length = longest.argsort(kind="stable")
+            lengths, on_host = lengths[by_length], torch.tensor(by_length)
             if self.texts.is_cuda:
                 on_host = on_host.pin_memory()
             order = on_host.to(self.texts.device, non_blocking=True)
@@ -127,7 +128,7 @@ class MicroBatches(Sequence["MicroBatch"]):
 
     batch: Batch
     parts: list[slice]  # k
-    lengths: Tensor  # int64 [n, T], of the texts, in the order of the parts; on the host
+    lengths: np.ndarray  # int64 [n, T], of the texts, in the order of the parts
     order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
 
     def __len__(self) -> int:

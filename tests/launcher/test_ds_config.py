@@ -55,7 +55,7 @@ def test_a_conflict_names_both_sides(tmp_path):
         built(EngineConfig(zero_stage=2, ds_config=str(file)))
     message = str(e.value)
     assert (
-        "mine.json says zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it 2"
+        "mine.json sets zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it 2"
         in message
     )
     assert "gradient_clipping = 0.3, but optim.grad_clip_norm in the recipe makes it 1.0" in message

@@ -117,5 +117,5 @@ def test_other_verbs_take_inputs(tmp_path, monkeypatch, capsys):
     assert "need a model of your own, and model.name (tiny) gets images" in capsys.readouterr().err
     assert main(["plan", str(recipe), STAGE, "model.teacher=x"]) == 2
     assert (
-        "model.teacher (x) sees images, and the samples have data.inputs" in capsys.readouterr().err
+        "sees images, and the samples have data.inputs" in capsys.readouterr().err
     )

@@ -123,7 +123,7 @@ def test_what_may_not_be_deleted(view: Bucket, proxy: FaultyProxy) -> None:
     proxy.faults = [Fault("status", method="DELETE", key="", **DENIED)]
     findings = look(config(f"{view.url}/run"))
     (line,) = found(findings, "error")
-    assert "cannot have files deleted" in line and "s3:DeleteObject" in line
+    assert "cannot delete files" in line and "s3:DeleteObject" in line
     assert len(findings) == 1
 
 
