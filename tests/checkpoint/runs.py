@@ -6,12 +6,14 @@ import contextlib
 import errno
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from clip_train import dist
@@ -144,30 +146,41 @@ def kill_writer() -> None:
 
 
 class Gate:
-    """A file whose reader waits there until it is let through, as at a disk or a store that is slow to answer."""
+    """A file that a checkpoint writer may write only when it is let through, as at a slow disk or store.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path)
-        self._path = path
+    For writers that start later: it is planted as their `sitecustomize`.
+    """
+
+    def __init__(self, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """folder: for the gate's own files."""
+        folder.mkdir()
+        self._pipe = folder / "pipe"
+        os.mkfifo(self._pipe)
         self._other_end: int | None = None
+        code = f"""
+            import os, sys
+            def hook(event, args):
+                own = str(args[0]).startswith({str(path.parent)!r}) and {path.name!r} in str(args[0])
+                if event == "open" and own and not waited:
+                    waited.append(True)
+                    open({str(self._pipe)!r}).read()
+            waited = []
+            sys.addaudithook(hook)
+        """
+        (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
 
     def reached(self) -> bool:
         """Whether somebody waits."""
         if self._other_end is None:
             try:
-                self._other_end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+                self._other_end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError as e:
                 if e.errno != errno.ENXIO:
                     raise
         return self._other_end is not None
 
-    def open(self, content: bytes = b"") -> None:
-        """The one who waits reads this, and so do all who come later; without content it is gone for them."""
-        self._path.unlink()
-        if content:
-            self._path.write_bytes(content)
+    def open(self) -> None:
+        """Let through the one who waits."""
         if self._other_end is not None:
-            with contextlib.suppress(BrokenPipeError):  # the one who waited has been killed
-                os.write(self._other_end, content)
             os.close(self._other_end)
