@@ -7,7 +7,6 @@ a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameter
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,6 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
 from launcher.config.recipe import RunConfig, load_config
-from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
 
@@ -60,7 +58,7 @@ def weights_here(
     if not places:
         yield config
         return
-    fetches = ranks.detect(os.environ).local_rank == 0
+    fetches = dist.gather_objects(node_name()).index(node_name()) == dist.rank()
     make = partial(tempfile.TemporaryDirectory, prefix="clip-train-", ignore_cleanup_errors=True)
     with contextlib.ExitStack() as cleanup:
         folder = _on_node(fetches, _readable, "TMPDIR", lambda: cleanup.enter_context(make()))
