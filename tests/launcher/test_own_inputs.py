@@ -116,6 +116,4 @@ def test_other_verbs_take_inputs(tmp_path, monkeypatch, capsys):
     assert main(["plan", str(recipe), STAGE, "model.name=tiny"]) == 2
     assert "need a model of your own, and model.name (tiny) gets images" in capsys.readouterr().err
     assert main(["plan", str(recipe), STAGE, "model.teacher=x"]) == 2
-    assert (
-        "sees images, and the samples have data.inputs" in capsys.readouterr().err
-    )
+    assert "sees images, and the samples have data.inputs" in capsys.readouterr().err
