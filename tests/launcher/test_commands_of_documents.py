@@ -20,8 +20,11 @@ from tests.warm import Command
 pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 # What these need is not here: a store, a hub, OpenCLIP, the rest of the line, the reader's code.
-# `demo` has a test of its own.
-ELSEWHERE = ("s3://", "hf-hub:", "open_clip:", "...", "epoch_32.pt", "/data/imagenet", "my_package")
+# `demo` has a test of its own, as have runs with adapters (test_lora.py) and reinforced shards (test_reinforce.py).
+ELSEWHERE = (
+    "s3://", "hf-hub:", "open_clip:", "...", "epoch_32.pt", "/data/imagenet", "my_package",
+    "--format peft", "datacompdr",
+)  # fmt: skip
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
 RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds")
 
