@@ -368,8 +368,8 @@ def what_happened(row: dict[str, Any]) -> str:
         else f"{disk} of 3 saves on the disk, {store} in the store"
     )
     if own == elsewhere:
-        return saves if own == "3" else f"{saves}; goes on from {own}"
-    return f"{saves}; goes on from {own}, elsewhere from {elsewhere}"
+        return saves if own == "3" else f"{saves}; continues from {own}"
+    return f"{saves}; continues from {own}, elsewhere from {elsewhere}"
 
 
 def what_was_seen(row: dict[str, Any]) -> str:

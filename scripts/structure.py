@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_923,
+    "statements": 16_925,
     "functions": 1_428,
     "walruses": 0,
     "lambdas": 46,

@@ -202,14 +202,14 @@ class TrainLoader(Iterator[Batch]):
         texts = torch.cat([piece.texts for piece in pieces])
         seeds = torch.cat([piece.seeds for piece in pieces])
         lengths = None if self._lengths is None else self._lengths(texts)
-        parts = [piece.teacher_features for piece in pieces if piece.teacher_features is not None]
-        teacher_features = torch.cat(parts) if parts else None
-        ids = torch.cat([piece.ids for piece in pieces])
+        extra = {}  # with the keys that need them
+        for name in ("teacher_features", "ids"):
+            parts = [x for x in (getattr(piece, name) for piece in pieces) if x is not None]
+            if parts:  # a piece without samples has none
+                whole = torch.cat(parts)
+                extra[name] = whole.pin_memory() if self._pin_memory else whole
         if self._pin_memory:
-            texts, seeds, ids = texts.pin_memory(), seeds.pin_memory(), ids.pin_memory()
-            teacher_features = (
-                teacher_features if teacher_features is None else teacher_features.pin_memory()
-            )
+            texts, seeds = texts.pin_memory(), seeds.pin_memory()
         invalid = [sample for piece in pieces for sample in piece.invalid]
         self._limit.add(sum(counts), invalid)
         of_ranks = shares(self._sizes.at(self.step), self._world_size)
@@ -223,8 +223,7 @@ class TrainLoader(Iterator[Batch]):
             shares=tuple(of_ranks),
             text_lengths=lengths,
             pack_texts=self._pack_texts,
-            teacher_features=teacher_features,
-            ids=None if self._stream.groups is None else ids,
+            **extra,
         )
 
     def stop(self) -> None:

@@ -73,7 +73,7 @@ class Piece:
     seeds: Tensor  # int64 [p]
     teacher_features: Tensor | None  # float32 [p, F], as in `Batch`
     keys: list[str]  # p
-    ids: Tensor  # int64 [p], of their groups
+    ids: Tensor | None  # int64 [p], of their groups, with `loss.groups`
     invalid: list[Invalid]
 
 
@@ -163,7 +163,7 @@ class PieceStream(IterableDataset):
                 torch.tensor(seeds, dtype=torch.int64),
                 torch.stack(stored) if stored else None,
                 keys,
-                sample_ids(groups),
+                None if self.groups is None else sample_ids(groups),
                 invalid,
             )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:

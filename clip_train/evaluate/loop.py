@@ -33,7 +33,7 @@ def evaluate(
         config: what to measure.
         tokenize: b prompts -> int64 [b, context_length].
         labelled: this rank's part of the images for zero-shot; None: `batches`.
-        widths: what is measured of whole features is also measured of their first values.
+        widths: each metric of whole features is also computed on their first values.
 
     Returns:
         `num_samples` of the validation set; the results of `caption_metrics`, of
