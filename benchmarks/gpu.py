@@ -4,9 +4,9 @@
     python benchmarks/gpu.py --dry-run                      the same on CPUs over gloo, tiny: no figure counts
 
 Stages in the order in which they matter: facts tests engines curve memory save waits speed_b32 speed_l14 speed_h14
-loader loss peer profile. Each is a process of its own, which is ended after --seconds (480), and writes every row into
-FOLDER/STAGE-RANKS.json once it has it: what a lost machine had measured is there. A row with `ok` is a check; one
-without is a measurement. Engines, loader and command are the product's. Packages that the machine lacks:
+packed loader loss peer profile. Each is a process of its own, which is ended after --seconds (480), and writes every
+row into FOLDER/STAGE-RANKS.json at once, so the results remain if the machine is taken away. A row with `ok` is a
+check, a row without is a measurement. Engines, loader and command are the product's. Packages that the machine lacks:
 scripts/gpu_wheels.sh.
 """
 
@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ def trained(world: int, *overrides: str, recipe: str = "vit_b32", cpu: bool = Fa
             sys.executable, "-m", "launcher", "train", f"recipes/{recipe}.yaml", "--ranks", str(world), *COMMAND,
             f"run.dir={folder}/run", *overrides,
         ]  # fmt: skip
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = os.environ.get("PYTHONPATH", "")  # packages that the machine lacks
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}".rstrip(os.pathsep)}
         if cpu:
             environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
@@ -357,6 +359,42 @@ def peak_flops() -> float:
     return next((gpu.flops for part, gpu in GPUS.items() if part.partition("-")[0] in name), 1e12)
 
 
+def packed(world: int) -> Iterator[Row]:
+    """Captions of 8 to 31 tokens with their padding and without: loss, norm of the gradient, speed."""
+    for preset, n in (("ViT-B-32", 1024), ("ViT-L-14", 256))[: 1 if DRY else 2]:
+        precisions = ("fp32",) if DRY else ("bf16", "fp32")  # packed attention wants bf16
+        for precision in precisions:
+            rows = run_ranks(with_captions, world, preset, n, precision)[0]
+            (loss, norm, _), (packed_loss, packed_norm, _) = rows
+            worst = max(abs(packed_loss / loss - 1), abs(packed_norm / norm - 1))
+            name = f"{preset} {precision}: padded and packed are one step"
+            limit = 1e-4 if precision == "fp32" else 2e-2
+            yield {"check": name, "ok": worst < limit, "error": worst, "losses": [loss, packed_loss],
+                   "samples/s": [row[2] for row in rows]}  # fmt: skip
+
+
+def with_captions(preset: str, n: int, precision: str) -> list[tuple[float, float, int]]:
+    """Of texts with padding, then without: loss and norm of the first step, samples/s."""
+    architecture, n = architecture_of(preset), 16 if DRY else n
+    engine = engine_of("fsdp", 0, precision, architecture, n, compile=not DRY)
+    whole = own_batch(architecture, n * dist.world_size())
+    length = whole.texts.shape[1]
+    lengths = torch.randint(
+        8, min(32, length), (len(whole),), generator=torch.Generator().manual_seed(2)
+    )
+    texts, end_id = whole.texts.cpu(), int(whole.texts[0, -1])
+    for text, end in zip(texts, lengths.tolist(), strict=True):
+        text[end - 1], text[end:] = end_id, 0
+    captions = replace(whole, texts=texts.to(device()))
+    short = replace(captions, text_lengths=lengths.tolist(), pack_texts=True)
+    rows = []
+    for own in (captions, short):
+        step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=0.0)
+        result = step()
+        rows.append((result.loss, result.grad_norm, round(n / seconds(step, 5, 2))))
+    return rows
+
+
 def loader(world: int) -> Iterator[Row]:
     """JPEGs from shards beside noise of no file: samples/s of the command, and what it waits for."""
     from clip_tools.demo import shapes
@@ -400,36 +438,80 @@ def loss(world: int) -> Iterator[Row]:
 
 
 def peer(world: int) -> Iterator[Row]:
-    """OpenCLIP's own step beside ours on FSDP, in turn, where it is installed: k = 1, bf16, eager."""
+    """OpenCLIP's step beside ours on FSDP, in turn, where it is installed: fp32 weights, bf16 products, texts of full
+    length; the whole batch at once, and in four micro-batches, which its --accum-freq computes twice."""
     try:
         import open_clip  # noqa: F401
     except ImportError as e:
         yield {"check": "OpenCLIP", "skipped": str(e)}
         return
-    for name, rate in run_ranks(beside_openclip, 1)[0]:
-        yield {"check": f"{name}, eager", "samples/s": rate}
+    for preset, n in (("ViT-B-32", 1024), ("ViT-L-14", 128))[: 1 if DRY else 2]:
+        for compiled in (False,) if DRY else (False, True):
+            for name, k, rate, gib in run_ranks(beside_openclip, 1, preset, n, compiled)[0]:
+                row = {"check": f"{preset}, {name}", "compiled": compiled, "b": n, "k": k}
+                yield row | {"samples/s": rate, "peak_GiB": gib}
 
 
-def beside_openclip() -> list[tuple[str, int]]:
+def beside_openclip(preset: str, n: int, compiled: bool) -> list[tuple[str, int, int, float]]:
+    """Rows of two turns: whose step, micro-batches, samples/s, the most memory in GiB."""
     import open_clip
 
-    architecture, n = load_architecture("ViT-B-32"), 8 if DRY else 2048
-    theirs = open_clip.create_model("ViT-B-32").to(torch.bfloat16).to(device())
+    architecture, n = load_architecture(preset), 4 if DRY else n
+    theirs = open_clip.create_model(preset).to(device())
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
+    forward = torch.compile(theirs) if compiled else theirs
     criterion = open_clip.ClipLoss()
-    engine, own = engine_of("fsdp", 0, "bf16", architecture, n), own_batch(architecture, n)
-    images = (own.images / 255).to(torch.bfloat16)
+    engine = engine_of("fsdp", 0, "fp32" if DRY else "bf16", architecture, n, compile=compiled)
+    own = own_batch(architecture, 4 * n)
+    images = own.images / 255
+    amp = partial(torch.autocast, device().type, torch.bfloat16)
 
-    def their_step() -> None:
-        adamw.zero_grad()
-        image, text, scale = theirs(images, own.texts)[:3]
-        criterion(image, text, scale).backward()
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         adamw.step()
+        adamw.zero_grad()
 
-    our_step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
-    turns = 2 * [("OpenCLIP", their_step), ("ours", our_step)]
-    return [(name, round(n / seconds(action, 5, 2))) for name, action in turns]
+    def their_step() -> None:
+        with amp():
+            loss = criterion(*forward(images[:n], own.texts[:n])[:3])
+        loss.backward()
+        update()
+
+    def their_accumulation() -> None:  # as open_clip_train/train.py with --accum-freq 4
+        parts = [slice(start, start + n) for start in range(0, 4 * n, n)]
+        kept: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for part in parts:
+            with torch.no_grad(), amp():
+                for features, x in zip(kept, forward(images[part], own.texts[part]), strict=False):
+                    features.append(x)
+        for i, part in enumerate(parts):
+            with amp():
+                *features, scale = forward(images[part], own.texts[part])[:3]
+                joined = [
+                    torch.cat([*all_[:i], x, *all_[i + 1 :]])
+                    for all_, x in zip(kept, features, strict=True)
+                ]
+                loss = criterion(*joined, scale)
+            loss.backward()
+        update()
+
+    first = share(batch_of(architecture, n), 0, 1)
+    options: Row = {"micro_size": n, "lr": 1e-4}
+    turns: list[tuple[str, int, Callable[[], Any]]] = [
+        ("OpenCLIP", 1, their_step),
+        ("ours", 1, partial(train_step, engine, first, InfoNCE(), kept_graphs=1, **options)),
+        ("OpenCLIP, --accum-freq 4", 4, their_accumulation),
+        ("ours, one graph retained", 4, partial(train_step, engine, own, InfoNCE(), kept_graphs=1, **options)),
+        ("ours, all graphs retained", 4, partial(train_step, engine, own, InfoNCE(), kept_graphs=4, **options)),
+    ]  # fmt: skip
+    rows = []
+    for name, k, action in 2 * turns:
+        if not DRY:
+            torch.cuda.reset_peak_memory_stats()
+        rate = round(k * n / seconds(action, 5, 3))
+        gib = 0 if DRY else torch.cuda.max_memory_allocated() / GIB
+        rows.append((name, k, rate, round(gib, 2)))
+    return rows
 
 
 def profile(world: int) -> Iterator[Row]:
@@ -461,7 +543,7 @@ def profiled() -> tuple[float, list[tuple[str, float]]]:
 STAGES: dict[str, Callable[[int], Iterator[Row]]] = {
     **{stage.__name__: stage for stage in (facts, tests, engines, curve, memory, save, waits)},
     **{f"speed_{name}": partial(speed, name) for name in SPEED},
-    **{stage.__name__: stage for stage in (loader, loss, peer, profile)},
+    **{stage.__name__: stage for stage in (packed, loader, loss, peer, profile)},
 }
 ONE_RANK = ("loss", "peer")
 

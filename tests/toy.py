@@ -71,5 +71,5 @@ def share(batch: Batch, rank: int, world_size: int) -> Batch:
 def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     """Ten words of textbook InfoNCE: full logits, autograd."""
     logits = scale * image @ text.T
-    target = torch.arange(len(logits))
+    target = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
