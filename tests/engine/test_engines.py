@@ -23,7 +23,7 @@ from launcher.engines.config import EngineConfig
 from tests import tolerances
 from tests.covering import pairwise
 from tests.engine.layouts import FSDP, ZERO, engine_at
-from tests.ranks import run_ranks
+from tests.ranks import device, run_ranks
 from tests.test_step import Underflowing
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -358,9 +358,10 @@ def with_value(name, value) -> Source:
 
 def inf_case(layout, precision):
     engine = make(layout, precision)
-    features = engine.forward(toy_batch(4).micro_batches(4)[0])
+    features = engine.forward(toy_batch(4).to(device()).micro_batches(4)[0])
+    one = torch.ones(1, device=device())
     gradients = named_features(
-        torch.full_like(features["image"], torch.inf), features["text"].detach(), torch.ones(1)
+        torch.full_like(features["image"], torch.inf), features["text"].detach(), one
     )
     engine.backward(features, gradients, True)
     report = engine.step(1e-3, engine.reduce()[0].tolist())
