@@ -164,7 +164,17 @@ def trained(world: int, *overrides: str, recipe: str = "vit_b32", cpu: bool = Fa
         if done.returncode:
             raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-900:]}")
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+        rows: list[Row] = [json.loads(line) for line in lines]
+        for table in Path(folder, "run").rglob("rank0.txt"):  # of log.profile_steps
+            rows[-1]["operators"] = [line[:300] for line in table.read_text().splitlines()[:40]]
+    return rows
+
+
+def history(rows: list[Row]) -> Row:
+    """Of each step: a start that compiles, or memory that is still growing, is seen there."""
+    reserved = [round(row.get("reserved_memory_bytes", 0) / GIB, 2) for row in rows]
+    seen = {"seconds": [round(row["step_seconds"], 3) for row in rows], "reserved_GiB": reserved}
+    return seen | ({"operators": rows[-1]["operators"]} if "operators" in rows[-1] else {})
 
 
 def off(x: Tensor, reference: Tensor) -> float:
@@ -338,13 +348,16 @@ def speed(name: str, world: int) -> Iterator[Row]:
         row: Row = {"check": f"{preset} {'compiled' if compiled else 'eager'}", "b": b, "k": k, "m": kept}  # fmt: skip
         try:
             rows = trained(
-                world, f"model.name={preset}", "run.steps=8", f"batch.micro_size={b}", f"batch.kept_graphs={kept}",
+                world, f"model.name={preset}", "run.steps=24", f"batch.micro_size={b}", f"batch.kept_graphs={kept}",
                 f"batch.global_size={b * k * world}", f"engine.compile={'true' if compiled else 'false'}",
                 f"engine.precision={'fp32' if DRY else 'bf16'}", "checkpoint.every_steps=1000", "data.workers=8",
-            )[3:]  # fmt: skip
+                *(["log.profile_steps=[20,21]"] if k == 1 else ()),
+            )  # fmt: skip
         except RuntimeError as e:  # the others may fit
             yield row | {"ok": False, "error": str(e)}
             continue
+        row |= history(rows)
+        rows = rows[8:20]
         rate = statistics.median(r["samples_per_second"] for r in rows)
         mfu = rate * flops / peak / world
         row |= {"samples/s": round(rate), "MFU": round(mfu, 3)}
@@ -412,11 +425,16 @@ def loader(world: int) -> Iterator[Row]:
         train = f"data.train={folder}/shapes/train/{{00000..00031}}.tar"
         shards = ("data.kind=shards", train, f"data.num_samples={number}")
         for name, source in {"JPEG shards": shards, "noise": ()}.items():
-            more = ("run.steps=12", "data.workers=auto", "batch.kept_graphs=1", *source)
-            rows = trained(world, *sizes, *more)[4:]
+            more = ("run.steps=24", "data.workers=auto", "batch.kept_graphs=1", *source)
+            rows = trained(world, *sizes, *more)
+            seen, rows = history(rows), rows[8:]
             rate = statistics.median(row["samples_per_second"] for row in rows)
             wait = statistics.median(row["data_wait_seconds"] / row["step_seconds"] for row in rows)
-            yield {"check": name, "samples/s": round(rate), "share of waiting": round(wait, 3)}
+            yield {
+                "check": name,
+                "samples/s": round(rate),
+                "share of waiting": round(wait, 3),
+            } | seen
 
 
 def loss(world: int) -> Iterator[Row]:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -340,3 +342,19 @@ def test_flops_of_vit_b_32_are_the_published_ones():
     assert flops_per_sample(load_architecture("ViT-B-32")) + 2 * spared == pytest.approx(
         2 * 7.39e9, rel=0.02
     )
+
+
+def test_a_compiled_backward_adds_no_zeros():
+    """The gradient of a selection is zeros with one part filled; three of them were added."""
+    seen: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    block = small_model().visual.transformer.resblocks[0]
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    compiled(
+        torch.randn(2, 5, block.ln_1.weight.numel(), requires_grad=True), None
+    ).sum().backward()
+    assert "aten.cat.default" in seen and not any("select" in name for name in seen)
