@@ -61,9 +61,9 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch, Features, MicroBatch, Objective, named_features
+from launcher.components import run_teacher, stored_teacher
 from launcher.engines import build, describe
 from launcher.engines.config import EngineConfig
-from launcher.parts import stored, teach
 from tests import tolerances
 from tests.contrastive.oracle import siglip
 from tests.contrastive.oracles import (
@@ -398,9 +398,10 @@ def teachers(where: str) -> list[Teacher]:
     widths, scales = [width for _, width in TWO], TWO_KEYS["teacher_scales"]
     calls: dict[str, list[Teacher]] = {
         "online": [
-            partial(teach, make_teacher(*each), z) for each, z in zip(TWO, scales, strict=True)
+            partial(run_teacher, make_teacher(*each), z)
+            for each, z in zip(TWO, scales, strict=True)
         ],
-        "from shards": [partial(stored, widths, t, z) for t, z in enumerate(scales)],
+        "from shards": [partial(stored_teacher, widths, t, z) for t, z in enumerate(scales)],
     }
     return calls.get(where, [])
 

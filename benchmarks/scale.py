@@ -40,7 +40,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.local import LocalStorage
-from clip_train.task import Wanted
+from clip_train.task import StateRange
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import versions
@@ -194,7 +194,7 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
         mine = pickle.loads(pickle.dumps(found))
         reader = FragmentReader(mine, storage.path(PREFIX), None)
         wanted = [
-            Wanted(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
+            StateRange(name, slot, start, numel) for name, _, start, numel in part for slot in SLOTS
         ]
         return {
             piece.file

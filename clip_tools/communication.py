@@ -18,7 +18,7 @@ from clip_train.models.freeze import depths, freeze, frozen_towers
 from clip_train.optim.muon import deal
 from clip_train.optim.optimizer import parameter_groups
 from clip_train.task import IMAGE_TEXT
-from launcher.config.memory import decide
+from launcher.config.memory import choose_layout
 from launcher.config.resolve import Resolved, engine_mistakes
 from launcher.engines import ENGINES, describe, find_engine
 from launcher.engines.compile import units
@@ -147,7 +147,7 @@ def alternatives(
     """Every engine, stage and group that the recipe allows, each with the micro-batches that suit
     it, the fastest first. limit: bytes of a rank."""
     rows = []
-    given = resolved.given.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
+    recipe = resolved.recipe.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
     for kind, stage, ranks in product(ENGINES, range(4), (None, links.per_node)):
         held = {"kind": kind, "zero_stage": stage, "shard_ranks": ranks}
         config = resolved.config.updated(engine={**held, "activation_checkpointing": "auto"})
@@ -156,7 +156,7 @@ def alternatives(
         if offloads_nothing or ranks == W or engine_mistakes(config, engine, resolved.plan, W):
             continue
         try:
-            other = decide(replace(resolved, given=given, config=config), limit)
+            other = choose_layout(replace(resolved, recipe=recipe, config=config), limit)
         except UserError:  # nothing fits
             continue
         assert other.layout is not None

@@ -47,7 +47,7 @@ from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version
 from launcher.runtime.verdict import STOP_FILE, end_process, node_name
 from launcher.slurm.profile import load_site
 from launcher.slurm.scheduler import answer
-from launcher.versions import NEWEST, installed, numbers, too_old
+from launcher.versions import NEWEST, installed, too_old, version_tuple
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
@@ -124,10 +124,10 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
 def check_versions() -> Iterator[Finding]:
     """The versions of Python and of the packages, against the supported ones."""
     for name in filter(installed, NEWEST):
-        found, newest = installed(name) or "", numbers(NEWEST[name])
+        found, newest = installed(name) or "", version_tuple(NEWEST[name])
         for problem in too_old(name):
             yield error("versions", *problem.split(": ", 1))
-        if numbers(found)[: len(newest)] > newest:
+        if version_tuple(found)[: len(newest)] > newest:
             yield warning(
                 "versions",
                 f"{name} {found} is newer than {NEWEST[name]}, the newest tested version",
@@ -333,14 +333,14 @@ def measure_pairs(device: torch.device) -> list[float]:
         seconds = float("inf")
         for _ in range(5):  # the first opens the connection, others may be disturbed
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             if partner < W:
                 ways = [(torch_dist.isend, x), (torch_dist.irecv, y)]
                 both = [torch_dist.P2POp(way, part, partner) for way, part in ways]
                 for work in torch_dist.batch_isend_irecv(both):
                     work.wait()
                 y.sum().item()  # waits for the device
-            seconds = min(seconds, time.perf_counter() - began)
+            seconds = min(seconds, time.perf_counter() - start)
         if partner < W:
             took[partner] = seconds
     seen = dist.gather_objects(took)

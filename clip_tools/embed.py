@@ -26,8 +26,8 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
+from launcher.components import shared_index, tokenizer_of
 from launcher.config.resolve import check_place
-from launcher.parts import shared_index, tokenizer_of
 from launcher.runtime.log import log
 
 ROWS = 65_536  # samples of a rank in one file

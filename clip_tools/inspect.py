@@ -44,6 +44,7 @@ from clip_train.models.weights import (
 )
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
+from launcher.components import evaluation
 from launcher.config.recipe import (
     RunConfig,
     apply_overrides,
@@ -53,7 +54,6 @@ from launcher.config.recipe import (
 )
 from launcher.config.resolve import check_place
 from launcher.engines import describe
-from launcher.parts import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat

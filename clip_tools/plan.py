@@ -27,7 +27,7 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import require_places
 from launcher.config.memory import (
-    decide,
+    choose_layout,
     estimate_memory,
     memory_limit,
     predicted_profile,
@@ -56,7 +56,7 @@ def make_plan(
     limit = usable(resolved, gpu.memory - CONTEXT_BYTES) if gpu else None
     if limit is None or resolved.config.batch.memory_limit is not None:
         limit = memory_limit(resolved, None)
-    resolved = decide(resolved, limit)
+    resolved = choose_layout(resolved, limit)
     config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
     engine, layout, teachers = config.engine, resolved.layout, config.model.teacher_architectures()
     checkpointing = bool(engine.activation_checkpointing)
@@ -90,7 +90,7 @@ def make_plan(
         "activation_checkpointing": checkpointing,
         "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
         "memory_limit_bytes": layout.room.limit if layout else None,
-        "reason": f"{', '.join(resolved.given.chosen)} = auto: {layout.describe()}"
+        "reason": f"{', '.join(resolved.recipe.chosen)} = auto: {layout.describe()}"
         if layout
         else None,
         "advice": advice(resolved),
@@ -146,7 +146,7 @@ def dry_run(args: argparse.Namespace) -> int:
     resolved = resolve(config, ranks, is_rank=True)
     require_places(config)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
-    resolved = decide(resolved, memory_limit(resolved, device))
+    resolved = choose_layout(resolved, memory_limit(resolved, device))
     show(make_plan(resolved))
     config = resolved.kept
     folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote

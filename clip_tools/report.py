@@ -88,8 +88,8 @@ def view(run: Run) -> Iterator[RenderableType]:
     yield table
     for i, start in enumerate(run.starts, 1):
         ended = f": {start['ended'][0]}, {start['ended'][1]}" if start["ended"] else ""
-        began = f"attempt {i} from step {start['step']:,}, {start.get('time', '')}"
-        yield Text(began + ended, style="dim")
+        heading = f"attempt {i} from step {start['step']:,}, {start.get('time', '')}"
+        yield Text(heading + ended, style="dim")
     if run.gpu_hours:
         yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
     if run.evaluations:

@@ -27,9 +27,9 @@ from clip_train.task import (
     FragmentSource,
     MicroBatch,
     Phase,
+    StateRange,
     StepResult,
     Task,
-    Wanted,
     groups,
 )
 
@@ -350,20 +350,20 @@ class Engine(abc.ABC):
             averaged += [b.held for b in self.buffers if b.held.is_floating_point()]
             self.ema.of = {held: local(held).flatten().clone() for held in averaged}
         targets = [
-            (Wanted(piece.name, slot, piece.start, piece.numel), tensor)
+            (StateRange(piece.name, slot, piece.start, piece.numel), tensor)
             for piece in (*self.pieces, *self.buffers)
             if piece.numel
             for slot, tensor in piece.tensors(self.optimizer, self.ema).items()
             if slot in stored[piece.name]
         ]
         targets += [
-            (Wanted(name, "param", 0, copy.numel()), copy)
+            (StateRange(name, "param", 0, copy.numel()), copy)
             for name, copy in self._copies()
             if "param" in source.slots(name)
         ]
-        source.prepare(wanted for wanted, _ in targets)
-        for wanted, tensor in targets:
-            tensor.copy_(source.read(*wanted).view_as(tensor))
+        source.prepare(state_range for state_range, _ in targets)
+        for state_range, tensor in targets:
+            tensor.copy_(source.read(*state_range).view_as(tensor))
         for piece in (*self.pieces, *self.buffers):
             own = piece.tensors(None, self.ema)
             if EMA in own and EMA not in stored[piece.name]:

@@ -114,7 +114,7 @@ class _Parts:
 
     @contextmanager
     def guard(self, phase: Phase) -> Iterator[None]:
-        began = moment(self.engine.device)
+        start = moment(self.engine.device)
         error: str | None = None
         try:
             yield
@@ -123,7 +123,7 @@ class _Parts:
                 raise
             error = (str(e).splitlines() or [type(e).__name__])[0]
         if error is None:
-            self.ends[phase] = began, moment(self.engine.device)
+            self.ends[phase] = start, moment(self.engine.device)
             return
         remedy = self._remedy(phase)
         if remedy is not None:

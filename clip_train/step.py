@@ -19,7 +19,7 @@ from clip_train.contrastive.local_loss import add_local_losses
 from clip_train.contrastive.matmul import matmul_precision
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
-from clip_train.models.batch_norm import observed
+from clip_train.models.batch_norm import collect_updates
 from clip_train.models.dropout import draw_by
 from clip_train.task import (
     LOCAL_LOSS,
@@ -129,7 +129,7 @@ def two_pass(
     kept_graphs: micro-batches whose graphs are retained.
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
-    with observed() as running_statistics, guard("forward pass"):
+    with collect_updates() as running_statistics, guard("forward pass"):
         cache = encode(engine, micro_batches, objective, kept_graphs)
     # the loss sees the samples in their canonical order, however they were cut
     places = [entry.places for entry in cache if entry.places is not None]

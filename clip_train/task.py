@@ -246,7 +246,7 @@ class Fragment:
     tensors: dict[str, Tensor]
 
 
-class Wanted(NamedTuple):
+class StateRange(NamedTuple):
     """Elements `[start, start + numel)` of a flattened parameter or of an optimizer's slot."""
 
     name: str
@@ -258,7 +258,7 @@ class Wanted(NamedTuple):
 class FragmentSource(Protocol):
     """Reads any range of any parameter's state, however the checkpoint was cut."""
 
-    def prepare(self, wanted: Iterable[Wanted]) -> None:
+    def prepare(self, ranges: Iterable[StateRange]) -> None:
         """Fetch everything that this rank will read. Collective.
 
         Optional: `read` fetches what is missing, piece by piece. CheckpointError, on all ranks.

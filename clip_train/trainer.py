@@ -56,7 +56,7 @@ class Trainer:
     skipped: Skipped = field(default_factory=Skipped)
     step: int = 0  # optimizer steps taken; part of every checkpoint, as `samples` is
     samples: int = 0  # seen by all ranks together
-    step_began: float = 0.0  # seconds of time.perf_counter()
+    step_start: float = 0.0  # seconds of time.perf_counter()
     saves_prepared: bool = False  # memory for the first snapshot is allocated
     closed: bool = False
     # an error of this rank alone; the other ranks learn of it in the next step
@@ -82,7 +82,7 @@ class Trainer:
         on all ranks.
         """
         batches = iter(self.batches)
-        self.step_began = time.perf_counter()
+        self.step_start = time.perf_counter()
         while self.step < self.steps:
             self.call("phase", "step")
             asked = time.perf_counter()
@@ -209,7 +209,7 @@ class Trainer:
         if evaluates:
             self._evaluate()
         if saves or evaluates:
-            self.step_began = time.perf_counter()  # neither is part of the next step
+            self.step_start = time.perf_counter()  # neither is part of the next step
         return False
 
     def _log_of_this_step(self, message: str) -> None:
@@ -221,8 +221,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """One optimizer step, as `metrics.jsonl` has it."""
         now = time.perf_counter()  # after the loss was read: the device is done
-        seconds = now - self.step_began
-        self.step_began = now
+        seconds = now - self.step_start
+        self.step_start = now
         record: dict[str, Any] = {
             "step": self.step,  # counted from 1
             "samples": self.samples,  # seen since the run began

@@ -44,8 +44,8 @@ from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
 from clip_train.trainer import Trainer
-from launcher import engines, parts
-from launcher.config.memory import decide, memory_limit
+from launcher import components, engines
+from launcher.config.memory import choose_layout, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, advice, resolve
 from launcher.config.resume import compare_with
@@ -109,7 +109,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
     room = float(os.environ.get(ROOM, "inf"))
-    resolved = decide(resolved, memory_limit(resolved, device), room)
+    resolved = choose_layout(resolved, memory_limit(resolved, device), room)
     outcome.layout = resolved.layout
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
@@ -163,12 +163,12 @@ def describe_run_dir(
         before = read_verdict(config.run_dir)
         previous = [before[0], before[1]["reason"]] if before else None
         History(config.run_dir).append(
-            "start", step=start, previous=previous, **facts(resolved.given, env, device)
+            "start", step=start, previous=previous, **facts(resolved.recipe, env, device)
         )
         # in a batch job the controller has removed the old verdict; a rank may have a new one
         if RUN_DIR not in os.environ:
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
-        recipe = resolved.given.to_yaml()
+        recipe = resolved.recipe.to_yaml()
         LocalStorage(config.run_dir).put_bytes("recipe.yaml", recipe.encode())
     except OSError as e:
         raise unwritable(config.run_dir, e) from e
@@ -195,8 +195,8 @@ def build_trainer(
     )
     checkpoints.preflight()
     resumed = checkpoints.resume()
-    objective, teacher = parts.build_objective(config, device)
-    digests = {"teacher": teacher, "init_from": parts.base_of(config)}
+    objective, teacher = components.build_objective(config, device)
+    digests = {"teacher": teacher, "init_from": components.base_of(config)}
     notes = (
         [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, digests)
     )
@@ -205,7 +205,7 @@ def build_trainer(
     dist.on_main(partial(describe_run_dir, resolved, start, env, device))
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from here on the run directory belongs to this recipe
-    engine = parts.build_engine(resolved, device)
+    engine = components.build_engine(resolved, device)
     if resumed is None or not engine.saves_frozen:
         say = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
@@ -214,10 +214,10 @@ def build_trainer(
             )
     if resolved.layout is not None and dist.is_main():
         log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
-    index = parts.shared_index(
+    index = components.shared_index(
         config, "data.train", config.data.train, resolved.source.index if resolved.source else None
     )
-    loader = parts.build_loader(resolved, device, resumed, index)
+    loader = components.build_loader(resolved, device, resumed, index)
     skipped = Skipped(warn, start)
     sinks = dist.agreed(
         Sinks,
@@ -266,7 +266,7 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=parts.evaluation(config, resolved.architecture, engine),
+        evaluate=components.evaluation(config, resolved.architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={

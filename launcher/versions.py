@@ -14,7 +14,7 @@ OLDEST = {"Python": "3.10", "torch": "2.13", "deepspeed": "0.19.8"}
 NEWEST = {"Python": "3.13", "torch": "2.15", "deepspeed": "0.19.8"}
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def version_tuple(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` -> (2, 13, 0)"""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
@@ -35,5 +35,5 @@ def too_old(name: str) -> Iterator[str]:
     remedy = f"pip install -U '{name}>={oldest}'"
     if name == "Python":
         remedy = f"python{NEWEST[name]} -m venv .venv && .venv/bin/pip install ."
-    if found is not None and numbers(found) < numbers(oldest):
+    if found is not None and version_tuple(found) < version_tuple(oldest):
         yield f"{name} ({found}) is too old, clip-train needs {oldest} or newer: {remedy}"

@@ -37,7 +37,7 @@ from clip_train.checkpoint.manifest import BLOCK_BYTES, Block
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
 from clip_train.storage.tensors import DTYPES
-from clip_train.task import EMA, Wanted
+from clip_train.task import EMA, StateRange
 
 LARGEST_LAYOUT = 2**32  # bytes; 4,096 ranks of a model with 1,000 parameters have 2^28
 PARALLEL_BLOCKS = 4  # hashed or fetched at a time by one rank: 64 MiB
@@ -206,12 +206,12 @@ class FragmentReader:
     def _verify(self, blocks: Iterable[Block]) -> None:
         """These are whole on this disk, or fetched. DamagedError, CheckpointError."""
         unknown = sorted({block for block in blocks if block not in self._ready})
-        began = said = time.monotonic()
+        start = said = time.monotonic()
         for done, fetched in enumerate(in_parallel(self._ensure, unknown, PARALLEL_BLOCKS), 1):
             self.fetched += fetched
             now = time.monotonic()
             if now >= said + _PROGRESS_SECONDS and done < len(unknown):
-                said, left = now, (now - began) * (len(unknown) / done - 1)
+                said, left = now, (now - start) * (len(unknown) / done - 1)
                 self._log(
                     f"reading the checkpoint of step {self._found.commit.step}: {done} of rank "
                     f"0's {len(unknown)} blocks of {BLOCK_BYTES >> 20} MiB, {left:.0f} s to go"
@@ -278,13 +278,13 @@ class FragmentReader:
                     stop = at + (upper - lower) * dtype.itemsize
                     yield Extent(lower, upper, dtype, int(row["file"]), at, stop)
 
-    def prepare(self, wanted: Iterable[Wanted]) -> None:
+    def prepare(self, ranges: Iterable[StateRange]) -> None:
         """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all
         ranks.
         """
         pieces = (
             piece
-            for name, slot, start, numel in wanted
+            for name, slot, start, numel in ranges
             for piece in self._pieces(name, slot, start, start + numel)
         )
         blocks = (block for piece in pieces for block in self._blocks[piece.file][piece.blocks])
@@ -343,15 +343,17 @@ class FragmentReader:
                 f"--ema: {self.path} has no moving average, as optim.ema_decay was null; leave "
                 "it out"
             )
-        wanted = {name: Wanted(name, slots[name], 0, math.prod(shapes[name])) for name in shapes}
-        self.prepare(wanted.values())
+        ranges = {
+            name: StateRange(name, slots[name], 0, math.prod(shapes[name])) for name in shapes
+        }
+        self.prepare(ranges.values())
 
         def read(name: str) -> Tensor:
-            return self.read(*wanted[name]).reshape(shapes[name])
+            return self.read(*ranges[name]).reshape(shapes[name])
 
         types = {
             each.name: self.read(each.name, each.slot, 0, min(1, each.numel)).dtype
-            for each in wanted.values()
+            for each in ranges.values()
         }
         like = {
             name: torch.empty(shapes[name], dtype=types[name], device="meta") for name in shapes

@@ -254,7 +254,7 @@ class ResumedData:
     """Where the data of a resumed run begins."""
 
     index: ShardIndex  # with the counts that the order was made of
-    began: int  # step
+    order_start: int  # step
     notice: str = ""  # why it starts over
 
 

@@ -60,7 +60,7 @@ class TrainLoader(Iterator[Batch]):
             step.
         seed: the run's; it orders the shards, permutes the blocks and seeds the samples.
         step: the step of the run, from 0, whose batch comes first.
-        began: the step at which this order began: 0, unless the data of a run has begun anew.
+        order_start: the step at which this order starts: 0, unless a run's data has started over.
         index: of `data.train`, with all counts; None: it is looked up, and shards without a count
             are counted here.
         pin_memory: batches in pinned memory, for asynchronous copies to a GPU.
@@ -91,7 +91,7 @@ class TrainLoader(Iterator[Batch]):
         rank: int = 0,
         world_size: int = 1,
         step: int = 0,
-        began: int = 0,
+        order_start: int = 0,
         index: ShardIndex | None = None,
         pin_memory: bool = False,
         stages: Sequence[Stage] = (),
@@ -107,16 +107,16 @@ class TrainLoader(Iterator[Batch]):
         if index is None:
             found = index_of(config.train, config.verify, storage)
             index = count_missing(found, storage, together=False)
-        self.index, self.step, self._began, self._sizes = index, step, began, sizes
+        self.index, self.step, self._order_start, self._sizes = index, step, order_start, sizes
         self._keys = order_keys(config, sizes, seed)
         self.streams = self._keys["data.lanes"]
-        own_seed = hash64(seed, began, -5) if began else seed
+        own_seed = hash64(seed, order_start, -5) if order_start else seed
         self.order, files = make_order(config, index, storage, self._keys, own_seed)
         workers = config.workers
         if workers == "auto":
             workers = resolve_workers(len(os.sched_getaffinity(0)), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
-        parts = Partition(sizes, self.streams, rank, world_size, began).workers(workers)
+        parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
         transform = TrainTransform(
             image_size,
@@ -148,7 +148,7 @@ class TrainLoader(Iterator[Batch]):
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
         shards = pack_rows(self.index.rows())
-        return {"data_began": self._began, "shards": shards, "order": self._keys}
+        return {"data_began": self._order_start, "shards": shards, "order": self._keys}
 
     def state_dict(self) -> dict[str, Any]:
         """`state` and the step of the next batch, for a loop of your own (torchdata's protocol)."""
@@ -160,17 +160,17 @@ class TrainLoader(Iterator[Batch]):
         UserError: the shards or their order have changed, or this loader has given a batch.
         """
         keep = {"changed_shards": False, "changed_order": False}
-        began = resume_data(state, self.index, self._keys, **keep).began
-        if self._pieces is not None or began != self._began:
+        order_start = resume_data(state, self.index, self._keys, **keep).order_start
+        if self._pieces is not None or order_start != self._order_start:
             raise UserError(
                 "load_state_dict needs a loader that has given no batch, whose data began at step "
-                f"{began}; make a new TrainLoader(..., began={began})"
+                f"{order_start}; make a new TrainLoader(..., order_start={order_start})"
             )
         self.step = self._stream.start = state["step"]
 
     def epoch(self, step: int) -> int:
         """Whole epochs that are done before a step, since the data began."""
-        return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._began))
+        return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._order_start))
 
     def __next__(self) -> Batch:
         """The workers' pieces, in canonical order, as one batch. DataError above the limit of

@@ -90,7 +90,7 @@ class Source:
         self._shuffled: tuple[int, array[int], array[int]] = (-1, array("I"), array("Q"))
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, piece
 
-    def begin(self, stream: int, epoch: int) -> int:
+    def epoch_start(self, stream: int, epoch: int) -> int:
         """The number of a stream's first sample of an epoch."""
         return samples_below(epoch * self.total, stream, self.streams)
 
@@ -99,7 +99,7 @@ class Source:
         known, piece = self._pieces.get(stream, (-1, []))
         if known == epoch:
             return piece
-        size = self.begin(stream, epoch + 1) - self.begin(stream, epoch)
+        size = self.epoch_start(stream, epoch + 1) - self.epoch_start(stream, epoch)
         if self.resampled:
             piece = self._draw(stream, epoch, size)
         else:
@@ -112,7 +112,7 @@ class Source:
     def block(self, stream: int, count: int) -> Block:
         """The block that holds sample number `count` of a stream."""
         epoch, K = (count * self.streams + stream) // self.total, self.block_size
-        begin, end = self.begin(stream, epoch), self.begin(stream, epoch + 1)
+        begin, end = self.epoch_start(stream, epoch), self.epoch_start(stream, epoch + 1)
         first_size = max(1, K * (stream + 1) // self.streams)  # streams end their blocks in turn
         number, first, stop = 0, begin, begin + first_size
         if count >= stop:
@@ -245,7 +245,7 @@ class Partition:
     streams: int  # L
     rank: int
     world_size: int
-    began: int = 0  # the step whose global batch begins at position 0
+    order_start: int = 0  # the step whose global batch begins at position 0
     own: range | None = None  # the streams of one of the rank's workers; None: of all
     turn: int = 0  # workers that share their streams take the steps in turn
     turns: int = 1  # how many workers do
@@ -256,7 +256,7 @@ class Partition:
         L = self.streams
         for step in itertools.count(start + self.turn, self.turns):
             G = self.sizes.at(step)
-            P = self.sizes.before(step) - self.sizes.before(self.began)
+            P = self.sizes.before(step) - self.sizes.before(self.order_start)
             begin, end = batch.share_of(G, self.rank, self.world_size)
             shares = {}
             for stream in self._streams(G):

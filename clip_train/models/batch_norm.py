@@ -23,7 +23,7 @@ _updates: list[Update] | None = None  # None: updates are not collected
 
 
 @contextmanager
-def observed() -> Iterator[list[Update]]:
+def collect_updates() -> Iterator[list[Update]]:
     """Collects the updates of running statistics that forwards in training ask for.
 
     The caller applies or drops them. Outside of this context the statistics stay as they are: in

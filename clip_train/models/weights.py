@@ -27,7 +27,7 @@ from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
 from clip_train.storage.tensors import lay_out
-from clip_train.task import IMAGE_TEXT, Wanted
+from clip_train.task import IMAGE_TEXT, StateRange
 
 WEIGHTS_NAMES = (
     "open_clip_model.safetensors",
@@ -50,7 +50,7 @@ class WholeState:
     def whole(self) -> Mapping[str, Tensor]:
         return self._state
 
-    def prepare(self, wanted: Iterable[Wanted]) -> None:
+    def prepare(self, ranges: Iterable[StateRange]) -> None:
         """It is all in memory."""
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
@@ -63,28 +63,28 @@ class DrawnState(WholeState):
     def __init__(self, state: Mapping[str, Tensor], drawn: Drawn):
         super().__init__(state)
         self._drawn = drawn
-        self._parts: dict[Wanted, Tensor] = {}
+        self._parts: dict[StateRange, Tensor] = {}
 
     def whole(self) -> Mapping[str, Tensor]:
         return {**self._drawn.whole(), **self._state}
 
-    def prepare(self, wanted: Iterable[Wanted]) -> None:
-        """Draw, and keep the wanted parts until they are read."""
-        asked = [each for each in wanted if each.name not in self._state]
+    def prepare(self, ranges: Iterable[StateRange]) -> None:
+        """Draw, and keep these parts until they are read."""
+        to_draw = [each for each in ranges if each.name not in self._state]
 
         def take(name: str, tensor: Tensor) -> None:
-            for each in asked:
+            for each in to_draw:
                 if each.name == name:
                     part = tensor.flatten()[each.start : each.start + each.numel]
                     # pages of its own, free as soon as it is read: the engine's part fills then
                     pages = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE)
                     self._parts[each] = torch.frombuffer(pages, dtype=part.dtype).copy_(part)
 
-        if asked and not self._drawn.draw(take):
+        if to_draw and not self._drawn.draw(take):
             self._parts.clear()
 
     def read(self, name: str, slot: str, start: int, numel: int) -> Tensor:
-        part = self._parts.pop(Wanted(name, slot, start, numel), None)
+        part = self._parts.pop(StateRange(name, slot, start, numel), None)
         if part is None and name not in self._state:  # not prepared
             self._state = self.whole()
         return super().read(name, slot, start, numel) if part is None else part

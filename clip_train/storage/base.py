@@ -79,7 +79,7 @@ class Storage(ABC):
         return True
 
 
-def checked(name: str) -> str:
+def checked_name(name: str) -> str:
     """Return `name`. ValueError if it leaves the root."""
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"storage name must be relative and without '..': {name!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clip_train.errors import UserError
-from clip_train.storage.base import Entry, Storage, checked
+from clip_train.storage.base import Entry, Storage, checked_name
 
 # File systems without hard links answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
@@ -59,7 +59,7 @@ class LocalStorage(Storage):
 
     def path(self, name: str) -> Path:
         """Return the path of `name` on disk. ValueError if the name leaves the root."""
-        return self.root / checked(name)
+        return self.root / checked_name(name)
 
     def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with open(self.path(name), "rb", opener=_no_wait) as f:

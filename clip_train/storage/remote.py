@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from fsspec.asyn import get_loop
 from fsspec.utils import glob_translate
 
-from clip_train.storage.base import Entry, Storage, checked
+from clip_train.storage.base import Entry, Storage, checked_name
 from clip_train.storage.errors import (
     RAISED,
     Meaning,
@@ -180,7 +180,7 @@ class RemoteStorage(Storage):
         raise AssertionError("unreachable")
 
     def key(self, name: str) -> str:
-        return "/".join(part for part in (self.root, checked(name)) if part)
+        return "/".join(part for part in (self.root, checked_name(name)) if part)
 
     def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and start >= end:

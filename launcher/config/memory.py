@@ -1,8 +1,8 @@
 """How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto`
 becomes.
 
-`decide` is one function for `clip-train plan` and for `clip-train train`, which asks it before the
-engine is built. It knows sizes only (fake tensors).
+`clip-train plan` and `clip-train train` both call `choose_layout`, before an engine is built. It
+knows sizes only (fake tensors).
 """
 
 import math
@@ -160,14 +160,16 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     return replace(own, forward=max(own.forward, *forwards, 0))
 
 
-def decide(resolved: Resolved, limit: float | None, activations: float = float("inf")) -> Resolved:
+def choose_layout(
+    resolved: Resolved, limit: float | None, activations: float = float("inf")
+) -> Resolved:
     """With every `auto` decided: the layout of least work within `limit` bytes a rank, of which
     `activations` may be activations.
 
     The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
     graph is kept where more cannot fit, or where the limit is unknown (None).
     """
-    config, batch, plan = resolved.config, resolved.given.batch, resolved.plan
+    config, batch, plan = resolved.config, resolved.recipe.batch, resolved.plan
     one_graph = resolved
     if config.batch.kept_graphs == "auto":
         one_graph = replace(resolved, config=config.updated(batch={"kept_graphs": 1}))

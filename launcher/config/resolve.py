@@ -42,10 +42,10 @@ from launcher.engines.config import EngineConfig
 @dataclass(frozen=True)
 class Resolved:
     """A recipe with a value for every `auto`; those that depend on memory get theirs from
-    `memory.decide`.
+    `memory.choose_layout`.
     """
 
-    given: RunConfig  # the recipe with its defaults
+    recipe: RunConfig  # the recipe with its defaults
     config: RunConfig  # what runs
     plan: BatchPlan
     architecture: AnyArchitecture
@@ -55,7 +55,7 @@ class Resolved:
     @property
     def kept(self) -> RunConfig:
         """What a checkpoint keeps and a resume compares: without what memory has decided."""
-        return self.given.updated(
+        return self.recipe.updated(
             engine=self.config.engine.model_dump(
                 include={"kind", "precision", "reduce_dtype", "compile"}
             ),
@@ -98,7 +98,7 @@ def resolve(
 
     per_node: ranks on a node. is_rank: this process will train, so the recipe must fit its devices.
     """
-    given = config = with_samples(recipe)
+    recipe = config = with_samples(recipe)
     problems: list[UserError] = []
 
     def collect(action: Callable[..., Any], *arguments: Any) -> Any:
@@ -163,7 +163,7 @@ def resolve(
     streams = resolve_streams(config.data.lanes, config.batch.sizes)
     block = resolve_block(config.data.shuffle_block, streams)
     config = config.updated(data={"lanes": streams, "shuffle_block": block}, engine=dict(engine))
-    return Resolved(given, config, plan, architecture, source=source)
+    return Resolved(recipe, config, plan, architecture, source=source)
 
 
 def look_at_data(

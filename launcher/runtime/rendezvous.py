@@ -266,13 +266,13 @@ def start(
         meet(env, heartbeat, store, rendezvous_seconds, recipe)
     pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
     forming = pool.submit(form_group, env, device, store, group_seconds)
-    began = time.monotonic()
-    while not forming.done() and time.monotonic() < began + group_seconds + LATE_SECONDS:
+    start = time.monotonic()
+    while not forming.done() and time.monotonic() < start + group_seconds + LATE_SECONDS:
         time.sleep(0.01)
     try:
         speed = forming.result(0)
     except (RuntimeError, futures.TimeoutError) as e:
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         if heartbeat.wait(CAUSE_SECONDS - seconds) is not None:
             raise RemoteRankError(str(heartbeat.abort)) from e
         absent = [
@@ -315,10 +315,10 @@ def measure_all_reduce(device: torch.device) -> float:
     x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
     seconds = 0.0
     for _ in range(2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce_sum(x)
         x.sum().item()  # waits for the device
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     return REDUCED_BYTES[device.type] / seconds
 
 

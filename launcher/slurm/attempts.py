@@ -105,7 +105,7 @@ class History:
         return sorted(node for node, count in blamed.items() if count > 1)
 
 
-def decide(outcome: Outcome, failures: int, fruitless: int) -> Decision:
+def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     """By the verdict and by progress. failures, fruitless: in a row before this attempt."""
     progress = outcome.step > outcome.before
     failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated

@@ -37,7 +37,7 @@ from launcher.runtime.verdict import (
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Outcome, decide, explain
+from launcher.slurm.attempts import Decision, History, Outcome, explain, next_action
 from launcher.slurm.scheduler import (
     NO_ARRAY,
     answer,
@@ -164,7 +164,7 @@ class Controller:
         return Outcome("LOST", before, after, f"the batch script on {node} was lost", (node,))
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
-        decision = decide(outcome, *self.history.counts())
+        decision = next_action(outcome, *self.history.counts())
         self.history.append("end", attempt=number, **asdict(outcome), **asdict(decision), **more)
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"

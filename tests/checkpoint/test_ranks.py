@@ -19,7 +19,7 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.errors import CheckpointError, RemoteRankError
 from clip_train.storage.local import LocalStorage
-from clip_train.task import Wanted
+from clip_train.task import StateRange
 from tests.checkpoint.parts import bits, committed, cut, whole
 from tests.checkpoint.runs import flip, writers
 from tests.ranks import run_ranks
@@ -213,7 +213,7 @@ def resumed_apart(root: Path, disks: list[int], bank: int) -> dict[str, Any]:
     assert resumed is not None
     mine = cut(whole(resumed.step), rank, world_size)
     resumed.reader.prepare(
-        Wanted(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items()
+        StateRange(f.name, slot, f.start, t.numel()) for f in mine for slot, t in f.tensors.items()
     )
     remote.read_bytes = gone  # type: ignore[method-assign]
     same = all(
@@ -299,7 +299,7 @@ def changed_since(root: Path) -> str:
     dist.barrier()
     try:
         resumed.reader.prepare(
-            Wanted(name, slot, 0, t.numel()) for (name, slot), t in whole(1).items()
+            StateRange(name, slot, 0, t.numel()) for (name, slot), t in whole(1).items()
         )
     except Exception as e:
         return f"{type(e).__name__}: {e}"

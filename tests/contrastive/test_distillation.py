@@ -12,7 +12,7 @@ from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.distillation import Distillation
 from clip_train.task import Context, MicroBatch, named_features
-from launcher.parts import stored
+from launcher.components import stored_teacher
 from tests.contrastive.oracles import averaged_teachers_loss, distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -118,7 +118,7 @@ def test_features_from_shards_are_split_by_teacher_and_text():
     rows = torch.cat([*U, *(x for of_text in V for x in of_text)], dim=1)
     batch = MicroBatch(rows, rows, rows, teacher_features=rows)
     config = LossConfig(distill_weights=(0.0, 1.0))
-    teachers = [partial(stored, widths, t, scale) for t, scale in enumerate(scales)]
+    teachers = [partial(stored_teacher, widths, t, scale) for t, scale in enumerate(scales)]
     loss = build_loss(config, teachers, texts)
     both = torch.stack(of_texts, dim=1).flatten(0, 1)  # an image's texts beside each other
     student = named_features(image, both, torch.tensor([9.0]).double())

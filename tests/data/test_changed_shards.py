@@ -57,7 +57,7 @@ def went_on(
     data: ResumedData, config: DataConfig, steps: int = 6, step: int = STEP
 ) -> list[list[str]]:
     found = count_missing(data.index, StorageConfig(), together=False)
-    with loader_of(config, step=step, began=data.began, index=found) as loader:
+    with loader_of(config, step=step, order_start=data.order_start, index=found) as loader:
         return [next(loader).keys for _ in range(steps)]
 
 
@@ -98,7 +98,7 @@ def test_a_change_is_named_and_refused_unless_allowed(folder: Path, name: str) -
     assert "data.allow_changed_shards=true" in str(caught.value)
     config = config_of(folder, allow_changed_shards=True)
     data = resume(state, config)
-    assert data.began == STEP and data.notice
+    assert data.order_start == STEP and data.notice
     epoch = -(-len(keys_in(folder)) // 4)
     keys = [key for batch in went_on(data, config, epoch) for key in batch]
     assert set(keys) == keys_in(folder) and len(keys) < len(set(keys)) + 4
@@ -111,13 +111,13 @@ def test_what_began_anew_repeats_no_seed_and_can_be_gone_on_with(folder: Path) -
         before = [seed for _ in range(STEP) for seed in next(loader).sample_seeds.tolist()]
     add(folder)
     data = resume(state, config)
-    with loader_of(config, step=STEP, began=data.began) as loader:
+    with loader_of(config, step=STEP, order_start=data.order_start) as loader:
         batches = [next(loader) for _ in range(6)]
         saved = json.loads(json.dumps({"step": STEP + 2, **loader.state()}))
     seeds = [seed for batch in batches for seed in batch.sample_seeds.tolist()]
     assert len({*before, *seeds}) == len(before) + len(seeds)
     again = resume(saved, config)
-    assert (again.began, again.notice) == (STEP, "")
+    assert (again.order_start, again.notice) == (STEP, "")
     assert went_on(again, config, 4, STEP + 2) == [batch.keys for batch in batches[2:]]
 
 
@@ -179,7 +179,7 @@ def test_another_order_is_refused_with_what_it_was(
     with pytest.raises(UserError, match=message) as caught:
         resume(state, config, seed)
     assert "checkpoint.allow_changed_recipe=true" in str(caught.value)
-    assert resume(state, config, seed, order=True).began == STEP
+    assert resume(state, config, seed, order=True).order_start == STEP
 
 
 def test_weights_count_by_their_ratio(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_weights_count_by_their_ratio(tmp_path: Path) -> None:
 
 def test_captions_that_are_drawn_count_by_their_ratio_and_order(folder: Path) -> None:
     state, _ = checkpoint(config_of(folder, caption_key={"txt": 3, "alt": 1}))
-    assert resume(state, config_of(folder, caption_key={"txt": 0.75, "alt": 0.25})).began == 0
+    assert resume(state, config_of(folder, caption_key={"txt": 0.75, "alt": 0.25})).order_start == 0
     with pytest.raises(UserError, match=r"data\.caption_key was \[\['txt', 0\.75\]"):
         resume(state, config_of(folder, caption_key={"alt": 1, "txt": 3}))
 

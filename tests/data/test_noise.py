@@ -84,4 +84,6 @@ def test_a_run_goes_on_from_its_checkpoint():
         **TrainLoader(config, image_size=8, context_length=8, global_size=G, seed=3).state(),
         "step": 5,
     }
-    assert resume_data(state, index, keys, changed_shards=False, changed_order=False).began == 0
+    assert (
+        resume_data(state, index, keys, changed_shards=False, changed_order=False).order_start == 0
+    )

@@ -88,7 +88,7 @@ def test_a_stream_reads_each_shard_of_an_epoch_at_one_go():
 
 def test_blocks_of_all_streams_do_not_end_at_one_time():
     source = Source([10_000] * 8, 8, 0, 400)
-    ends = {len(source.block(stream, source.begin(stream, 1)).order) for stream in range(8)}
+    ends = {len(source.block(stream, source.epoch_start(stream, 1)).order) for stream in range(8)}
     assert ends == {50 * (stream + 1) for stream in range(8)}
 
 

@@ -112,7 +112,7 @@ def test_data_that_begins_anew_in_mid_schedule_goes_on_with_its_sizes(folder: Pa
     with loader_of(config, global_size=SIZES) as loader:
         before = [next(loader) for _ in range(6)]
     ranks = [
-        loader_of(config, rank=r, world_size=2, global_size=SIZES, step=6, began=6)
+        loader_of(config, rank=r, world_size=2, global_size=SIZES, step=6, order_start=6)
         for r in range(2)
     ]
     after = [[next(loader) for loader in ranks] for _ in range(6)]
@@ -120,7 +120,7 @@ def test_data_that_begins_anew_in_mid_schedule_goes_on_with_its_sizes(folder: Pa
     seeds = [s for batch in before for s in batch.sample_seeds.tolist()]
     again = [s for batches in after for batch in batches for s in batch.sample_seeds.tolist()]
     assert len({*seeds, *again}) == sum(G[:12])
-    with loader_of(config, global_size=SIZES, step=8, began=6) as loader:
+    with loader_of(config, global_size=SIZES, step=8, order_start=6) as loader:
         assert next(loader).keys == [key for batch in after[2] for key in batch.keys]
     assert loader.epoch(6) == 0 and loader.epoch(9) == (G[6] + G[7] + G[8]) // 56
 

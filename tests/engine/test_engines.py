@@ -17,7 +17,7 @@ from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
-from clip_train.task import Fragment, MicroBatch, Wanted, named_features
+from clip_train.task import Fragment, MicroBatch, StateRange, named_features
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests import tolerances
@@ -48,7 +48,7 @@ class Source:
         self.prepared = list(wanted)
 
     def read(self, name, slot, start, numel):
-        assert Wanted(name, slot, start, numel) in self.prepared
+        assert StateRange(name, slot, start, numel) in self.prepared
         return self.tensors[name][slot].flatten()[start : start + numel]
 
 

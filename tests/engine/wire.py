@@ -127,9 +127,9 @@ def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
     from clip_train.models.weights import WholeState
     from clip_train.step import train_step
     from clip_train.task import Batch, named_features
+    from launcher.components import build_engine
     from launcher.config.recipe import RunConfig
     from launcher.config.resolve import resolve
-    from launcher.parts import build_engine
 
     resolved = resolve(RunConfig.model_validate(recipe), WORLD_SIZE, read_data=False)
     config, architecture, plan = resolved.config, resolved.architecture, resolved.plan

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.runtime.outcome import Outcome as Ending
 from launcher.runtime.verdict import RUN_DIR, Failure, node_name, read_verdict, write_verdict
-from launcher.slurm.attempts import History, Outcome, decide, explain
+from launcher.slurm.attempts import History, Outcome, explain, next_action
 
 
 def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
@@ -35,14 +35,14 @@ def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
     ],
 )
 def test_decisions(ended, failures, action):
-    assert decide(ended, failures, 0).decision == action
+    assert next_action(ended, failures, 0).decision == action
 
 
 def test_preemptions_without_progress_end_too_but_later():
     failures = fruitless = 0
     actions = []
     for _ in range(10):
-        decision = decide(outcome("PREEMPTED"), failures, fruitless)
+        decision = next_action(outcome("PREEMPTED"), failures, fruitless)
         failures, fruitless = decision.failures, decision.fruitless
         actions.append(decision.decision)
     assert actions == ["requeue"] * 9 + ["give up"]

@@ -15,7 +15,7 @@ from clip_train.data.config import DataConfig
 from clip_train.data.shards import expand
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
-from launcher.parts import shared_index
+from launcher.components import shared_index
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import nn
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
-from clip_train.models.batch_norm import BatchNorm2d, observed
+from clip_train.models.batch_norm import BatchNorm2d, collect_updates
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
@@ -43,7 +43,7 @@ def normalised(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     if dist.world_size() > 1:
         x, cotangent = (each.split(SIZES)[dist.rank()] for each in (x, cotangent))
     x = x.clone().requires_grad_()
-    with observed() as updates:
+    with collect_updates() as updates:
         out = ours(x)
     (out * cotangent).sum().backward()
     for update in updates:
@@ -73,7 +73,7 @@ def test_the_model_agrees_with_torchs_batch_norm_in_training_and_evaluation(dtyp
             parent, _, last = name.rpartition(".")
             setattr(plain.get_submodule(parent), last, peer)
     images, texts, _ = inputs(6)
-    with observed() as updates:
+    with collect_updates() as updates:
         seen = ours(images)[0]
     assert len(updates) == 3
     for update in updates:

@@ -16,7 +16,7 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.drawing import Drawn, undrawn_buffers
 from clip_train.models.weights import DrawnState, initial_weights
-from clip_train.task import Wanted
+from clip_train.task import StateRange
 from tests.models.small import small_architecture
 
 MIB = 2**20
@@ -99,7 +99,7 @@ def test_a_constructor_that_does_not_repeat_itself_is_drawn_whole():
         return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
     source = DrawnState({}, Drawn(build, 5, large=256))
-    source.prepare([Wanted("1.weight", "param", 7, 9)])
+    source.prepare([StateRange("1.weight", "param", 7, 9)])
     expected = whole(build, 5)["1.weight"].flatten()[7:16]
     assert torch.equal(source.read("1.weight", "param", 7, 9), expected)
 
@@ -118,7 +118,7 @@ def test_a_rank_reads_its_part_of_what_is_loaded_and_of_what_is_drawn(tmp_path: 
     expected = whole(partial(build_model, config.architecture()), 2) | image
     source = initial_weights(config, 2)
     wanted = [
-        Wanted(name, "param", t.numel() // 3, t.numel() - t.numel() // 3)
+        StateRange(name, "param", t.numel() // 3, t.numel() - t.numel() // 3)
         for name, t in expected.items()
     ]
     source.prepare([*wanted, *wanted])

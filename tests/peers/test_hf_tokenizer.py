@@ -12,7 +12,7 @@ import torch
 from clip_train.data.tokenizer import HFTokenizer
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
-from launcher.parts import tokenizer_of
+from launcher.components import tokenizer_of
 from tests.peers.test_configs import open_clip
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]

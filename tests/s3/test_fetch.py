@@ -17,7 +17,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.task import Fragment, Wanted
+from clip_train.task import Fragment, StateRange
 from tests.ranks import run_ranks
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import Fault, FaultyProxy
@@ -63,14 +63,16 @@ def slices(stage: int, rank: int, world_size: int) -> Iterator[Slice]:
         begin += numel
 
 
-def wanted(stage: int, rank: int, world_size: int) -> list[Wanted]:
+def wanted(stage: int, rank: int, world_size: int) -> list[StateRange]:
     """Its slices of all slots, and below stage 3 all weights."""
     own = [
-        Wanted(name, slot, start, n)
+        StateRange(name, slot, start, n)
         for name, start, n in slices(stage, rank, world_size)
         for slot in SLOTS
     ]
-    whole = [Wanted(name, "param", 0, torch.Size(shape).numel()) for name, shape in SHAPES.items()]
+    whole = [
+        StateRange(name, "param", 0, torch.Size(shape).numel()) for name, shape in SHAPES.items()
+    ]
     return own + (whole if stage < 3 else [])
 
 

@@ -1,5 +1,7 @@
-"""The parts that `launcher.train` puts together, each from the recipe: data, engine, loss,
-evaluation."""
+"""Build the components of a run from its recipe: data, engine, loss, evaluation.
+
+`launcher.train` puts them together.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -92,7 +94,7 @@ def build_loader(
 ) -> TrainLoader:
     """Collective: the loader, at the first step or at the checkpoint's."""
     config = resolved.config
-    began, sizes = 0, config.batch.sizes
+    order_start, sizes = 0, config.batch.sizes
     if resumed is not None:
         data = resume_data(
             resumed.state,
@@ -101,9 +103,9 @@ def build_loader(
             changed_shards=config.data.allow_changed_shards,
             changed_order=config.checkpoint.allow_changed_recipe,
         )
-        index, began = data.index, data.began
+        index, order_start = data.index, data.order_start
         if data.notice and dist.is_main():
-            warn(f"the data starts over at step {began}, as the recipe allows: {data.notice}")
+            warn(f"the data starts over at step {order_start}, as the recipe allows: {data.notice}")
     index = count_missing(index, config.storage, log=log)
     text = resolved.architecture.text_cfg
     return dist.agreed(
@@ -116,7 +118,7 @@ def build_loader(
         rank=dist.rank(),
         world_size=dist.world_size(),
         step=resumed.step if resumed else 0,
-        began=began,
+        order_start=order_start,
         index=index,
         pin_memory=device.type == "cuda",
         storage=config.storage,
@@ -202,16 +204,16 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
                 f"model.teacher ({alone.teacher}) on {other} is not that of {first}; mount it on "
                 "all"
             )
-        teachers.append(partial(teach, teacher, scale))
+        teachers.append(partial(run_teacher, teacher, scale))
         digests.append(digest)
     if not teachers:
         widths = config.data.reinforced or []
-        teachers = [partial(stored, widths, t, scale) for t, scale in enumerate(scales)]
+        teachers = [partial(stored_teacher, widths, t, scale) for t, scale in enumerate(scales)]
     loss = build_loss(config.loss, teachers, config.data.texts_per_image)
     return loss, ",".join(digests) or None
 
 
-def teach(teacher: torch.nn.Module, scale: float | None, micro_batch: MicroBatch) -> Features:
+def run_teacher(teacher: torch.nn.Module, scale: float | None, micro_batch: MicroBatch) -> Features:
     """scale: the factor of its logits; None: its own."""
     # each alone: a CoCa writes no captions then
     image, *_ = teacher(micro_batch.images, None)
@@ -219,7 +221,9 @@ def teach(teacher: torch.nn.Module, scale: float | None, micro_batch: MicroBatch
     return named_features(image, text, own if scale is None else torch.full_like(own, scale))
 
 
-def stored(widths: Sequence[int], t: int, scale: float, micro_batch: MicroBatch) -> Features:
+def stored_teacher(
+    widths: Sequence[int], t: int, scale: float, micro_batch: MicroBatch
+) -> Features:
     """The features of teacher t that the shards hold; of all: `widths`."""
     assert micro_batch.teacher_features is not None
     rows = micro_batch.teacher_features.unflatten(1, (-1, sum(widths)))  # [b, 1 + T, F]
