@@ -162,6 +162,24 @@ def test_few_open_files_are_said_at_once(recipe):
     assert limited.stderr.count("\n") == 1, limited.stderr
 
 
+def test_few_threads_are_said_at_once(recipe):
+    """Gloo aborted, or the message blamed the network."""
+    caps, line = "+dac_override", ["prlimit", "--nproc=1"]
+    if os.getuid() == 0:  # root has no such limit
+        user = ["--reuid=54321", "--clear-groups", f"--inh-caps={caps}", f"--ambient-caps={caps}"]
+        line = ["setpriv", *user, "prlimit", "--nproc=8"]
+    limited = subprocess.run(
+        [*line, sys.executable, "-m", "launcher", "train", str(recipe)],
+        env=clean_environment(),
+        cwd=Path(__file__).parents[2],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert limited.returncode == 2 and "ulimit -u" in limited.stderr, limited
+    assert limited.stderr.count("\n") == 1, limited.stderr
+
+
 # -- servers
 
 
