@@ -53,9 +53,11 @@ def entry() -> NoReturn:
         status = main(stop=stop)
     except SystemExit as e:  # of argparse, which has printed why
         status = e.code if isinstance(e.code, int) else 2
-    except BaseException as e:  # while the end was being put in words: a third Ctrl-C
+    except KeyboardInterrupt:  # one more Ctrl-C, while the end was being put in words
+        status = 130
+    except BaseException:
         traceback.print_exc()
-        status = 130 if isinstance(e, KeyboardInterrupt) else 1
+        status = 1
     logging.shutdown()
     with contextlib.suppress(OSError):  # the reader closed the pipe
         sys.stdout.flush()

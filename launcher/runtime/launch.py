@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
 def need_threads() -> None:
     """RankError where FEWEST_THREADS cannot run beside each other: gloo would abort, and loader
     workers and saves would fail in the middle of the run."""
-    end, started = threading.Event(), 0
+    end = threading.Event()
     try:
-        for started in range(FEWEST_THREADS):
+        for _ in range(FEWEST_THREADS):
             threading.Thread(target=end.wait).start()
     except RuntimeError as e:
         raise RankError(
-            f"only {started} more threads can start here, and a rank needs at least "
-            f"{FEWEST_THREADS}: raise the limit of processes (ulimit -u, or the container's pids limit)"
+            f"fewer than {FEWEST_THREADS} threads can start here, which one rank needs: raise the limit "
+            "of processes (ulimit -u, or the container's pids limit), or end others of this user"
         ) from e
     finally:
         end.set()

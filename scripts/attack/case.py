@@ -107,7 +107,7 @@ def run_case(case: Case, keep: set[int]) -> Result:
     watcher.start()
     with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as name:
         try:
-            with clock(SECONDS if not case.waits else 10 * SECONDS):
+            with clock(SECONDS if not case.waits else 15 * SECONDS):
                 result.ending = case.attack(Path(name))
         except TooLateError as e:
             result.wrong = str(e)

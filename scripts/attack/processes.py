@@ -25,6 +25,7 @@ from tests.launcher.conftest import (
     metrics,
     start,
     start_cold,
+    until,
     wait_for,
     wait_for_step,
 )
@@ -32,6 +33,7 @@ from tests.processes import family
 from tests.s3.server import Server, chosen
 
 LONG = (*lab.SMALL, "run.steps=60", "data.workers=1", "log.progress=false")
+GLOBAL = {1: (), 2: (), 3: ("batch.global_size=24",)}
 PROMPT = ("checkpoint.grace_seconds=20", "launch.hang_step_seconds=20")
 STORES = ("disk", "S3")
 TARGETS = ("rank", "writer", "worker")
@@ -41,7 +43,7 @@ TARGETS = ("rank", "writer", "worker")
 def calm(ranks: int) -> list[tuple]:
     """The curve without an attack; a store changes nothing in it."""
     where = lab.folder() / f"calm{ranks}"
-    status, out = lab.run(lab.recipe(where), *LONG, ranks=ranks)
+    status, out = lab.run(lab.recipe(where), *LONG, *GLOBAL[ranks], ranks=ranks)
     assert status == 0, out
     return lab.curve(where / "run")
 
@@ -156,9 +158,13 @@ def paused(pid: int) -> None:
 
 
 def terminated_twice(pid: int) -> None:
+    twice(pid, signal.SIGTERM)
+
+
+def twice(pid: int, number: int) -> None:
     for _ in range(2):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
         time.sleep(0.3)
 
 
@@ -168,6 +174,54 @@ WAYS: dict[str, Callable[[int], None]] = {
     "stopped for 20 s": paused,
     "terminated twice": terminated_twice,
 }
+
+# -- the launcher of `--ranks`
+
+
+def lives(pid: int) -> bool:
+    """It runs: a zombie only waits for its parent."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def stopped_and_killed(pid: int) -> None:
+    stopped(pid)
+    killed(pid)
+
+
+AT_LAUNCHER: dict[str, tuple[Callable[[int], None], int]] = {
+    "killed": (killed, -signal.SIGKILL),
+    "stopped for good": (stopped, 0),  # its ranks do without it
+    "stopped, then killed": (stopped_and_killed, -signal.SIGKILL),
+    "stopped for 20 s": (paused, 0),
+    "terminated": (lambda pid: os.kill(pid, signal.SIGTERM), 75),
+    "terminated twice": (terminated_twice, 75),
+    "interrupted": (lambda pid: os.kill(pid, signal.SIGINT), 75),
+    "interrupted twice": (lambda pid: twice(pid, signal.SIGINT), 130),
+}
+
+
+def hit_launcher(way: str, ranks: int) -> Callable[[Path], str]:
+    """A signal to the launcher alone: no rank outlives it, and the same line continues the run."""
+
+    def attack(folder: Path) -> str:
+        line = (*LONG, *PROMPT, *GLOBAL[ranks])
+        process = start_cold(lab.recipe(folder), *line, f"--ranks={ranks}")
+        wait_for_step(folder / "run", random.Random(f"{way} {ranks}").randrange(1, 30), process, 90)
+        ours = family(process) - {process.pid}
+        do, expected = AT_LAUNCHER[way]
+        do(process.pid)
+        gone = until(lambda: not any(map(lives, ours)), 50)
+        process.send_signal(signal.SIGCONT)
+        status, out = ended(process)
+        assert gone, f"a rank outlives its launcher: {out}"
+        assert status in (expected, 75), (status, out)  # 75: all was committed between two signals
+        assert "Traceback" not in out, out
+        return gone_on(folder, line, {}, ranks)
+
+    return attack
+
 
 # -- starts and ends
 
@@ -206,6 +260,22 @@ def without_a_parent(folder: Path) -> str:
         os.kill(pid, signal.SIGKILL)
     assert not left, "ranks outlive their launcher"
     return SAME
+
+
+def written_to(ending: str) -> Callable[[Path], str]:
+    """Nobody reads what it writes; `ending` is a shell's."""
+
+    def attack(folder: Path) -> str:
+        line = [sys.executable, "-m", "launcher", "train", str(lab.recipe(folder)), *LONG]
+        subprocess.run(
+            ["sh", "-c", f'"$@" {ending}', "sh", *line],
+            env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+            cwd=folder, check=False, capture_output=True, timeout=55,
+        )  # fmt: skip
+        assert read_verdict(folder / "run")[0] == "DONE", read_verdict(folder / "run")
+        return gone_on(folder, LONG, {}, 1)
+
+    return attack
 
 
 def closed_terminal(folder: Path) -> str:
@@ -249,6 +319,10 @@ SEVERAL = {
     "the same line twice in one second": same_second,
     "a parent that vanishes": without_a_parent,
     "a terminal that closes": closed_terminal,
+    "no standard output": written_to(">&-"),
+    "neither input nor outputs": written_to("<&- >&- 2>&-"),
+    "an output whose reader leaves": written_to("2>&1 | head -1"),
+    "a full disk for its output": written_to("> /dev/full 2>&1"),
 }
 CASES = [
     *(
@@ -262,6 +336,16 @@ CASES = [
         for way in WAYS
         for ranks in (1, 2)
         for store in STORES
+    ),
+    *(
+        Case(
+            f"launcher {way}, {ranks} ranks",
+            hit_launcher(way, ranks),
+            waits="a second start",
+            prepare=functools.partial(calm, ranks),
+        )
+        for way in AT_LAUNCHER
+        for ranks in (2, 3)
     ),
     *(
         Case(name, attack, waits="several starts", prepare=functools.partial(calm, 1))

@@ -113,13 +113,29 @@ def read_only(folder: Path) -> str:
     return said(status, out, "checkpoint")
 
 
-def limited(kind: int, amount: int, *words: str, ranks: int = 1) -> Callable[[Path], str]:
+ANOTHER_USER = (  # who may read what root may; root has no limit of processes
+    "setpriv", "--reuid=54321", "--clear-groups", "--inh-caps=+dac_override", "--ambient-caps=+dac_override",
+)  # fmt: skip
+
+
+def limited(
+    kind: int, amount: int, *words: str, ranks: int = 1, user: tuple[str, ...] = ()
+) -> Callable[[Path], str]:
     """A cold start in a shell with this ulimit: the same curve, or an end in words."""
 
     def attack(folder: Path) -> str:
         file = lab.recipe(folder)
         done = subprocess.run(
-            [sys.executable, "-m", "launcher", "train", str(file), *QUICK, f"--ranks={ranks}"],
+            [
+                *user,
+                sys.executable,
+                "-m",
+                "launcher",
+                "train",
+                str(file),
+                *QUICK,
+                f"--ranks={ranks}",
+            ],
             env=clean_environment() | {"PYTHONPATH": str(ROOT)},
             cwd=folder,
             check=False,
@@ -149,7 +165,20 @@ def warm_limited(kind: int, amount: int, *words: str) -> Callable[[Path], str]:
     return attack
 
 
-def small_shm(size: str, *words: str, workers: int = 2) -> Callable[[Path], str]:
+def overridden(*before: str) -> Callable[[Path], str]:
+    """Overrides that others of the same line override: the last one counts."""
+
+    def attack(folder: Path) -> str:
+        status, out = lab.run(lab.recipe(folder), *before, *QUICK)
+        assert status == 0, out
+        return lab.same(folder / "run")
+
+    return attack
+
+
+def small_shm(
+    size: str, *words: str, workers: int = 2, more: tuple[str, ...] = ()
+) -> Callable[[Path], str]:
     """`/dev/shm` of this size, as containers have it."""
 
     def attack(folder: Path) -> str:
@@ -157,12 +186,12 @@ def small_shm(size: str, *words: str, workers: int = 2) -> Callable[[Path], str]
         line = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
         done = subprocess.run(
             ["unshare", "-m", "sh", "-c", line, "sh", sys.executable, "-m", "launcher", "train", str(file),
-             *QUICK, f"data.workers={workers}"],
+             *QUICK, f"data.workers={workers}", *more],
             env=clean_environment() | {"PYTHONPATH": str(ROOT)},
             cwd=folder, check=False, capture_output=True, text=True, timeout=58,
         )  # fmt: skip
         if done.returncode == 0:
-            return lab.same(folder / "run")
+            return lab.same(folder / "run") if not more else SAME
         return said(done.returncode, done.stdout + done.stderr, *words)
 
     return attack
@@ -246,6 +275,13 @@ CASES = [
     Case("ulimit -v of 1 GiB", limited(resource.RLIMIT_AS, 1 << 30)),
     Case("ulimit -v of 3 GiB", limited(resource.RLIMIT_AS, 3 << 30)),
     Case("ulimit -f of 64 kiB", limited(resource.RLIMIT_FSIZE, 64 << 10, "data.workers", "ulimit -f")),
+    *(
+        Case(
+            f"ulimit -u {amount}, {ranks} rank{'s' * (ranks > 1)}",
+            limited(resource.RLIMIT_NPROC, amount, "ulimit -u", ranks=ranks, user=ANOTHER_USER),
+        )
+        for amount, ranks in ((1, 1), (4, 1), (8, 1), (14, 1), (20, 1), (26, 1), (100, 1), (20, 2), (48, 2), (60, 2))
+    ),
     Case("ulimit -s of 256 kiB", limited(resource.RLIMIT_STACK, 256 << 10)),
     Case("ulimit -l 0", warm_limited(resource.RLIMIT_MEMLOCK, 0)),
     Case("ulimit -q 0", warm_limited(resource.RLIMIT_MSGQUEUE, 0)),
@@ -255,6 +291,10 @@ CASES = [
     Case("/dev/shm of 64 MiB", small_shm("64m")),
     Case("/dev/shm of 256 kiB", small_shm("256k", "/dev/shm")),
     Case("/dev/shm of 4 kiB", small_shm("4k", "/dev/shm")),
+    Case("/dev/shm of 1 MiB, two ranks", small_shm("1m", "/dev/shm", more=("--ranks=2",))),
+    Case("/dev/shm of 64 MiB, two ranks", small_shm("64m", "/dev/shm", more=("--ranks=2",))),
+    Case("the same overrides twice", overridden(*QUICK)),
+    Case("two values of one override", overridden("run.steps=7")),
     Case("the clock set back by an hour", jumping(-3600.0)),
     Case("the clock set ahead by an hour", jumping(3600.0)),
     Case("the clock set back to 1970", jumping(-1.7e9)),

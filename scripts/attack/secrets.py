@@ -275,6 +275,7 @@ CASES = [
     Case("a variable in log.notify", notified(f"TOKEN={SECRET} false")),
     Case("an option in log.notify", notified(f"curl --oauth2-bearer {SECRET} http://{CLOSED}")),
     Case("umask 077", modes(0o077, 0o600, 0o700)),
+    Case("umask 000", modes(0o000, 0o666, 0o777)),
     Case("umask 022", modes(0o022, 0o644, 0o755)),
     Case("umask 002", modes(0o002, 0o664, 0o775)),
     Case("names in the temporary folder", temporary_names),

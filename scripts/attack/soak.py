@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ LINE = (
     "batch.global_size=4", "batch.micro_size=4", "data.workers=1", "checkpoint.every_steps=100",
     "evaluate.every_steps=250", "log.progress=false", "log.batch_digest=false", "checkpoint.keep_last=2",
 )  # fmt: skip
+SOAK_SECONDS = 720
 MEBIBYTES = 64  # that all processes together may grow by, in the second half of the run
 
 
@@ -53,6 +55,23 @@ def soak(folder: Path) -> str:
         seen
     )
     return SAME
+
+
+def killed_at_random(folder: Path) -> str:
+    """As many steps as fit, killed and resumed again and again, beside a run that nobody kills."""
+    draw, end, kills = random.Random(29), time.monotonic() + SOAK_SECONDS, 0
+    line = (*LINE, "run.steps=1000000", "log.batch_digest=true", "--quiet")
+    calm = start(lab.recipe(folder, name="calm"), *line, f"data.val={lab.data().val}")
+    while time.monotonic() < end:
+        run = start(lab.recipe(folder), *line, f"data.val={lab.data().val}")
+        time.sleep(draw.uniform(2, 40))
+        assert run.poll() is None, finish(run)
+        kill(run)
+        kills += 1
+    kill(calm)
+    both = list(zip(lab.curve(folder / "run"), lab.curve(folder / "calm"), strict=False))
+    assert both and all(ours == theirs for ours, theirs in both), both[-1:]
+    return f"{SAME}: {len(both)} steps, {kills} kills"
 
 
 def litter(end: Callable) -> Callable[[Path], str]:
@@ -117,5 +136,6 @@ ENDS = {
 }
 CASES = [
     *(Case(name, litter(end)) for name, end in ENDS.items()),
+    Case("12 minutes of kills at random", killed_at_random, waits="run.steps"),
     Case("5,000 steps", soak, waits="run.steps"),
 ]

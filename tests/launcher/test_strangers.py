@@ -180,6 +180,13 @@ def test_few_threads_are_said_at_once(recipe):
     assert limited.stderr.count("\n") == 1, limited.stderr
 
 
+def test_one_more_ctrl_c_at_the_end_shows_no_traceback():
+    code = "import launcher.cli.main as m; m.Outcome.close = lambda self: signal.raise_signal(2)"
+    line = [sys.executable, "-c", f"import signal; {code}; m.entry()", "keys", "optim.lr"]
+    done = subprocess.run(line, env=clean_environment(), check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b""), done
+
+
 # -- servers
 
 
