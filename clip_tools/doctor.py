@@ -25,6 +25,8 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from rich.text import Text
 
+from clip_tools.shards.equal import describe
+from clip_tools.shards.index import index_shard
 from clip_train import dist
 from clip_train.errors import UserError
 from launcher.checks import (
@@ -68,6 +70,7 @@ SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and 
         "ask for proctrack/cgroup",
     ),
 )  # fmt: skip
+MAX_SHARD_BYTES = 4 << 30  # of the first shard, whose captions are counted
 GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -98,15 +101,14 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
 
     A check that fails itself is a finding, and not the end of the others.
     """
-    config = None
     checks: list[tuple[str, Check]] = [*MACHINE]
     if recipe is not None:
         try:
             config = load_config(recipe, overrides)
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
-    if config is not None:
-        checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
+        else:
+            checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
     checks += [("nodes", partial(check_group, all_nodes=True))] if all_nodes else []
     for name, of_it in checks:
         try:
@@ -272,17 +274,34 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     resolved = resolve(config.updated(storage=quickly), world)
     plan, source = resolved.plan, resolved.source
     assert source is not None  # read_data
-    split = f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}"
     streams, steps = resolved.config.data.lanes, resolved.config.steps
-    yield ok("recipe", f"{split}, {streams} streams; {steps} steps")
-    first = f"the first sample is {source.first_key}: {source.first_caption[:60]!r}"
-    yield ok("shards", f"data.train ({config.data.train}): {first}")
+    yield ok(
+        "recipe",
+        f"global batch {plan.global_size} = {world} ranks x {plan.per_rank}, {streams} streams; "
+        f"{steps} steps",
+    )
+    yield ok(
+        "shards",
+        f"data.train ({config.data.train}): the first sample is {source.first_key}: "
+        f"{source.first_caption[:60]!r}",
+    )
     yield warning_if(
         bool(source.index.without) and config.data.verify != "off",
         "index",
         source.index.describe(),
         f"clip-train index '{config.data.train}'",
     )
+    shard = Path(source.index.shards[0])
+    if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:
+        seen = index_shard(str(shard), config.data.caption_key)
+        pairs = describe([seen.captions], seen.entry.samples - seen.invalid.total()).strip()
+        yield warning_if(
+            bool(pairs) and config.loss.groups is None,
+            "captions",
+            f"by the first shard, {pairs or 'few samples have equal captions'}",
+            "clip-train index counts all shards; with loss.groups=caption such pairs are not "
+            "negatives",
+        )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

@@ -37,10 +37,9 @@ OUT_OF_ORDER = "members out of order (write the tar again with `tar --sort=name`
 
 
 def run(args: argparse.Namespace) -> int:
-    names = args.caption_key.split(",") if args.caption_key else None
     run_index(
         args.shards,
-        caption_key=names,
+        caption_key=args.caption_key.split(",") if args.caption_key else None,
         workers=args.workers,
         check=args.check,
         quiet=args.quiet,
@@ -86,16 +85,17 @@ def run_index(
         print(f"{summary}: all as the index says")
         return
     written = write_indexes(indexed)
-    invalid = Counter[str]()  # these are replaced by other samples
-    for result in indexed.values():
-        invalid += result.invalid
+    # these are replaced by other samples
+    invalid = sum((result.invalid for result in indexed.values()), Counter[str]())
     equal = describe([result.captions for result in indexed.values()], samples - invalid.total())
     print(f"{summary}; wrote {', '.join(written)}{equal}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
-    damaged = {url: entry.damage for url, entry in entries.items()}
-    refuse(damaged, "are damaged, and were counted up to there")
+    refuse(
+        {url: entry.damage for url, entry in entries.items()},
+        "are damaged, and were counted up to there",
+    )
     if invalid.total() == samples and set(invalid) != {"no image"}:  # `data.inputs` need none
         names = [", ".join(result.names) for result in indexed.values() if result.names]
         raise DataError(

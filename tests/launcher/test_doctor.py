@@ -6,18 +6,22 @@ import json
 import resource
 import shutil
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 
+from clip_tools import doctor as subject
 from clip_tools.doctor import check_group, check_recipe, look, measure_pairs
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
-from launcher.checks import PLACES, check_store, error, require_places
+from launcher.checks import PLACES, Finding, check_store, error, require_places
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
+from tests.data.shards import jpeg, write_shard
+from tests.data.test_equal import captions_of, counted, told
 from tests.launcher.conftest import clean_environment, finish
 from tests.ranks import run_ranks
 from tests.warm import Command
@@ -56,7 +60,7 @@ def test_a_healthy_set_up(recipe, tmp_path):
     status, out = doctor(tmp_path, "--json", str(recipe), PATH="/usr/bin:/bin", limit=4096)
     assert status == 0, out
     report = json.loads(out)
-    told = {finding["check"]: finding["message"] for finding in report["findings"]}
+    said = {finding["check"]: finding["message"] for finding in report["findings"]}
     checks = {
         "versions",
         "devices",
@@ -67,8 +71,8 @@ def test_a_healthy_set_up(recipe, tmp_path):
         "S3",
         "disk",
     }
-    assert report["worst"] != "error" and checks <= set(told)
-    assert "GB/s" in told["process group"]
+    assert report["worst"] != "error" and checks <= set(said)
+    assert "GB/s" in said["process group"]
     assert all(
         (finding["level"] == "ok") == (not finding["remedy"]) for finding in report["findings"]
     )
@@ -149,6 +153,25 @@ def test_an_index_and_its_captions(data, recipe, tmp_path):
     assert line.startswith("ok") and "600 samples in an epoch" in line
     (line,) = index("data.verify=off")
     assert line.startswith("ok")
+
+
+def test_equal_captions_are_counted_in_the_first_shard(recipe, tmp_path, monkeypatch):
+    captions = captions_of(4, 60)
+    for number, texts in enumerate((captions, ["another"])):
+        members = [((f"{i}.jpg", jpeg(i)), (f"{i}.txt", t.encode())) for i, t in enumerate(texts)]
+        write_shard(tmp_path / f"{number}.tar", [*chain(*members)])
+
+    def found(*more: str) -> Finding | None:
+        config = load_config(str(recipe), [f"data.train={tmp_path}/*.tar", *more])
+        return next((each for each in check_recipe(config) if each.check == "captions"), None)
+
+    expected = [counted(captions, batch) for batch in (4096, 32_768)]
+    assert told(found().message) == pytest.approx(expected, rel=1e-3)
+    assert (found().level, found("loss.groups=caption").level) == ("warning", "ok")
+    assert "few samples" in found(f"data.train={tmp_path}/1.tar").message
+    assert found("data.train=synthetic://999") is None
+    monkeypatch.setattr(subject, "MAX_SHARD_BYTES", (tmp_path / "0.tar").stat().st_size)
+    assert found() is None
 
 
 def test_planted_faults_are_each_named(recipe, tmp_path):
