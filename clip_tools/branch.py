@@ -5,7 +5,7 @@ import posixpath
 
 import yaml
 
-from clip_train.checkpoint.restore import list_places, open_to_look, places_at
+from clip_train.checkpoint.restore import list_places, open_read_only, places_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, with_samples
@@ -18,7 +18,7 @@ RECIPE = "branch.yaml"  # in the new run's folder, where training writes its own
 def run(args: argparse.Namespace) -> int:
     """Write the new run's recipe into its folder, and print the line that trains it."""
     source, places, only = find_run(args.place, [])
-    found = open_to_look(places, args.at, only)
+    found = open_read_only(places, args.at, only)
     if source is None:
         source = check_config(found.state["recipe"], f"the recipe in {found.path}")
     source = with_samples(source)

@@ -15,7 +15,7 @@ from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
 from clip_train.models.clip import build_model
 from clip_train.models.freeze import depths, freeze, frozen_towers
-from clip_train.optim.muon import deal
+from clip_train.optim.muon import assign_matrices
 from clip_train.optim.optimizer import parameter_groups
 from clip_train.task import IMAGE_TEXT
 from launcher.config.memory import choose_layout
@@ -91,7 +91,7 @@ def of_optimizer(resolved: Resolved, shapes: Shapes) -> Iterator[Collective]:
     stay on their rank."""
     engine, matrices = resolved.config.engine, shapes.matrices
     S = 1 if engine.zero_stage == 0 else engine.shard_ranks or resolved.plan.world_size
-    for names in deal(matrices, [{}] * S):
+    for names in assign_matrices(matrices, [{}] * S):
         sizes = [math.prod(matrices.get(name, (0,))) for name in names]
         # rank 0 gathers the first, and sends its part of each
         size = max(sizes[0], sum(sizes) // S)

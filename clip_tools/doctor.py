@@ -341,7 +341,7 @@ def measure_pairs(device: torch.device) -> list[float]:
     """
     x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
     y, here, W = torch.empty_like(x), dist.rank(), dist.world_size()
-    took: dict[int, float] = {}  # seconds of an exchange, by partner
+    times_here: dict[int, float] = {}  # seconds of an exchange, by partner
     rounds = W - 1 + W % 2  # one without a partner in each where W is odd
     for number in range(rounds):
         partner = (number - here) % rounds
@@ -361,13 +361,13 @@ def measure_pairs(device: torch.device) -> list[float]:
                 y.sum().item()  # waits for the device
             seconds = min(seconds, time.perf_counter() - start)
         if partner < W:
-            took[partner] = seconds
-    seen = dist.gather_objects(took)
+            times_here[partner] = seconds
+    times = dist.gather_objects(times_here)
     size = REDUCED_BYTES[device.type]
     # of a pair the slower: a sender is done when its kernel has the bytes
     rates = (
-        [size / max(seconds, seen[other][rank]) for other, seconds in own.items()]
-        for rank, own in enumerate(seen)
+        [size / max(seconds, times[other][rank]) for other, seconds in by_partner.items()]
+        for rank, by_partner in enumerate(times)
     )
     return [statistics.median_high(of_rank or [0.0]) for of_rank in rates]
 

@@ -25,7 +25,7 @@ from clip_tools.transformers_export import (
 )
 from clip_train import dist
 from clip_train.checkpoint.average import averaged
-from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_to_look
+from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_read_only
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
@@ -136,9 +136,9 @@ def to_evaluate(
     else:
         config = load_config(recipe_in(place) or place, overrides)
     weights = weights or place
-    given = {"init_from": weights, "init_image_from": None, "init_text_from": None}
+    sources = {"init_from": weights, "init_image_from": None, "init_text_from": None}
     say = log if dist.is_main() else silent
-    with weights_here(config.model.model_copy(update=given), config.storage) as model:
+    with weights_here(config.model.model_copy(update=sources), config.storage) as model:
         if bare and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
@@ -176,7 +176,7 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     CheckpointError."""
     place, overrides = args.place, args.overrides
     config, places, only = find_run(place, overrides)
-    found = open_to_look(places, args.step, only)
+    found = open_read_only(places, args.step, only)
     if config is not None:
         return config, found
     recipe_there = found.state["recipe"]
@@ -235,7 +235,7 @@ def export_run(args: argparse.Namespace) -> int:
             f"{args.overrides[0]}: a checkpoint is exported as it is; leave it out, or name the "
             "recipe"
         )
-    found = open_to_look(places, args.step, only)
+    found = open_read_only(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
     return write_export(args, [found], [1.0], folder, config)
 
@@ -246,7 +246,7 @@ def average_run(args: argparse.Namespace) -> int:
     for each in args.checkpoints.split(","):
         place, *step = re.split(r"@(?=\d+$)", each)
         _, places, only = find_run(place, [])
-        found.append(open_to_look(places, int(step[0]) if step else None, only))
+        found.append(open_read_only(places, int(step[0]) if step else None, only))
     weights = parse_value(f"[{args.weights or '1,' * len(found)}]", "--weights")
     if len(weights) != len(found) or not all(
         isinstance(each, int | float) and 0 < each < math.inf for each in weights

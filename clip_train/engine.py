@@ -177,16 +177,16 @@ class Engine(abc.ABC):
         """Training (dropout on) or evaluation mode."""
         self.model.train(mode)
 
-    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
         """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
 
-        seen: the result without a graph: the features of frozen groups are taken from it.
+        cached: the result without a graph: the features of frozen groups are taken from it.
         """
-        # a local loss reads all towers: taken from `seen` it would have no graph
-        reads_all = seen is None or any(name.endswith(LOCAL_LOSS) for name in seen)
+        # a local loss reads all towers: taken from `cached` it would have no graph
+        reads_all = cached is None or any(name.endswith(LOCAL_LOSS) for name in cached)
         only = None if reads_all else self.trained_groups
         features = self.task.features(self.model, micro_batch, only)
-        return self.task.with_masters({**(seen or {}), **features}, self._masters)
+        return self.task.with_masters({**(cached or {}), **features}, self._masters)
 
     def encode(self, name: str, inputs: Tensor) -> Tensor:
         """The features `name`, [b, D], of inputs of that kind. All ranks call it equally often."""

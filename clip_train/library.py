@@ -82,8 +82,8 @@ def contrastive_step(
             f"{type(loss).__name__}: other losses need the trainer"
         )
     objective = as_objective(loss)
-    given: dict[Any, Any] = dict(enumerate(inputs)) | named
-    sizes = {key: num_samples(f"input {key}", value) for key, value in given.items()}
+    by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
+    sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
     counts = [n] * dist.world_size() if shares is None else [*shares]
     rules = [
@@ -137,7 +137,7 @@ def contrastive_step(
     for stop, size in zip(itertools.accumulate(chunks), chunks, strict=True):
         pieces = {
             key: cut(value, (stop - size) * (sizes[key] // n), stop * (sizes[key] // n))
-            for key, value in given.items()
+            for key, value in by_key.items()
         }
         positional: Any = [pieces.pop(i) for i in range(len(inputs))]
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
@@ -311,7 +311,7 @@ class ModuleEngine:
         whole = not any(group._reshard_after_forward for group in groups)
         module.set_reshard_after_backward(not (deferred and whole), recurse=False)
 
-    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
         """Always both towers: a module of any make may draw from torch's generators in either."""
         with self._quiet():
             call = cast(Any, micro_batch)

@@ -66,12 +66,12 @@ def recovering_step(
     failed. OutOfMemoryError if one sample at a time does not fit either, or if one rank alone
     cannot recover."""
     start = rng_state(engine.device)
-    given = plan
+    first_plan = plan
 
     def flags_of_attempt() -> Flags:
         if parts.failed is not None:
             _zero_gradient(engine, batch)
-        return flags()._replace(again=parts.failed is not None, smaller=plan is not given)
+        return flags()._replace(again=parts.failed is not None, smaller=plan is not first_plan)
 
     while True:
         parts = _Parts(engine)
@@ -86,7 +86,7 @@ def recovering_step(
                 flags=flags_of_attempt,
                 guard=parts.guard,
             )
-            if result.flags.smaller and plan is given:  # so that all ranks stay alike
+            if result.flags.smaller and plan is first_plan:  # so that all ranks stay alike
                 plan = _smaller(plan, "out of memory on another rank", log)
             forward, loss, backward = (seconds_between(*ends) for ends in parts.ends.values())
             result.metrics.update(compute_seconds=forward + backward, loss_seconds=loss)

@@ -189,9 +189,9 @@ def call_imported(
 ) -> Any:
     """Call what `path` names with these arguments and the section's `options`. UserError."""
     call = import_path(key, path, base)
-    checked = checked_options(key, path, options)
+    keywords = checked_options(key, path, options)
     try:
-        return call(*arguments, **checked)
+        return call(*arguments, **keywords)
     except (TypeError, ValueError) as e:
         raise UserError(
             f"{key} ({path}) cannot be used with {options_key(key)} ({shown(dict(options))}): {e}; "

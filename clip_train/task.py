@@ -277,11 +277,11 @@ class Differentiable(Protocol):
 
     device: torch.device
 
-    def forward(self, micro_batch: MicroBatch, seen: Features | None = None) -> Features:
+    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
         """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
 
-        seen: the result of an earlier call without a graph. Features of a tower that is not trained
-        may be taken from it.
+        cached: the result of an earlier call without a graph. Features of a tower that is not
+        trained may be taken from it.
         """
 
     def backward(self, features: Features, gradients: Features, last: bool) -> None:

@@ -278,8 +278,8 @@ def evaluation(
         for key, loader in loaders.items():
             name = key.removeprefix("data.val.")
             if name != key:
-                seen = evaluate(engine, loader, without_classes, tokenizer, None, widths)
-                out |= {f"{name}/{each}": value for each, value in seen.items()}
+                metrics = evaluate(engine, loader, without_classes, tokenizer, None, widths)
+                out |= {f"{name}/{each}": value for each, value in metrics.items()}
         if val or labelled:
             out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths)
         own = [sample for loader in loaders.values() for sample in loader.invalid]

@@ -19,7 +19,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, Resumed, open_to_look, places_at
+from clip_train.checkpoint.restore import Places, Resumed, open_read_only, places_at
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models import hub
 from clip_train.models.config import ModelConfig
@@ -93,7 +93,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
     try:  # the newest whole checkpoint, or the one that is named
         _, places, only = find_run(place, [])
-        found = open_to_look(places, only=only)
+        found = open_read_only(places, only=only)
     except UserError as e:
         raise UserError(
             f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "

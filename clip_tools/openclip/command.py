@@ -142,26 +142,26 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
         for flag, names in variables.items()
         if names
     ]
-    given = {**DEFAULTS, **flags}
+    all_flags = {**DEFAULTS, **flags}
     per_rank, cut = (
-        whole("--batch-size", given["batch-size"]),
-        whole("--accum-freq", given["accum-freq"]),
+        whole("--batch-size", all_flags["batch-size"]),
+        whole("--accum-freq", all_flags["accum-freq"]),
     )
     keys: Keys = {"batch.global_size": per_rank * cut * world_size, "batch.micro_size": per_rank}
     for flag, key in SAME.items():
-        if flag in given:
-            value = given[flag]
+        if flag in all_flags:
+            value = all_flags[flag]
             keys[key] = value if value is True or flag in TEXTS else as_value(value)
     for flag, fixed in SWITCH_KEYS.items():
         if flag in flags and ("fsdp" in flags or not flag.startswith("fsdp")):
             keys |= fixed
-    _model(keys, notes, given)
+    _model(keys, notes, all_flags)
     _data(keys, notes, flags)
-    _schedule(keys, notes, given)
+    _schedule(keys, notes, all_flags)
     _optimizer(keys, flags)
     _places(keys, flags)
     _augmentation(keys, notes, flags.get("aug-cfg", []))
-    precision = str(given["precision"])
+    precision = str(all_flags["precision"])
     ours = PRECISIONS.get(precision, "bf16")
     keys["engine.precision"] = ours
     if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
@@ -186,40 +186,40 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     return keys, notes + [(flag, text) for holds, flag, text in remarks if holds]
 
 
-def as_value(given: Any) -> Any:
+def as_value(text: Any) -> Any:
     """As Python reads it, else as it is; `4e8` is a whole number where OpenCLIP wants one."""
     try:
-        value = ast.literal_eval(given)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):  # a text, a list, nothing
-        return given
-    is_whole = isinstance(value, float) and value.is_integer() and "." not in given
+        return text
+    is_whole = isinstance(value, float) and value.is_integer() and "." not in text
     return int(value) if is_whole else value
 
 
-def whole(name: str, given: Any) -> int:
+def whole(name: str, text: Any) -> int:
     """UserError where it is not an integer."""
-    value = as_value(given)
+    value = as_value(text)
     if not isinstance(value, int):
-        raise UserError(f"{name} ({given}) must be an integer; put the number in")
+        raise UserError(f"{name} ({text}) must be an integer; put the number in")
     return value
 
 
-def _model(keys: Keys, notes: Notes, given: Flags) -> None:
+def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     """Which model it trains, and what that starts from."""
-    name = str(given["model"])
-    own = f"{name.removesuffix('.json')}.json"  # which OpenCLIP knows by add_model_config
-    keys["model.name"] = own
-    if name != own and not Path(own).is_file():
-        quick = "force-quick-gelu" in given
+    name = str(flags["model"])
+    config_file = f"{name.removesuffix('.json')}.json"  # which OpenCLIP knows by add_model_config
+    keys["model.name"] = config_file
+    if name != config_file and not Path(config_file).is_file():
+        quick = "force-quick-gelu" in flags
         keys["model.name"] = model_name(f"{name}-quickgelu" if quick else name)
     known = keys["model.name"].removeprefix("open_clip:")
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
-    has_weights, from_hub = "pretrained" in given, HF_TOWER.fullmatch(known) is not None
+    has_weights, from_hub = "pretrained" in flags, HF_TOWER.fullmatch(known) is not None
     start = f"{known}-start.pt"
     if has_weights:
-        keys["model.init_from"] = weights_of(name, str(given["pretrained"]))
+        keys["model.init_from"] = weights_of(name, str(flags["pretrained"]))
     elif from_hub:
         keys["model.init_from"] = start
     locked = from_hub and keys.pop("model.lock_text", False)
@@ -227,7 +227,7 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
         keys.pop("model.lock_text_unlocked_layers", None)
     remarks = [
         (
-            has_weights and "train-data" not in given,
+            has_weights and "train-data" not in flags,
             "--pretrained",
             "without --train-data, OpenCLIP only evaluates these weights. The same here: "
             f"clip-train evaluate THIS.yaml --weights {keys.get('model.init_from')}",
@@ -249,14 +249,14 @@ def _model(keys: Keys, notes: Notes, given: Flags) -> None:
         ),
     ]
     notes += [(flag, text) for holds, flag, text in remarks if holds]
-    if "lock-image" not in given:  # without it OpenCLIP ignores this one
+    if "lock-image" not in flags:  # without it OpenCLIP ignores this one
         keys.pop("model.lock_image_freeze_bn_stats", None)
-    if "force-image-size" in given:
-        keys["model.image_size"] = whole("--force-image-size", given["force-image-size"][0])
-    if "distill-model" in given and "distill-pretrained" in given:
-        teacher = str(given["distill-model"])
+    if "force-image-size" in flags:
+        keys["model.image_size"] = whole("--force-image-size", flags["force-image-size"][0])
+    if "distill-model" in flags and "distill-pretrained" in flags:
+        teacher = str(flags["distill-model"])
         keys["model.teacher_name"] = model_name(teacher, flag="distill-")
-        keys["model.teacher"] = weights_of(teacher, str(given["distill-pretrained"]))
+        keys["model.teacher"] = weights_of(teacher, str(flags["distill-pretrained"]))
 
 
 def model_name(name: str, flag: str = "") -> str:
@@ -345,20 +345,20 @@ def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
     return source
 
 
-def _schedule(keys: Keys, notes: Notes, given: Flags) -> None:
+def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
     """Epochs, and what OpenCLIP counts in epochs, in steps."""
-    name = str(given["lr-scheduler"])
+    name = str(flags["lr-scheduler"])
     if name not in SCHEDULES:
         raise UserError(f"--lr-scheduler ({name}) must be one of {', '.join(SCHEDULES)}")
-    if "skip-scheduler" not in given:
+    if "skip-scheduler" not in flags:
         keys["schedule.name"] = SCHEDULES[name]
     for key in ("data.num_samples", "run.epochs", "schedule.warmup_steps"):
         whole(key, keys[key])
     samples, size = keys["data.num_samples"], keys["batch.global_size"]
     epoch, steps = math.ceil(samples / size), max(1, keys["run.epochs"] * samples // size)
-    if "epochs-cooldown" in given:
+    if "epochs-cooldown" in flags:
         keys["schedule.cooldown_steps"] = epoch * whole(
-            "--epochs-cooldown", given["epochs-cooldown"]
+            "--epochs-cooldown", flags["epochs-cooldown"]
         )
     warmup = keys["schedule.warmup_steps"]
     if warmup >= steps:
@@ -369,14 +369,14 @@ def _schedule(keys: Keys, notes: Notes, given: Flags) -> None:
                 f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead",
             )
         )
-    every = whole("--save-frequency", given["save-frequency"]) * epoch
+    every = whole("--save-frequency", flags["save-frequency"]) * epoch
     # with --save-frequency 0 the only save is at the end
     keys |= {"checkpoint.every_steps": every or None, "checkpoint.every_minutes": 60}
-    if every and "delete-previous-checkpoint" not in given:
+    if every and "delete-previous-checkpoint" not in flags:
         keys["checkpoint.keep_every"] = every
     evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}
     frequencies = [
-        whole(f"--{flag}", given[flag]) for key, flag in evaluated.items() if key in keys
+        whole(f"--{flag}", flags[flag]) for key, flag in evaluated.items() if key in keys
     ]
     if any(frequencies):
         keys["evaluate.every_steps"] = min(filter(None, frequencies)) * epoch
@@ -409,12 +409,14 @@ def _places(keys: Keys, flags: Flags) -> None:
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
     """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
-    given = {name: as_value(value) for name, _, value in (each.partition("=") for each in settings)}
-    timm = given.pop("use_timm", False)
+    options = {
+        name: as_value(value) for name, _, value in (each.partition("=") for each in settings)
+    }
+    timm = options.pop("use_timm", False)
     idle = {"color_jitter_prob", "gray_scale_prob"} if timm else {"ratio"}
-    if not timm and not given.get("color_jitter_prob"):
+    if not timm and not options.get("color_jitter_prob"):
         idle.add("color_jitter")
-    for name, value in given.items():
+    for name, value in options.items():
         key = f"data.aug_{name}"
         if name not in AUGMENTATIONS:
             notes.append((f"--aug-cfg {name}", "has no counterpart"))

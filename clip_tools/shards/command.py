@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
         _describe_labels(args.label_key, labels, folder, named=first[0].label_key is not None)
     recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
-    numbers = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
-    print(f"next: clip-train train {recipe} data.train='{folder}/{numbers}.tar'")
+    names = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
+    print(f"next: clip-train train {recipe} data.train='{folder}/{names}.tar'")
     return 0
 
 

@@ -101,8 +101,8 @@ def read_rows(
         )
 
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
-    wanted = [column([key], "--caption-key") for key in caption_keys]
-    wanted = wanted or [column(CAPTION_KEYS, "--caption-key")]
+    caption_columns = [column([key], "--caption-key") for key in caption_keys]
+    caption_columns = caption_columns or [column(CAPTION_KEYS, "--caption-key")]
     for key in keep:
         column([key], "--keep-columns")
     named = None
@@ -115,7 +115,7 @@ def read_rows(
         if isinstance(record, Row):
             yield replace(record, label_key=named)
         else:
-            captions = {key: record.get(key) for key in wanted}
+            captions = {key: record.get(key) for key in caption_columns}
             kept = {key: record.get(key) for key in keep}
             label = _label_of(record, label_key)
             yield Row(record.get(image), captions, label, named, kept=kept)
@@ -280,8 +280,8 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     except InvalidSample as e:
         raise ValueError(str(e)) from e
     by_column = {}
-    for name, given in usable.items():
-        by_column[name.removeprefix("json.")] = [text.strip() for text in given]
+    for name, column_texts in usable.items():
+        by_column[name.removeprefix("json.")] = [text.strip() for text in column_texts]
     texts = next(iter(by_column.values()))
     with Image.open(io.BytesIO(data)) as image:
         extension = EXTENSIONS.get(str(image.format), str(image.format).lower())

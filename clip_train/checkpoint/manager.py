@@ -118,15 +118,15 @@ class CheckpointManager:
         CheckpointError when there must be one and none is whole, or when one cannot be read.
         UserError for a path that holds no checkpoints.
         """
-        own = Places(self.storage if self._shared else None, self.remote)
-        resumed = select(self.config.resume, own, self.storage, self._log)
+        places = Places(self.storage if self._shared else None, self.remote)
+        resumed = select(self.config.resume, places, self.storage, self._log)
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
             best = resumed.state.get("keep_best", {})
             if best.get("metric") == self.config.keep_best:
                 for name, value in best.get("values", {}).items():
                     self._scores[CommitRef.parse(name) or CommitRef(0, 0)] = value
-        if resumed is not None and resumed.own:
+        if resumed is not None and resumed.from_this_run:
             self._protect = {resumed.ref}
             if self.remote is None or resumed.in_remote:
                 self._saved = self._step = resumed.step

@@ -220,10 +220,10 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
     params: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], int] = {}
     rows: list[tuple[int, int, int, int, dict[int, int]]] = []
-    numbers: dict[str, int] = {}
+    name_ids: dict[str, int] = {}
     for file, part in enumerate(fragments):
         for name, shape in part["shapes"].items():
-            numbers.setdefault(name, len(numbers))
+            name_ids.setdefault(name, len(name_ids))
             if params.setdefault(name, shape) != shape:
                 raise ValueError(
                     f"{name} has shape {shape} on rank {file}, and {params[name]} elsewhere"
@@ -232,7 +232,7 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
             offsets = {
                 kinds.setdefault((slot, dtype), len(kinds)): offset for slot, dtype, offset in slots
             }
-            rows.append((numbers[name], start, numel, file, offsets))
+            rows.append((name_ids[name], start, numel, file, offsets))
     rows.sort(key=lambda row: row[:2])
     columns = [array("q", column) for column in list(zip(*rows, strict=True))[:4]] if rows else []
     columns += [array("q", (row[4].get(kind, -1) for row in rows)) for kind in kinds.values()]

@@ -68,7 +68,7 @@ class Resumed:
     path: str  # a folder or a URL
     ref: CommitRef  # its marker
     in_remote: bool = False  # it is committed in the remote store
-    own: bool = True  # it is this run's, not from another place
+    from_this_run: bool = True  # it is this run's, not from another place
     skipped: Skipped = field(default_factory=dict)  # newer ones
     fetched: int = 0  # bytes that came from the remote store, over all ranks
 
@@ -138,12 +138,12 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
         other, only = dist.on_main(locate, mode)
-        own = [  # as `locate` names them
+        own_places = [  # as `locate` names them
             each.root.resolve().as_posix() if isinstance(each, LocalStorage) else each.url
             for each in (cache, places.remote)
             if each is not None
         ]
-        if other in own:
+        if other in own_places:
             other = None
             if only is not None:
                 raise UserError(
@@ -166,7 +166,7 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
         what = _describe_damage(places, skipped)
         remedy = "set checkpoint.resume to auto to start fresh"
         raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
-    return replace(found, own=False)
+    return replace(found, from_this_run=False)
 
 
 def places_at(root: str) -> Places:
@@ -324,7 +324,7 @@ def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any
     return known
 
 
-def open_to_look(
+def open_read_only(
     places: Places,
     step: int | None = None,
     only: CommitRef | None = None,

@@ -119,7 +119,7 @@ class Pairs:
         return cls(image, text, both[:, :D], both[:, D:], counts, first, ids_all)
 
     @property
-    def own(self) -> slice:
+    def own_rows(self) -> slice:
         return slice(self.first, self.first + len(self.image))
 
     @property

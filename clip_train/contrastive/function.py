@@ -90,7 +90,7 @@ class FunctionLoss(Objective):
         n, D = image.shape
         texts = texts_by_image(image, text)
         pairs = Pairs.gathered(image, texts, share_counts(n, context.global_size))
-        N, own = len(pairs.image_all), pairs.own
+        N, own_rows = len(pairs.image_all), pairs.own_rows
         dtype = accumulation_dtype(image, text)
         inputs = {name: features[name] for name in FEATURES if name in features}
         inputs |= {"image": pairs.image_all, "text": pairs.text_all.reshape(-1, D)}
@@ -100,8 +100,8 @@ class FunctionLoss(Objective):
         if self.sums_over_rows:
             side = self._tile or auto_side(n, N)
             size = max(side * side // N, 1)
-            starts = range(own.start, own.stop, size)
-            pieces = [slice(start, min(start + size, own.stop)) for start in starts]
+            starts = range(own_rows.start, own_rows.stop, size)
+            pieces = [slice(start, min(start + size, own_rows.stop)) for start in starts]
         value = image.new_zeros((), dtype=torch.float64)
         for rows in pieces:
             with torch.enable_grad():
@@ -119,5 +119,5 @@ class FunctionLoss(Objective):
                 d_image, d_text = both.split([D, texts.shape[1]], dim=1)
         else:  # each rank has the whole gradient of the scalars: it adds its share
             gradients = {name: x * (n / N) for name, x in gradients.items()}
-        d_text = d_text[own].reshape(-1, D)
-        return LossOutput(value, {"image": d_image[own], "text": d_text, **gradients})
+        d_text = d_text[own_rows].reshape(-1, D)
+        return LossOutput(value, {"image": d_image[own_rows], "text": d_text, **gradients})

@@ -210,8 +210,8 @@ def add_cross_entropy_gradient(
     weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose
     features stand for I and T in the products; by default `pairs`.
     """
-    of, own = values or pairs, pairs.own
-    along = (softmaxes.missing[own, None] * -weight).to(d_image.dtype)  # [n, 1]
+    of, own_rows = values or pairs, pairs.own_rows
+    along = (softmaxes.missing[own_rows, None] * -weight).to(d_image.dtype)  # [n, 1]
     d_image.addcmul_(of.text.to(d_image.dtype), along)
     d_text.addcmul_(of.image.to(d_image.dtype), along)
     add = softmaxes.add_gradient
@@ -242,13 +242,13 @@ def info_nce_with_negatives(
     and each positive for its image with all N. A column beyond them has no softmax of its own.
     """
     n, D = pairs.image.shape
-    N, own, ids, ids_beyond = len(pairs.image_all), pairs.own, pairs.ids, None
+    N, own_rows, ids, ids_beyond = len(pairs.image_all), pairs.own_rows, pairs.ids, None
     negatives, negatives_all = (x[:, D:].reshape(-1, D) for x in (pairs.text, pairs.text_all))
     if pairs.ids_all is not None:
         by_image = pairs.ids_all.view(N, -1)
         first, beyond = by_image[:, 0], by_image[:, 1:]
         ids = (first, torch.cat([first, beyond.flatten()]))
-        ids_beyond = (torch.cat([first, beyond[own].flatten()]), first)
+        ids_beyond = (torch.cat([first, beyond[own_rows].flatten()]), first)
     pairs = replace(pairs, text=pairs.text[:, :D], text_all=pairs.text_all[:, :D])
     rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first, ids=ids)
     cols = Block(pairs.text, pairs.image_all, pairs.first, ids=ids and (ids[0], ids[0]))
@@ -260,7 +260,7 @@ def info_nce_with_negatives(
         deferred=deferred, competing=have_negatives(pairs.ids_all, len(rows.B)),
     )  # fmt: skip
     weight = 1 / (2 * N)
-    along = (softmaxes.missing[own, None] * -weight).to(rows.dtype)  # [n, 1]
+    along = (softmaxes.missing[own_rows, None] * -weight).to(rows.dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(rows.dtype) * along, pairs.image.to(rows.dtype) * along
     d_negatives = torch.zeros_like(negatives, dtype=rows.dtype)
     softmaxes.add_gradient(d_image, None, rows, weight)
@@ -284,14 +284,14 @@ def add_group_targets(output: LossOutput, pairs: Pairs, ids: Tensor, scale: Tens
     if len(ids) != len(pairs.image_all):
         raise ValueError("group_role (positives) takes one text for each image; give leave_out")
     place, size = group_places(ids)
-    N, of = len(ids), place[pairs.own]
+    N, of = len(ids), place[pairs.own_rows]
     sides = {"image": (pairs.text, pairs.text_all), "text": (pairs.image, pairs.image_all)}
     for name, (x, x_all) in sides.items():
         gradient = output.gradients[name]
         sums = x_all.new_zeros(x_all.shape, dtype=gradient.dtype).index_add_(
             0, place, x_all.to(gradient.dtype)
         )
-        away = (x - sums[of] / size[pairs.own, None]) / N
+        away = (x - sums[of] / size[pairs.own_rows, None]) / N
         gradient += away * scale
     products = row_dots(pairs.text, away).sum()
     output.gradients["logit_scale"] += products

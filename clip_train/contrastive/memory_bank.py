@@ -51,7 +51,7 @@ class MemoryBank(Objective):
     # image and text [M, D], ids int64 [M], the oldest first, M <= size
     past: dict[str, Tensor] = field(default_factory=dict)
     # The global batch in sample order, until the step is taken.
-    seen: dict[str, Tensor] = field(default_factory=dict)
+    pending: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
@@ -61,7 +61,7 @@ class MemoryBank(Objective):
         if context.keys:
             ids = sample_ids(context.keys)
         ids = dist.gather_rows(ids.to(pairs.image.device, non_blocking=True), pairs.counts)
-        self.seen = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
+        self.pending = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0
         if entries:
             are_terms = self.mode == "contaccum"
@@ -75,11 +75,11 @@ class MemoryBank(Objective):
 
     def after_step(self) -> None:
         """This step's features become past ones. All ranks push the same."""
-        for name, new in self.seen.items():
+        for name, new in self.pending.items():
             both = torch.cat([self.past[name].to(new), new]) if name in self.past else new
             # a copy: the rows that leave do not stay alive
             self.past[name] = both[-self.size :].clone()
-        self.seen = {}
+        self.pending = {}
         self.steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -118,13 +118,13 @@ def banked(
     ids_of_past = torch.cat([torch.full_like(ids, NO_ID), past["ids"].to(ids)])
     R = N + M if past_are_terms else N
     counts = shares(M, dist.world_size())
-    first, own = N + sum(counts[: dist.rank()]), pairs.own
+    first, own_rows = N + sum(counts[: dist.rank()]), pairs.own_rows
     share = slice(first, first + counts[dist.rank()])
 
     def blocks(A: Tensor, A_all: Tensor, B_all: Tensor) -> list[Block]:
         """This rank's current rows, and its share of the past ones."""
         return [
-            Block(A, B_all, own.start, 0, (ids_all, ids_of_past)),
+            Block(A, B_all, own_rows.start, 0, (ids_all, ids_of_past)),
             Block(A_all[share], B_all[:R], share.start, 0, (ids_all, ids_all)),
         ]
 
@@ -133,7 +133,7 @@ def banked(
     positive = products * scale
     softmaxes = Softmaxes.over(rows, cols, positive, scale, side, pairs.sum, deferred=deferred)
     weight, dtype = 1 / (2 * R), rows[0].dtype
-    at_positive = (softmaxes.missing[own, None] * -weight).to(dtype)  # [n, 1]
+    at_positive = (softmaxes.missing[own_rows, None] * -weight).to(dtype)  # [n, 1]
     d_image, d_text = pairs.text.to(dtype) * at_positive, pairs.image.to(dtype) * at_positive
     # for the scale's gradient alone: no past feature is changed
     d_past = torch.zeros_like(rows[1].A, dtype=dtype)

@@ -63,17 +63,17 @@ class WeightedViews(Objective):
         leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
         total: Any = 0.0
         unsafe: Any = None
-        given = context.prepared
+        prepared = context.prepared
         for weight, view in self.views:
             with torch.enable_grad():
-                seen = view(leaves)
-            if self.of_teacher and given is not None:
-                context = replace(context, prepared=view(given))
-            output = self.objective({name: x.detach() for name, x in seen.items()}, context)
+                viewed = view(leaves)
+            if self.of_teacher and prepared is not None:
+                context = replace(context, prepared=view(prepared))
+            output = self.objective({name: x.detach() for name, x in viewed.items()}, context)
             total += weight * output.loss
             unsafe = output.unsafe if unsafe is None else unsafe | output.unsafe
             weighted = [weight * gradient for gradient in output.gradients.values()]
-            torch.autograd.backward([seen[name] for name in output.gradients], weighted)
+            torch.autograd.backward([viewed[name] for name in output.gradients], weighted)
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
         }

@@ -91,11 +91,12 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def augmented(own: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:
-    """`own(image)`, a function of the image and the seed. uint8 [3, S, S] -> the same. UserError
-    for anything else."""
+def augmented(augmentation: Callable[[Tensor], Tensor], image: Tensor, seed: int) -> Tensor:
+    """`augmentation(image)`, a function of the image and the seed. uint8 [3, S, S] -> the same.
+
+    UserError for anything else."""
     with seeded(seed):
-        out = own(image)
+        out = augmentation(image)
     if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
         what = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise UserError(
@@ -119,7 +120,7 @@ class TrainTransform:
     gray_scale_prob: float = 0.0
     flip_prob: float = 0.0
     erase_prob: float = 0.0
-    own: Callable[[Tensor], Tensor] | None = None  # uint8 [3, S, S] -> the same
+    augmentation: Callable[[Tensor], Tensor] | None = None  # uint8 [3, S, S] -> the same
     scaled_decode: bool = False  # decode JPEGs smaller where the crop allows it
 
     def divisor(self, height: int, width: int, sample_seed: int) -> int:
@@ -155,8 +156,8 @@ class TrainTransform:
             if gray:
                 picture = picture.convert("L").convert("RGB")
             out = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        if self.own is not None:
-            out = augmented(self.own, out.contiguous(), sample_seed)
+        if self.augmentation is not None:
+            out = augmented(self.augmentation, out.contiguous(), sample_seed)
         if self.erase_prob and rng.random() < self.erase_prob:
             top, left, height, width = self.rectangle(rng)
             out = out.clone()

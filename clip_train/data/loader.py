@@ -121,7 +121,7 @@ class TrainLoader(Iterator[Batch]):
         transform = TrainTransform(
             image_size,
             scaled_decode=config.scaled_decode,
-            own=own_augmentation(config.aug_own, config.aug_own_options),
+            augmentation=own_augmentation(config.aug_own, config.aug_own_options),
             **config.augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`

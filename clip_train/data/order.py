@@ -246,7 +246,7 @@ class Partition:
     rank: int
     world_size: int
     order_start: int = 0  # the step whose global batch begins at position 0
-    own: range | None = None  # the streams of one of the rank's workers; None: of all
+    own_streams: range | None = None  # the streams of one of the rank's workers; None: of all
     turn: int = 0  # workers that share their streams take the steps in turn
     turns: int = 1  # how many workers do
 
@@ -294,7 +294,7 @@ class Partition:
         edges = list(itertools.pairwise([0, *cuts, self.streams]))
         turns = num // parts
         return [
-            replace(self, own=range(a, b), turn=turn, turns=turns)
+            replace(self, own_streams=range(a, b), turn=turn, turns=turns)
             for turn in range(turns)
             for a, b in edges
         ]
@@ -309,9 +309,9 @@ class Partition:
         L = self.streams
         q, g = divmod(G, L)
         begin, end = batch.share_of(G, self.rank, self.world_size)
-        numbers = range(L)
-        first = bisect.bisect_right(numbers, begin, key=lambda l: q * (l + 1) + min(l + 1, g))
-        stop = bisect.bisect_left(numbers, end, key=lambda l: q * l + max(0, l + g - L))
-        if self.own is None:
+        streams = range(L)
+        first = bisect.bisect_right(streams, begin, key=lambda l: q * (l + 1) + min(l + 1, g))
+        stop = bisect.bisect_left(streams, end, key=lambda l: q * l + max(0, l + g - L))
+        if self.own_streams is None:
             return range(first, stop)
-        return range(max(first, self.own.start), min(stop, self.own.stop))
+        return range(max(first, self.own_streams.start), min(stop, self.own_streams.stop))

@@ -138,22 +138,22 @@ class PieceStream(IterableDataset):
             seeds: list[int] = []
             stored: list[Tensor] = []
             invalid: list[Invalid] = []
-            for stream, numbers in shares.items():
+            for stream, sample_numbers in shares.items():
                 used[stream] = step
                 if stream not in readers:
                     keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[stream] = StreamReader(
                         self.order, self.files, stream, keep_open=keep_open, caches=self.caches
                     )
-                for number in numbers:
+                for number in sample_numbers:
                     if self.closing.value:
                         return
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
                     found = self._first_usable(candidates, seed, invalid, stored)
-                    image, own, key, group = found
+                    image, sample_texts, key, group = found
                     images[len(keys)] = image  # at once, while it is in the cache
-                    texts += own
+                    texts += sample_texts
                     keys.append(key)
                     groups.append(group)
                     seeds.append(seed)

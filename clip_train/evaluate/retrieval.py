@@ -63,7 +63,7 @@ def ranks_of_matches(
     return [torch.cat(found) for found in places]
 
 
-def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
+def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float]:
     """Each under the names of whose rule it is (docs/evaluation.md); recalls from 0 to 1.
 
     Returns:
@@ -73,32 +73,32 @@ def caption_metrics(seen: Encoded, config: EvaluateConfig) -> dict[str, float]:
         ... `text_retrieval_recall@10`: one of an image's captions is enough. With
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
-    counts = dist.gather_objects((len(seen.image), len(seen.text)))
+    counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
     num_images, num_texts = ([count[i] for count in counts] for i in (0, 1))
     here = dist.rank()
-    image = dist.gather_rows(seen.image, num_images)  # [N, D]
+    image = dist.gather_rows(encoded.image, num_images)  # [N, D]
     text, tokens = (
-        dist.gather_rows(x, num_texts) for x in (seen.text, seen.texts)
+        dist.gather_rows(x, num_texts) for x in (encoded.text, encoded.texts)
     )  # [T, D], [T, context_length]
-    owners = dist.gather_rows(seen.owners + sum(num_images[:here]), num_texts)  # [T]
+    owners = dist.gather_rows(encoded.owners + sum(num_images[:here]), num_texts)  # [T]
     first = torch.ones_like(owners, dtype=torch.bool)
     first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
     if config.val_loss:
-        pairs = image[owners[first]], text[first], seen.logit_scale, config.batch_size
+        pairs = image[owners[first]], text[first], encoded.logit_scale, config.batch_size
         out["val_loss"] = dist.agreed(validation_loss, *pairs)
     if not config.retrieval:
         return out
     same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]
-    own = torch.arange(len(image), device=image.device)
+    indices = torch.arange(len(image), device=image.device)
     rules = {  # of images and captions, and of captions and images
-        ("image_to_text_R", "text_to_image_R"): Groups(own, owners.where(first, -1)),
+        ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(first, -1)),
         ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
             same[first], same.where(first, -1), ties_ahead=True
         ),
-        ("text_retrieval_recall", "image_retrieval_recall"): Groups(own, owners),
+        ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, owners),
     }
-    sides = ((seen.image, text, num_images), (seen.text, image, num_texts))
+    sides = ((encoded.image, text, num_images), (encoded.text, image, num_texts))
     for side, (queries, candidates, lengths) in enumerate(sides):
         of_side = list(rules.values())
         if side == 1:
@@ -121,6 +121,8 @@ def validation_loss(image: Tensor, text: Tensor, logit_scale: Tensor, batch_size
     total = torch.zeros((), dtype=torch.float64, device=image.device)
     for I, T in zip(image.split(batch_size), text.split(batch_size), strict=True):
         logits = logit_scale * I @ T.T
-        own = torch.arange(len(I), device=I.device)
-        total += (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2 * len(I)
+        indices = torch.arange(len(I), device=I.device)
+        total += (
+            (F.cross_entropy(logits, indices) + F.cross_entropy(logits.T, indices)) / 2 * len(I)
+        )
     return total.item() / len(image)

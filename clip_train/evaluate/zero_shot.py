@@ -181,7 +181,7 @@ def check_labels(
 
 
 def zero_shot_metrics(
-    classes: ZeroShotClasses, prompts: Tensor, seen: Encoded, width: int | None = None
+    classes: ZeroShotClasses, prompts: Tensor, encoded: Encoded, width: int | None = None
 ) -> dict[str, float]:
     """Accuracies from 0 to 1 over the labelled images of all ranks, and their number.
 
@@ -192,12 +192,12 @@ def zero_shot_metrics(
     """
     of_classes = F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
     embeddings = dist.all_gather(of_classes)[: len(classes.classnames)]  # [C, D]
-    images, has_label = first_values(seen.image, width), seen.labels >= 0
-    numbers = torch.arange(len(embeddings), device=images.device)
-    rule = Groups(seen.labels[has_label], numbers, ties_ahead=True)
+    images, has_label = first_values(encoded.image, width), encoded.labels >= 0
+    class_ids = torch.arange(len(embeddings), device=images.device)
+    rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
     (places,) = ranks_of_matches(images[has_label], embeddings, [rule])
     hits = [int((places <= k).sum()) for k in (1, 5)]
-    num, labelled, top1, top5 = dist.sum_scalars(len(seen.image), len(places), *hits)
+    num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(places), *hits)
     if not labelled:
         raise UserError(
             f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "

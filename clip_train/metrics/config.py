@@ -59,11 +59,11 @@ class LogConfig(Settings):
 
     def mistakes_here(self) -> list[str]:
         """The packages that this machine lacks, and callbacks that are none."""
-        wanted = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
+        names = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
         mistakes = [
             f"log.{name} (true): {name} is not installed; pip install {name}, or set "
             f"log.{name}=false"
-            for name in wanted
+            for name in names
             if find_spec(name) is None
         ]
         for path in self.callbacks:

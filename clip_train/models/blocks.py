@@ -75,8 +75,8 @@ class Packing(NamedTuple):
         cls, token: Tensor, length: int, num_tokens: int, seeds: Tensor | None, flash: bool
     ) -> "Packing":
         """token: int64 [b], where each text ends. The host does not wait for the device."""
-        seen = torch.arange(length, device=token.device) <= token[:, None]  # [b, L]
-        rows = seen.flatten().nonzero_static(size=num_tokens).squeeze(1)
+        visible = torch.arange(length, device=token.device) <= token[:, None]  # [b, L]
+        rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1)
         ends = (token + 1).cumsum(0)
         starts = F.pad(ends, (1, 0)).int() if flash else None
         seeds = None if seeds is None else seeds[rows // length]
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
         width]. With `packing`, [P, 1, width] takes the place of [b, L, width].
         """
-        seen = None
+        visible = None
         if token is None:
             joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
             if packing is not None and packing.starts is not None:
@@ -208,11 +208,11 @@ class Attention(nn.Module):
             (q,) = self._heads(self.project(at(x, token, packing), query, query_bias, 0, 1), 1)
             k, v = self._heads(self.project(x, key_value, key_value_bias, 1, 3), 2, packing)
             if causal:
-                seen = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
+                visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
                 ]  # [b, 1, 1, L]
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=causal and token is None
+            q, k, v, attn_mask=visible, is_causal=causal and token is None
         )
         out = out.transpose(1, 2).flatten(2)
         return self.out_proj(out if packing is None or token is not None else packing.packed(out))
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return linear(x, weight, bias)
 
     def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> list[Tensor]:
-        """[b, L, parts * width], or [P, 1, parts * width] -> `parts` of [b, heads, L, width / heads]
+        """[b, L, parts * width] or [P, 1, parts * width] -> `parts` of [b, heads, L, width / heads]
 
         The backward of a split writes the gradient once, in the layout of `joined`. Those of
         selections are filled with zeros and added: a sixth of a compiled step on an H100."""

@@ -122,8 +122,8 @@ class CLIP(nn.Module):
         """
         cfg = self.architecture.text_cfg
         if sample_seeds is not None and len(texts) > len(sample_seeds):
-            numbers = torch.arange(len(texts) // len(sample_seeds), device=texts.device)
-            sample_seeds = (sample_seeds[:, None] + numbers).flatten()
+            text_index = torch.arange(len(texts) // len(sample_seeds), device=texts.device)
+            sample_seeds = (sample_seeds[:, None] + text_index).flatten()
         if (
             texts.ndim != 2
             or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length
@@ -261,7 +261,7 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
     length = architecture.text_cfg.context_length
     where, D = f"model.name ({architecture.own})", architecture.embed_dim
     both = 2 * num_texts
-    wanted = [[2, D], [both, D]] * 2
+    expected = [[2, D], [both, D]] * 2
     with torch.device("meta"):
         model = build_model(architecture).eval()
         images = torch.zeros(2, *shape_of_sample(architecture), dtype=torch.uint8)
@@ -282,7 +282,7 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
             ]
     shapes = [[*each.shape] for each in every]
     rules = [
-        (shapes != wanted, f"returned features {shapes}; its embed_dim asks for {wanted[1]}"),
+        (shapes != expected, f"returned features {shapes}; its embed_dim asks for {expected[1]}"),
         ([*scale.shape] != [1], f"returned a scale {[*scale.shape]}; return exp(logit_scale), [1]"),
         (
             (bias is None) != (architecture.init_logit_bias is None),

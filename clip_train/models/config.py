@@ -202,8 +202,8 @@ class OwnModel(Architecture):
     def at(cls, path: str) -> Architecture:
         """What the import path names. UserError."""
         found = import_path("model.name", path)
-        given = {name: getattr(found, name) for name in OWN_FACTS if hasattr(found, name)}
-        size, tokenizer = given.pop("image_size", 224), given.pop("tokenizer", None)
+        facts = {name: getattr(found, name) for name in OWN_FACTS if hasattr(found, name)}
+        size, tokenizer = facts.pop("image_size", 224), facts.pop("tokenizer", None)
         raw = {
             "own": path,
             "vision_cfg": {"image_size": size, "patch_size": size, "layers": 1},
@@ -211,11 +211,11 @@ class OwnModel(Architecture):
                 "hf_tokenizer_name": f"{path}.tokenizer" if callable(tokenizer) else tokenizer,
                 "pool_type": "last",  # whether it reads behind a text's end is not known
                 "layers": 1,
-                **{name: given.pop(name) for name in OWN_TEXTS if name in given},
+                **{name: facts.pop(name) for name in OWN_TEXTS if name in facts},
             },
         }
         try:
-            return cls.model_validate(raw | given)
+            return cls.model_validate(raw | facts)
         except ValidationError as e:
             lines = [f"{each['loc'][-1]}: {each['msg']}" for each in e.errors()]
             raise UserError(
@@ -234,8 +234,8 @@ class OwnModel(Architecture):
     ) -> OwnModel:
         keys = {"dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers"}
         keys |= {"context_length", "keep_positions"}
-        given = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
-        for key, value in given.items():
+        unsupported = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
+        for key, value in unsupported.items():
             raise UserError(
                 f"model.{key} ({value}): {self.own} builds its module itself, without arguments; "
                 "take the key out, and change the module"

@@ -70,11 +70,11 @@ class _Operations(TorchDispatchMode):
         for place in self.find((args, kwargs, out)):
             storage, pages, uses = self.held[place]
             uses.append((self._count, name in OVERWRITING and args[0].nbytes == len(pages)))
-            seen = next(iter(self._record[place : place + 1]), [])
-            if uses == seen and self._done is not None:
+            recorded = next(iter(self._record[place : place + 1]), [])
+            if uses == recorded and self._done is not None:
                 self._done(place, storage)
             # unless the next operation reads it
-            if all(overwritten for _, overwritten in seen[len(uses) : len(uses) + 1]):
+            if all(overwritten for _, overwritten in recorded[len(uses) : len(uses) + 1]):
                 pages.madvise(mmap.MADV_DONTNEED)
         return out
 

@@ -329,10 +329,17 @@ def trained_with(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.with_name(CONFIG_NAME).read_text())
-        own, seen = content.get("model_cfg", content), content.get("preprocess_cfg") or {}
-        given = {key: np.broadcast_to(seen[key], 3) for key in ("mean", "std") if seen.get(key)}
-        pixels = {f"image_{key}": tuple(map(float, value)) for key, value in given.items()}
-        return {"quick_gelu": bool(own.get("quick_gelu", False)), **pixels}
+        model_cfg, preprocess = (
+            content.get("model_cfg", content),
+            content.get("preprocess_cfg") or {},
+        )
+        normalization = {
+            key: np.broadcast_to(preprocess[key], 3)
+            for key in ("mean", "std")
+            if preprocess.get(key)
+        }
+        pixels = {f"image_{key}": tuple(map(float, value)) for key, value in normalization.items()}
+        return {"quick_gelu": bool(model_cfg.get("quick_gelu", False)), **pixels}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
@@ -342,8 +349,8 @@ def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> N
 
     Other pixels are only logged: `model.name` may be a JSON with the right ones.
     """
-    given = trained_with(file)
-    quick_gelu = given.get("quick_gelu", architecture.quick_gelu)
+    facts = trained_with(file)
+    quick_gelu = facts.get("quick_gelu", architecture.quick_gelu)
     if quick_gelu != architecture.quick_gelu:
         raise UserError(
             f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model "
@@ -351,9 +358,9 @@ def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> N
             f'-quickgelu in its name, or to a JSON with "quick_gelu": {json.dumps(quick_gelu)}; of '
             "a teacher model.teacher_name"
         )
-    if architecture.model_copy(update=given) != architecture:
+    if architecture.model_copy(update=facts) != architecture:
         log(
-            f"note: {file} was trained with {given}, the model's pixels are of mean "
+            f"note: {file} was trained with {facts}, the model's pixels are of mean "
             f"{architecture.image_mean} and deviation {architecture.image_std}; a JSON as "
             "model.name can have the former"
         )

@@ -36,7 +36,7 @@ MOMENTUM = 0.95
 RMS = 0.2  # AdamW's updates have about this root mean square (arXiv 2502.16982)
 
 
-def deal(matrices: Matrices, cuts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+def assign_matrices(matrices: Matrices, cuts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     """Rounds of matrices: in each, the one that each rank orthogonalizes, or "".
 
     cuts: for each rank of the group, how many elements of which matrix it holds. A matrix belongs
@@ -103,7 +103,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     if name not in self._pieces or self._pieces[name].held in held:
                         matrices[name] = shape
                         rates[name] = group["lr"] * RMS * math.sqrt(max(shape))
-        rounds = deal(matrices, self._cuts)
+        rounds = assign_matrices(matrices, self._cuts)
         gathered = one_ahead(map(self._gather, rounds))
         for names, scattered in zip(
             rounds, one_ahead(map(self._scatter, rounds, gathered)), strict=True

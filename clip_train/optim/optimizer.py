@@ -21,7 +21,7 @@ LION = "lion_pytorch.Lion"
 find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
-def try_out(config: OptimConfig) -> Needs:
+def probe_imported(config: OptimConfig) -> Needs:
     """Take two steps of an imported optimizer on a matrix and, as separate parameters, on its rows.
 
     If the rows are updated alike, apart or together, it needs only elements.
@@ -64,16 +64,17 @@ def try_out(config: OptimConfig) -> Needs:
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
     """The factor on each parameter's learning rate. UserError for a pattern that matches none."""
-    given, depth = config.lr_multipliers, depths(names)
-    written = {glob: factor if factor % 1 else int(factor) for glob, factor in given.items()}
-    matched = {glob: matching("optim.lr_multipliers", written, glob, names) for glob in given}
+    multipliers, depth = config.lr_multipliers, depths(names)
+    written = {glob: factor if factor % 1 else int(factor) for glob, factor in multipliers.items()}
+    matched = {glob: matching("optim.lr_multipliers", written, glob, names) for glob in multipliers}
     first = {
-        name: next((given[glob] for glob in given if name in matched[glob]), 1.0) for name in names
+        name: next((multipliers[glob] for glob in multipliers if name in matched[glob]), 1.0)
+        for name in names
     }
     return {name: first[name] * config.layer_decay ** depth[name] for name in names}
 
 
-def spared(config: OptimConfig, names: Collection[str]) -> set[str]:
+def without_decay(config: OptimConfig, names: Collection[str]) -> set[str]:
     """Parameters of any shape without decay: OpenCLIP's rule, and `no_decay`.
 
     UserError for a pattern that matches none.
@@ -106,11 +107,11 @@ def parameter_groups(
 ) -> list[dict]:
     """torch's groups of trained parameters, with `weight_decay`, `lr_factor`, `muon` and `shapes`.
 
-    Matrices and embeddings decay, vectors and `spared` parameters do not: OpenCLIP's two groups,
-    unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
+    Matrices and embeddings decay; vectors and parameters of `without_decay` do not: OpenCLIP's two
+    groups, unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
     """
     named = dict(parameters)
-    factors, without = lr_factors(config, named), spared(config, named)
+    factors, without = lr_factors(config, named), without_decay(config, named)
     groups: dict[tuple[bool, float, bool], dict[str, nn.Parameter]] = {}
     # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
@@ -166,7 +167,7 @@ def needs(config: OptimConfig) -> Needs:
     if config.name == "lion":
         find_class(LION, remedy="pip install lion-pytorch")
     if config.is_imported:
-        return try_out(config)
+        return probe_imported(config)
     return "elements"
 
 

@@ -46,10 +46,10 @@ class BlockCache:
     """
 
     def __init__(self, slots: int) -> None:
-        numbers = [os.memfd_create("clip-train-blocks") for _ in range(slots)]
-        for number in numbers:
+        descriptors = [os.memfd_create("clip-train-blocks") for _ in range(slots)]
+        for number in descriptors:
             weakref.finalize(self, os.close, number)
-        self._slots = [f"/proc/{os.getpid()}/fd/{number}" for number in numbers]
+        self._slots = [f"/proc/{os.getpid()}/fd/{number}" for number in descriptors]
 
     def load(self, name: str, block: int, end: int, start: Callable[[int], Future[bytes]]) -> bytes:
         """One block; those behind it, up to `end`, are fetched meanwhile if nobody does yet.

@@ -70,11 +70,11 @@ class RangedFile(BlockFile):
         others = sum(held for file, held in list(_ahead_bytes.items()) if file != id(self))
         room = max(0, self._config.read_ahead_bytes - others) // self.block_bytes
         end = min(block + 1 + min(self._depth, room), -(-self.size // self.block_bytes))
-        wanted = range(block + 1, end)
-        for number in set(self._ahead) - {block, *wanted}:
+        next_blocks = range(block + 1, end)
+        for number in set(self._ahead) - {block, *next_blocks}:
             self._ahead.pop(number).cancel()
         future = self._ahead.pop(block, None) or self._start(block)
-        for number in wanted:
+        for number in next_blocks:
             if number not in self._ahead:
                 self._ahead[number] = self._start(number)
         _ahead_bytes[id(self)] = len(self._ahead) * self.block_bytes

@@ -152,12 +152,12 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
-    own = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
+    student = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
     forwards = (
         _profile(teacher, precision, 0.0, False, num_texts=T).forward
         for teacher in config.model.teacher_architectures()
     )
-    return replace(own, forward=max(own.forward, *forwards, 0))
+    return replace(student, forward=max(student.forward, *forwards, 0))
 
 
 def choose_layout(
@@ -176,9 +176,9 @@ def choose_layout(
     if limit is None or not config.chosen or not (config.needs_limit or plan.accum_steps > 1):
         return one_graph
     engine, architecture = config.engine, resolved.architecture
-    wanted = engine.activation_checkpointing
+    checkpointing = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
-    options = (False, True) if wanted == "auto" else (bool(wanted),)
+    options = (False, True) if checkpointing == "auto" else (bool(checkpointing),)
     fixed = estimate_memory(config, engine, plan, architecture, None).total
     room = Room(
         min(limit, fixed + activations),

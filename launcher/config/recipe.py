@@ -110,10 +110,11 @@ class RunConfig(Settings):
         # shards do not tell the factors of their teachers' logits
         needed = bool(number) and self.model.teacher is None
         for key, may_be_null in (("teacher_scales", not needed), ("teacher_weights", True)):
-            given = getattr(loss, key)
+            factors = getattr(loss, key)
             yield (
-                (given is None and not may_be_null) or (given is not None and len(given) != number),
-                f"loss.{key} ({shown(given)}) must have one number for each of the {number} "
+                (factors is None and not may_be_null)
+                or (factors is not None and len(factors) != number),
+                f"loss.{key} ({shown(factors)}) must have one number for each of the {number} "
                 f"teachers of {teachers}; set loss.{key}={[100] * number or 'null'} or another",
             )
         yield (
@@ -389,18 +390,18 @@ def nearest(path: str) -> str:
             return f"known keys are {', '.join(inner.model_fields)}"
     section, _, name = path.partition(".")
     known = [key for key, _ in known_keys()]
-    own = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
+    in_section = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
     sections = {key: key for key in RunConfig.model_fields}
     names = {
         **{key.split(".")[1]: key for key in known},
         **OTHER_NAMES,
-        **(own if name else sections),
+        **(in_section if name else sections),
     }
     near = difflib.get_close_matches((name or section).replace("-", "_"), names, n=1)
     return (
         f"did you mean {names[near[0]]}?"
         if near
-        else f"known keys are {', '.join(own.values() or sections)}"
+        else f"known keys are {', '.join(in_section.values() or sections)}"
     )
 
 

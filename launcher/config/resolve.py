@@ -31,7 +31,7 @@ from clip_train.models import hub
 from clip_train.models.clip import own_mistakes, parameter_sizes
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.freeze import trained_parameters
-from clip_train.optim.optimizer import lr_factors, needs, spared
+from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
 from clip_train.settings import broken, shown
 from launcher.config.recipe import RunConfig, with_samples
@@ -130,7 +130,7 @@ def resolve(
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
         collect(lr_factors, config.optim, names)
-        collect(spared, config.optim, names)
+        collect(without_decay, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)
     engine = on_this_machine(config.engine, world_size, per_node)
     if is_rank:
@@ -244,10 +244,10 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
 
 def augmentation_mistakes(config: RunConfig) -> list[str]:
     """`data.aug_own` is tried on one image. UserError for an import path that leads to nothing."""
-    own = own_augmentation(config.data.aug_own, config.data.aug_own_options)
+    augmentation = own_augmentation(config.data.aug_own, config.data.aug_own_options)
     try:
-        if own is not None:
-            augmented(own, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
+        if augmentation is not None:
+            augmented(augmentation, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
     except Exception as e:
         where = f"data.aug_own ({config.data.aug_own})"
         return [f"{where} failed on an image of 64 pixels: {type(e).__name__}: {e}; correct it"]

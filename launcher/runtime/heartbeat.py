@@ -59,7 +59,7 @@ class Heartbeat:
         self._claiming = threading.Lock()
         self._answered = 0.0  # seconds, monotonic: the store's last answer
         # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
-        self.seen: dict[int, tuple[bytes, int]] = {}
+        self.beats: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -113,7 +113,7 @@ class Heartbeat:
         self._closed.set()
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-        silent = [value for value, looks in self.seen.values() if looks >= SILENT_BEATS - 1]
+        silent = [value for value, looks in self.beats.values() if looks >= SILENT_BEATS - 1]
         expected = self.env.world_size - sum(value != LEFT for value in silent)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
@@ -173,9 +173,9 @@ class Heartbeat:
             ranks = []
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, value in zip(ranks, values, strict=True):
-            before, looks = self.seen.get(rank, (b"", 0))
+            before, looks = self.beats.get(rank, (b"", 0))
             looks = looks + 1 if value == before else 0
-            self.seen[rank] = (value, looks)
+            self.beats[rank] = (value, looks)
             silent = looks >= SILENT_BEATS
             if value == LEFT or rank == self.env.rank:
                 continue
@@ -187,7 +187,7 @@ class Heartbeat:
                 return
 
     def _lost(self, rank: int, how: str) -> Failure:
-        value, _ = self.seen.get(rank, (b"", 0))
+        value, _ = self.beats.get(rank, (b"", 0))
         node = " ".join(value.decode().split()[1:2]) or "another node"
         message = (
             f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), "

@@ -190,11 +190,11 @@ def joined(env: RankEnv, store: Store) -> str:
     return (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
         f"{env.master_addr}:{env.master_port}; missing: rank{'s' * (len(absent) > 1)} "
-        f"{some(absent)}{'; no rank has joined from ' * bool(silent)}{', '.join(silent)}"
+        f"{first_ranks(absent)}{'; no rank has joined from ' * bool(silent)}{', '.join(silent)}"
     )
 
 
-def some(ranks: Sequence[object]) -> str:
+def first_ranks(ranks: Sequence[object]) -> str:
     return f"{', '.join(map(str, ranks[:20]))}{', ...' * (len(ranks) > 20)}"
 
 
@@ -280,7 +280,9 @@ def start(
             for rank in range(env.world_size)
             if env.world_size > 1 and not store.check([f"formed/{rank}"])
         ]
-        missing = f"missing: rank {some(absent)}" if absent else "its first all-reduce did not end"
+        missing = (
+            f"missing: rank {first_ranks(absent)}" if absent else "its first all-reduce did not end"
+        )
         raise RendezvousError(
             f"the ranks have joined, but their process group did not form in {seconds:.0f} s "
             f"(launch.group_seconds is {group_seconds:.0f}); {missing}. Can their "

@@ -27,12 +27,12 @@ CAUSES = {  # the key of a record: what a slow rank does
 }
 
 
-def slow_ranks(seen: Mapping[int, tuple[bytes, int]]) -> dict[tuple[int, str], tuple[float, str]]:
+def slow_ranks(beats: Mapping[int, tuple[bytes, int]]) -> dict[tuple[int, str], tuple[float, str]]:
     """By rank and cause: the share of a step that it takes longer, and that in words.
 
-    seen: by the heartbeat.
+    beats: from the heartbeat, by rank.
     """
-    lines = {rank: value.decode().split(" ", 2) for rank, (value, _) in seen.items()}
+    lines = {rank: value.decode().split(" ", 2) for rank, (value, _) in beats.items()}
     sums = {rank: json.loads(parts[2]) for rank, parts in lines.items() if "{" in parts[-1]}
     found = {}
     for cause, does in CAUSES.items():
@@ -68,7 +68,7 @@ class SlowRank(Callback):
             record["slow_rank"] = self._words
 
     def _compare(self, step: int) -> None:
-        latest = slow_ranks(dict(self._heartbeat.seen))
+        latest = slow_ranks(dict(self._heartbeat.beats))
         self._windows = [*self._windows[1 - WINDOWS :], latest]
         times = Counter(chain(*self._windows))
         lasting = [found for found in latest if times[found] >= SLOW_WINDOWS]

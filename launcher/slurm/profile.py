@@ -63,16 +63,16 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     named = path or os.environ.get(ENV)
     file = Path(named) if named else HOME.expanduser()
     raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}
-    given = {
+    flags = {
         name: value
         for name, value in (options or {}).items()
         if name in Site.model_fields and value is not None
     }
     try:
-        return Site.model_validate(raw | given)
+        return Site.model_validate(raw | flags)
     except ValidationError as e:
         known = f"known keys: {', '.join(Site.model_fields)}"
-        mistakes = explain(e, Site, raw | given, unknown=lambda path: known, within="site file")
+        mistakes = explain(e, Site, raw | flags, unknown=lambda path: known, within="site file")
         raise UserError(
             f"submit's options, or the site file {file}: {'; '.join(mistakes)}"
         ) from None

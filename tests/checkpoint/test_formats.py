@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint.restore import Places, open_to_look
+from clip_train.checkpoint.restore import Places, open_read_only
 from clip_train.errors import CheckpointError
 from clip_train.storage.local import LocalStorage
 from launcher.cli.main import main
@@ -135,7 +135,7 @@ def test_looking_writes_nothing_and_takes_the_copy_that_is_complete(tmp_path: Pa
         """How many bytes of the data come from the store."""
         before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
         remote = Counting(store)
-        found = open_to_look(Places(LocalStorage(here), remote))
+        found = open_read_only(Places(LocalStorage(here), remote))
         assert found.step == 2
         for key, tensor in found.reader.full_state().items():
             assert bits(tensor) == bits(whole(2)[key, "param"])

@@ -150,7 +150,9 @@ def noisy(picture, strength):
 
 
 def test_an_augmentation_of_ones_own_follows_the_seed(image):
-    own = TrainTransform(16, own=images.own_augmentation(f"{__name__}.noisy", {"strength": 40}))
+    own = TrainTransform(
+        16, augmentation=images.own_augmentation(f"{__name__}.noisy", {"strength": 40})
+    )
     again = pickle.loads(pickle.dumps(own))
     random.seed(1)
     before = random.getstate(), torch.get_rng_state()
@@ -158,7 +160,7 @@ def test_an_augmentation_of_ones_own_follows_the_seed(image):
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     torch.rand(5)
     assert torch.equal(again(image, 2**40 + 3), first) and not torch.equal(first, second)
-    wrong = TrainTransform(16, own=images.own_augmentation("torch.flatten", {}))
+    wrong = TrainTransform(16, augmentation=images.own_augmentation("torch.flatten", {}))
     with pytest.raises(UserError, match=r"data.aug_own returned torch.uint8 \[768\] for"):
         wrong(image, 0)
 

@@ -8,7 +8,7 @@ import torch
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.muon import deal
+from clip_train.optim.muon import assign_matrices
 from clip_train.step import train_step
 from tests.engine.layouts import engine_at
 from tests.engine.test_engines import assemble, pieces, toy
@@ -96,7 +96,7 @@ def test_pieces_are_updated_as_whole_matrices_are(world_size):
 def test_a_matrix_belongs_to_the_rank_that_holds_most_of_it():
     shapes = {"a": (4, 8), "b": (8, 4), "c": (4, 4), "d": (4, 4), "e": (2, 2)}
     evenly = [dict.fromkeys(shapes, 2)] * 2
-    assert deal(shapes, evenly) == [("a", "b"), ("c", "d"), ("e", "")]
+    assert assign_matrices(shapes, evenly) == [("a", "b"), ("c", "d"), ("e", "")]
     flat = [{"a": 32, "b": 20}, {"b": 12, "c": 16, "d": 16, "e": 4}]
-    assert deal(shapes, flat) == [("a", "c"), ("b", "d"), ("", "e")]
-    assert deal(shapes, [{}]) == [(name,) for name in "abcde"]
+    assert assign_matrices(shapes, flat) == [("a", "c"), ("b", "d"), ("", "e")]
+    assert assign_matrices(shapes, [{}]) == [(name,) for name in "abcde"]

@@ -25,11 +25,11 @@ def words(means: Means, windows: int, ranks: int = 8) -> Iterator[str | None]:
     board = Heartbeat(RankEnv(0, ranks, 0, ranks, "127.0.0.1", 0, "this test"))
     callback = SlowRank(board)
     for window in range(windows):
-        board.seen = {}
+        board.beats = {}
         for rank in range(ranks):
             wait, encode = means(window, rank)
             seconds = {"step_seconds": STEP, "data_wait_seconds": wait, "compute_seconds": encode}
-            board.seen[rank] = f"{window} n{rank // 4} {json.dumps(seconds)}".encode(), 0
+            board.beats[rank] = f"{window} n{rank // 4} {json.dumps(seconds)}".encode(), 0
         record = {"step": window + 1, **seconds}
         callback.after_step(record, [], {})
         yield record.get("slow_rank")

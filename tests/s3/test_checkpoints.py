@@ -128,7 +128,7 @@ def test_no_secret_is_told_or_kept(
 
 @pytest.mark.full
 def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) -> None:
-    from clip_train.checkpoint.restore import list_checkpoints, open_to_look, places_at
+    from clip_train.checkpoint.restore import list_checkpoints, open_read_only, places_at
 
     run = Run(tmp_path, url, keep_last=3, orphan_grace_minutes=10.0)
     assert run.save(1) and run.save(2) and run.save(3)
@@ -151,8 +151,8 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     ]
     assert "sha256" in str(lines[1]["problem"])
     shutil.rmtree(tmp_path)
-    found = open_to_look(places, 1)
+    found = open_read_only(places, 1)
     assert bits(found.reader.full_state()["ln.weight"]) == bits(whole(1)["ln.weight", "param"])
     with pytest.raises(UserError, match=r"has no checkpoint of step 7; it has \[1, 2, 3\]"):
-        open_to_look(places, 7)
+        open_read_only(places, 7)
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]

@@ -278,8 +278,8 @@ def described(content: dict[str, Any], *others: str) -> dict[str, Any]:
         return content
     preprocess = content.get("preprocess_cfg") or {}
     names = {"mean": "image_mean", "std": "image_std", **dict(zip(others, others, strict=True))}
-    given = {ours: preprocess[key] for key, ours in names.items() if preprocess.get(key)}
-    return {**content["model_cfg"], **given}
+    preprocess_keys = {ours: preprocess[key] for key, ours in names.items() if preprocess.get(key)}
+    return {**content["model_cfg"], **preprocess_keys}
 
 
 def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:

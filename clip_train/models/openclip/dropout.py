@@ -171,9 +171,9 @@ class Draws(TorchDispatchMode):
                 False  # a tensor without data has no number: no layer is dropped, no mask left out
             )
         names = [argument.name for argument in function._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        if is_random and given.get("dropout_p", given.get("p", 1)) != 0:
+        if is_random and arguments.get("dropout_p", arguments.get("p", 1)) != 0:
             self.found[self.inside[-1]] = function.name()
         return function(*args, **(kwargs or {}))
 

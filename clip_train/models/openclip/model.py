@@ -107,14 +107,16 @@ class Captioner(Contrastive, open_clip.CoCa):
         if images is None or texts is None:
             return super().forward(images, texts, sample_seeds)
         draw_by(sample_seeds)
-        image, seen = self._encode_image(self.pixels(images), normalize=False)
-        text, read = self._encode_text(texts, normalize=False)
-        logits = at_least_float32(self.text_decoder(seen, read[:, :-1]))  # [b, L - 1, vocabulary]
-        wanted, ignored = texts[:, 1:], self.pad_id
+        image, image_tokens = self._encode_image(self.pixels(images), normalize=False)
+        text, text_tokens = self._encode_text(texts, normalize=False)
+        logits = at_least_float32(
+            self.text_decoder(image_tokens, text_tokens[:, :-1])
+        )  # [b, L - 1, vocabulary]
+        targets, ignored = texts[:, 1:], self.pad_id
         terms = F.cross_entropy(
-            logits.transpose(1, 2), wanted, ignore_index=ignored, reduction="none"
+            logits.transpose(1, 2), targets, ignore_index=ignored, reduction="none"
         )
-        counts = (wanted != ignored).sum(dim=1).to(terms)
+        counts = (targets != ignored).sum(dim=1).to(terms)
         losses = torch.stack([terms.sum(dim=1), counts], dim=1)
         return *outputs(self, image, text), {"caption_loss": losses}
 
@@ -124,11 +126,11 @@ class Captioner(Contrastive, open_clip.CoCa):
 
         Each is `start`, the tokens that the decoder thinks most likely, `end`, and padding.
         """
-        _, seen = self._encode_image(self.pixels(images))
+        _, image_tokens = self._encode_image(self.pixels(images))
         texts = torch.full((len(images), 1), start, device=images.device)
         ended = torch.zeros_like(texts, dtype=torch.bool)
         while texts.shape[1] < self.context_length and not ended.all():
-            logits = self.text_decoder(seen, self._encode_text(texts)[1])[:, -1:]
+            logits = self.text_decoder(image_tokens, self._encode_text(texts)[1])[:, -1:]
             texts = torch.cat([texts, logits.argmax(dim=2).masked_fill(ended, self.pad_id)], dim=1)
             ended = ended | (texts[:, -1:] == end)
         return texts
