@@ -48,8 +48,8 @@ def need_threads() -> None:
             threading.Thread(target=end.wait).start()
     except RuntimeError as e:
         raise RankError(
-            f"fewer than {FEWEST_THREADS} threads can start here, which one rank needs: raise the limit "
-            "of processes (ulimit -u, or the container's pids limit), or end others of this user"
+            f"fewer than {FEWEST_THREADS} threads can start here, which one rank needs: raise the "
+            "limit of processes (ulimit -u, or the container's pids limit), or end other processes"
         ) from e
     finally:
         end.set()
