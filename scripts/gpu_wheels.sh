@@ -7,7 +7,8 @@
 # There:  python3 -m pip install --no-index --no-deps --target /tmp/site FOLDER/*.whl && export PYTHONPATH=/tmp/site
 # and for --torch:  cat FOLDER/torch.* | xz -dc | tar x -C /tmp/site; ln -s SITE-PACKAGES/nvidia /tmp/site/nvidia;
 #   export LD_PRELOAD=/tmp/site/torch/lib/libncclstub.so   (functions that an older NCCL lacks; one GPU does not call them)
-# Together at most 64 MiB, and each part of torch at most 57 MiB. PYTHON and DeepSpeed (which has no wheel, and is built here without its operators) as in CI.
+# Together at most 64 MiB, and each part of torch at most 57 MiB. PYTHON and DeepSpeed (which has no wheel, and is built
+# here without its operators) as in CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,7 +40,7 @@ if [ -n "$dry" ]; then
     exit
 fi
 mkdir -p "$folder"
-rm -f "$folder"/*.whl
+rm -f "$folder"/*.whl "$folder"/torch.*
 args=(--quiet --disable-pip-version-check --no-deps)
 for platform in "${platforms[@]}"; do target+=(--platform "$platform"); done
 # shellcheck disable=SC2154  # target is filled above

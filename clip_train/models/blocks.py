@@ -200,13 +200,13 @@ class Attention(nn.Module):
                 window = (-1, 0)  # causal
                 out = varlen_attn(q, k, v, starts, starts, length, length, window_size=window)
                 return self.out_proj(out.view_as(x))  # type: ignore[union-attr]  # no second result
-            q, k, v = self._heads(joined, 3, packing)
+            q, k, v = self._heads(joined, packing)
         else:
             # All tokens are keys and values. The backward of a split writes the gradient once.
             query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
             query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(self.project(at(x, token, packing), query, query_bias, 0, 1), 1)
-            k, v = self._heads(self.project(x, key_value, key_value_bias, 1, 3), 2, packing)
+            (q,) = self._heads(self.project(at(x, token, packing), query, query_bias, 0, 1))
+            k, v = self._heads(self.project(x, key_value, key_value_bias, 1, 3), packing)
             if causal:
                 visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
@@ -221,15 +221,15 @@ class Attention(nn.Module):
         """[..., width] -> [..., (last - first) width]: of queries, keys and values these."""
         return linear(x, weight, bias)
 
-    def _heads(self, joined: Tensor, parts: int, packing: Packing | None = None) -> list[Tensor]:
-        """[b, L, parts * width] or [P, 1, parts * width] -> `parts` of [b, heads, L, width / heads]
+    def _heads(self, joined: Tensor, packing: Packing | None = None) -> list[Tensor]:
+        """[b, L, n * width], or [P, 1, n * width] -> n of [b, heads, L, width / heads]
 
         The backward of a split writes the gradient once, in the layout of `joined`. Those of
         selections are filled with zeros and added: a sixth of a compiled step on an H100."""
         joined = joined if packing is None else packing.unpacked(joined)
         return [
-            part.unflatten(2, (self.heads, self.width // self.heads)).transpose(1, 2)
-            for part in joined.split(joined.shape[2] // parts, 2)
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for part in joined.split(self.width, dim=2)
         ]
 
 
