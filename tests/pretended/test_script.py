@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900.0  # seconds
 STAGES = {"facts", "tests", "engines", "curve", "memory", "save", "waits", "loader", "profile"}
-STAGES |= {"speed_b32", "speed_l14", "speed_h14", "loss", "peer"}
+STAGES |= {"packed", "speed_b32", "speed_l14", "speed_h14", "loss", "peer"}
 
 
 def dry_run(folder: Path, *arguments: str) -> tuple[str, list[dict]]:
