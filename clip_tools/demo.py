@@ -31,7 +31,7 @@ from launcher.train import train
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 Sample = dict[str, Any]
 MARKER = "dataset.json"
-VERSION = 1  # of what these functions draw: folders of another one are written anew
+VERSION = 1  # raise it when the drawings change: folders of another version are drawn again
 
 SIZES = {"small": (0.15, 0.19), "large": (0.29, 0.34)}  # radius, as a fraction of the image's side
 COLORS = {
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     log(
         f"zero-shot accuracy is over {data.num_val} images of {HELD_OUT} captions never seen in "
         f"training; chance is {1 / HELD_OUT:.1%}\n"
-        "run the demo again with run.steps=<more> to continue from its last checkpoint, or with\n"
-        "batch.micro_size=16: the loss curve is the same; report.html in the run directory shows it"
+        "Run the demo again with run.steps=<more> to continue from its last checkpoint.\n"
+        "With batch.micro_size=16 the loss curve is the same. See report.html in the run directory."
     )
     return status
 

@@ -201,9 +201,11 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
 
 
 def check_names(found: Resumed, model: str, *, said: bool) -> None:
-    """UserError if the model of a checkpoint behind a URL names a tokenizer or model of the hub, or
-    a local folder, that neither OpenCLIP's model of this name nor a model on the command line
-    names."""
+    """UserError if the model of a remote checkpoint refers to files that the user has not named.
+
+    These are a tokenizer or model of the hub, or a local folder. The ones that OpenCLIP's model of
+    this name or a model on the command line refers to are allowed.
+    """
 
     foreign = _names(found.state["architecture"])
     openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))

@@ -14,9 +14,9 @@ from clip_train.models.weights import as_json, save_texts, save_weights
 def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
     """Write what `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the folder.
 
-    peft has one adapter for packed attention weights, always with one of `out_proj`: three become
-    one of block matrices, with three times the rank and alpha. What is trained beside adapters is
-    in trained.safetensors.
+    peft has one adapter for packed attention weights, always together with one for `out_proj`. Our
+    three adapters become one of block matrices, with three times the rank and alpha. Parameters
+    trained beside the adapters are saved in trained.safetensors.
     """
     out: dict[str, Tensor] = {}
     adapters = dict(state)

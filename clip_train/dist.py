@@ -1,8 +1,8 @@
 """Collectives. Every function also works without a process group, as a world of one.
 
-Tensors travel by the backend of the device they are on; what ranks decide together (`sum_scalars`,
-`max_scalars`, objects, `barrier`) is on the CPU, by gloo, and so never waits for a GPU's queue: a
-process group on GPUs has to be `cpu:gloo,cuda:nccl`.
+Tensors use the backend of their device. Scalars, objects and barriers (`sum_scalars`,
+`max_scalars`, `barrier`, ...) use gloo on the CPU, so they never wait for a GPU's queue. A process
+group on GPUs therefore has to be `cpu:gloo,cuda:nccl`.
 """
 
 from collections.abc import Callable, Sequence

@@ -94,7 +94,7 @@ class Piece:
     saved_here: bool = True  # among the ranks that hold the same elements, one saves them
 
     def view(self, of: Tensor) -> Tensor:
-        """[numel], of `held` or of what is laid out like it."""
+        """[numel], this piece of `held` or of a tensor with the same layout."""
         return local(of).view(-1).narrow(0, self.offset, self.numel)
 
     def tensors(
@@ -401,7 +401,7 @@ class Engine(abc.ABC):
 
         stored: the slots of each parameter, by its name.
         """
-        slots: dict[Tensor, set[str]] = {}  # by what is held; a frozen parameter has no moments
+        slots: dict[Tensor, set[str]] = {}  # by held tensor; a frozen parameter has no moments
         for piece in self.pieces:
             named = stored[piece.name] - {"param", EMA}
             if piece.held.requires_grad and named:

@@ -40,9 +40,9 @@ def contrastive_step(
 ) -> Tensor:
     """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
 
-    Clearing gradients before and stepping the optimizer afterwards is the caller's. Under
-    DistributedDataParallel `.grad` is then the same on all ranks, under `fully_shard` each rank has
-    its shard of it. A ZeRO engine holds it where its own `step` expects it.
+    The caller clears gradients before and steps the optimizer afterwards. With
+    DistributedDataParallel, `.grad` is then equal on all ranks; with `fully_shard`, each rank has
+    its shard. A ZeRO engine holds it where its own `step` expects it.
 
     Args:
         model: `model(*inputs, **named)` -> (image_features [b, D], text_features [m b, D], both
@@ -51,20 +51,20 @@ def contrastive_step(
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples. Others may have m n, those of a sample
             one after another.
-        micro_size: samples that go through the model at once, or the sizes of this rank's
-            micro-batches, as many on every rank (`token_chunks`).
-        kept_graphs: micro-batches whose graphs are retained, at least 1; more spare more forwards
-            and need more memory.
+        micro_size: samples per forward pass, or the sizes of this rank's micro-batches. Every rank
+            needs the same number of them (`token_chunks`).
+        kept_graphs: micro-batches whose graphs are retained, at least 1. Each more saves a forward
+            pass and needs more memory.
         loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
             global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
             [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
             these, see `clip_train.contrastive.views`.
         ids: int64, one for each text of this rank. Texts of one id are the same, on whatever ranks:
             none is a negative of another's image. An id below 0 is an unknown text.
-        shares: samples of each rank, known to all of them. None: all have equally many. Each rank
-            takes as many micro-batches, so at most the smallest share.
-        scaler: gradients are then multiplied by its scale, as `scaler.scale(loss).backward()`
-            would; go on with `scaler.step(optimizer)` and `scaler.update()`.
+        shares: samples of each rank, known to all ranks. None: all ranks have the same number. All
+            ranks take the same number of micro-batches, at most the smallest share.
+        scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call
+            `scaler.step(optimizer)` and `scaler.update()` afterwards.
 
     Returns:
         The loss over the global batch, float64 [], detached and not scaled; not checked for being

@@ -327,7 +327,7 @@ def _hint(field: FieldInfo | None) -> Allowed:
 
 
 def _example(path: str, field: FieldInfo | None) -> str:
-    """`key=value` for what is missing; a section's first key that has an example."""
+    """`key=value` for a missing key; for a section, its first key that has an example."""
     key = ".".join(path.split(".")[:2])  # what a command can set
     model = _model_in(field.annotation) if field is not None and "." not in path else None
     for name, inner in model.model_fields.items() if model else ():

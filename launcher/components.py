@@ -285,7 +285,7 @@ def evaluation(
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():
-            warn(f"what is evaluated on has samples that cannot be used:\n{table_of(invalid)}")
+            warn(f"the evaluation data has samples that cannot be used:\n{table_of(invalid)}")
         return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
     def with_average() -> dict[str, float]:

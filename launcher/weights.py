@@ -1,7 +1,7 @@
-"""What a run starts from -> files on this node's disk, fetched by one rank of each node.
+"""Initial weights of a run: one rank of each node fetches them to the node's disk.
 
-an export or a weights file       as it is; at a URL: fetched, compared with the sha256 beside it
-a run (recipe, folder, URL, ...)  its newest committed checkpoint: its parameters alone, verified by
+an export or a weights file       used as it is; from a URL: fetched, checked against its sha256
+a run (recipe, folder, URL, ...)  parameters of its newest committed checkpoint, checked against
                                   the manifest
 """
 
@@ -167,7 +167,7 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
         with open_read(f"{url}/{name}", storage) as source, file.open("wb") as out:
             shutil.copyfileobj(source, out, storage.range_bytes)
     except FileNotFoundError as e:
-        raise UserError(f"{place}: there is no such file; correct it") from e
+        raise UserError(f"{place}: this file does not exist; correct the URL") from e
     if known is None:
         warn(f"{url}/{name} has no sha256 in a {CONFIG_NAME} beside it: it is not verified")
     elif known != sha256_of(file):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import json
 import re
@@ -25,6 +26,7 @@ LIMITS = Path(__file__).with_suffix(".json")
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 README_WORDS, WORDS = 25, 35  # of a sentence
+NO_PROSE = ("#", "|", "![", "<")  # how headings, tables, pictures and HTML begin
 
 RULES = {  # name -> what must not be in a sentence
     "is no X (is not an X)": r"\b(is|are|was|were|be) no (?!longer|more|less|fewer|better|worse)\w",
@@ -58,6 +60,12 @@ def sentences(place: str, text: str) -> Iterator[Sentence]:
             yield Sentence(place, sentence.strip(" *-|"))
 
 
+def pieces(text: str) -> Iterator[str]:
+    """Paragraphs; entries of Args and rows of a table (two spaces apart) are pieces of their own."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        yield from re.split(r"\n(?=\s*\S[^\n]*\S {2,}\S| {4,}[\w*][\w, *]*: )", paragraph)
+
+
 def of_page(file: Path) -> Iterator[Sentence]:
     """Paragraphs and items of lists; without code, tables, headings and pictures."""
     place, text = file.relative_to(ROOT).as_posix(), file.read_text()
@@ -66,10 +74,10 @@ def of_page(file: Path) -> Iterator[Sentence]:
     begin = 1
     for number, line in enumerate([*text.splitlines(), ""], 1):
         item = re.match(r"\s*([-*]|\d+\.) ", line)
-        if not line.strip() or item or line.startswith(("#", "|", "![", "<")):
+        if not line.strip() or item or line.lstrip().startswith(NO_PROSE):
             yield from sentences(f"{place}:{begin}", " ".join(paragraph))
             paragraph, begin = [], number
-        if line.strip() and " · " not in line and not line.startswith(("#", "|", "![", "<")):
+        if line.strip() and " · " not in line and not line.lstrip().startswith(NO_PROSE):
             paragraph.append(line[item.end() :] if item else line)
 
 
@@ -86,9 +94,9 @@ def of_module(file: Path) -> Iterator[Sentence]:
             text = "".join(
                 str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts
             )
-            if len(text.split()) > 2:
-                for paragraph in text.split("\n\n"):
-                    yield from sentences(f"{place}:{node.lineno}", paragraph)
+            if len(text.split()) > 2 and "$(" not in text:  # a shell script
+                for piece in pieces(text):
+                    yield from sentences(f"{place}:{node.lineno}", piece)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type")):
             yield from sentences(f"{place}:{token.start[0]}", token.string.lstrip("# "))

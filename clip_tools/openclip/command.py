@@ -27,12 +27,12 @@ from launcher.config.recipe import RunConfig, check_config
 from launcher.runtime.log import warn
 
 ALWAYS = """\
-# From an OpenCLIP command line. What has another meaning here:
-# batch.global_size is what one step sees over all ranks; OpenCLIP's --batch-size is of one GPU
+# From an OpenCLIP command line. Differences in meaning:
+# batch.global_size counts the samples of one step on all ranks; OpenCLIP's --batch-size, on one GPU
 # a sample without a caption is invalid here and replaced; OpenCLIP trains on empty captions
 # every epoch visits each sample once; OpenCLIP rounds an epoch to whole batches of each worker
 # checkpoint.every_minutes saves every hour as well, so that a kill costs an hour at most"""
-CHECK = "CHECK: "  # begins a note on what the recipe may have wrong: it is a warning too
+CHECK = "CHECK: "  # begins a note on a key that may be wrong; such a note is also a warning
 PER_SHARD = 10_000  # samples that img2dataset puts into one
 ASSUMED = 10_000_000  # samples, if the number of shards is unknown too
 PRECISIONS = dict.fromkeys(("fp16", "pure_fp16", "amp_fp16"), "fp16") | {"fp32": "fp32"}

@@ -6,8 +6,8 @@
         _rank00000.json                  that rank's manifest: its file's checksums and fragments
         _LAYOUT.bin                      which fragment is where, in the files of all ranks
         _MANIFEST.json                   all ranks' files, and the trainer's state
-    commit/e000007-s0000001200.json      written last: without it there is no checkpoint
-    tmp/ckpt/...                         an attempt that was fetched to resume from, until a save
+    commit/e000007-s0000001200.json      written last: it makes the checkpoint exist
+    tmp/ckpt/...                         an attempt fetched for a resume, kept until the next save
 
 The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot in
 that process. Every process that is going to write takes the next epoch. A writer whose epoch is no
@@ -77,8 +77,8 @@ def rank_manifest_name(prefix: str, rank: int) -> str:
     return f"{prefix}/_rank{rank:05d}.json"
 
 
-# -- tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for what belongs to
-# the rank, "@shared|name" in rank 0's for what is the same on all of them
+# -- names of tensors in a rank's file: "slot|start|name" for fragments, "@rank|name" for tensors of
+# this rank only, "@shared|name" (in rank 0's file) for tensors that are equal on all ranks
 
 RANK_KEY = "@rank|"
 SHARED_KEY = "@shared|"
@@ -209,13 +209,18 @@ def blocks_of(files: Sequence[FileEntry]) -> list[list[Block]]:
 
 
 def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
-    """LAYOUT: where every fragment of every rank lies. fragments: of each file
-    (`snapshot.Plan.fragments`).
+    """The content of LAYOUT: the position of every fragment of every rank.
 
-    Zlib over: 8 bytes of the header's length, the header (JSON), and columns of int64 with a row
-    for each fragment, sorted by parameter and start: parameter, start, numel, file, and its byte
-    offset in the file for each kind (slot and dtype), -1 where it has none. ValueError where ranks
-    do not fit together.
+    The content is compressed with zlib: 8 bytes with the length of the header, the header (JSON),
+    and columns of int64. They have one row per fragment, sorted by parameter and start. The columns
+    are parameter, start, numel and file. For each kind (slot and dtype), one more column has the
+    byte offset in the file, or -1 if the fragment lacks this kind.
+
+    Args:
+        fragments: for each file, `snapshot.Plan.fragments`.
+
+    Raises:
+        ValueError: the fragments of two ranks contradict each other.
     """
     params: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], int] = {}

@@ -68,7 +68,7 @@ class Layout:
     shapes: dict[str, tuple[int, ...]]  # of every parameter
     kinds: list[tuple[str, torch.dtype]]  # slot, dtype
     rows: Any  # one structured array of the fragments, sorted by parameter and start
-    tensors: list[dict[str, tuple[list[int], Extent]]]  # of each file: all but the fragments
+    tensors: list[dict[str, tuple[list[int], Extent]]]  # for each file, without the fragments
 
 
 def _natural(number: Any) -> int:
@@ -138,11 +138,16 @@ def fetch_block(storage: Storage, prefix: str, block: Block) -> bytes:
 class FragmentReader:
     """A `FragmentSource` over the files of one checkpoint; opens only files with something to read.
 
-    folder: where the files are, or are fetched to; None: a temporary one of this rank.
-    remote: where missing blocks come from; None: nowhere. shared: all ranks see `folder`, so only
-    one of them fetches each block. log: called with the progress of a fetch. path: folder or URL of
-    the checkpoint. shapes: every parameter with its shape. fetched:
-    bytes, by this rank.
+    Args:
+        folder: holds the files, or receives the fetched ones; None: a temporary folder per rank.
+        remote: the source of missing blocks, if any.
+        shared: all ranks see `folder`, so only one of them fetches each block.
+        log: called with the progress of a fetch.
+
+    Attributes:
+        path: folder or URL of the checkpoint.
+        shapes: the shape of every parameter, by name.
+        fetched: bytes that this rank has fetched.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ def apply_retention(
     now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
     named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
     for (ref, attempt), files in attempts(storage).items():
-        # A successor or this process may still commit it. All ranks have finished with what is
-        # older than this process's newest commit: each rank writes its saves one after the other.
+        # A successor or this process may still commit it. No rank still writes an attempt older
+        # than this process's newest commit, because each rank writes its saves one at a time.
         pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
         if pending or attempt in in_flight or is_named(named, ref, attempt):
             continue

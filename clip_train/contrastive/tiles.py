@@ -72,8 +72,9 @@ def tiles(n: int, N: int, side: int = AUTO_SIDE) -> Iterator[tuple[slice, slice]
 class Block:
     """Rows `row + i` of S, made by A [r, D], against its columns `col + j`, made by B [c, D].
 
-    Row x and column x are a pair: such an entry is a positive. ids, int64, of all rows and of all
-    columns of S: entries of one id are no negatives either, unless it is below 0.
+    Row x and column x are a pair, so that entry is a positive. `ids` holds one int64 for each row
+    and one for each column of S. An entry whose row and column have the same id is not a negative,
+    unless the id is below 0.
     """
 
     A: Tensor

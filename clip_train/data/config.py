@@ -90,9 +90,9 @@ class DataConfig(Settings):
     unless OMP_NUM_THREADS is set."""
 
     lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
-    """Streams that feed the global batch, fixed for the run. auto: the largest divisor of every
-    global batch's size up to 64, or up to a 32nd of the smallest size if that is more, at most
-    1024. If this is below 16: a quarter of the smallest size, up to 64."""
+    """Streams that feed the global batch, fixed for the run. auto: the largest number that divides
+    the size of every global batch. It is limited to 64, or to a 32nd of the smallest size if that
+    is more, and to 1024. If the result is below 16, a quarter of the smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on
@@ -434,9 +434,9 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
     keys = ", ".join(map(str, decode.metadata(sample.members))) or "none that can be read"
     raise UserError(
         f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
-        f"members are {members}: a sample's name ends at the first dot; an image is one of "
-        f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt: for one in a .json set "
-        f"data.caption_key (now {as_yaml(caption_key)}) to one of its keys, which are here: {keys}"
+        f"members are {members}. A sample's name ends at the first dot. An image is one of "
+        f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
+        f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )
 
 

@@ -64,13 +64,14 @@ def ranks_of_matches(
 
 
 def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float]:
-    """Each under the names of whose rule it is (docs/evaluation.md); recalls from 0 to 1.
+    """Retrieval metrics, each under the name of the project that defines it (docs/evaluation.md).
+    Recalls are from 0 to 1.
 
     Returns:
-        With `config.retrieval`, of each image's first caption: OpenCLIP's `image_to_text_R@1` ...
-        `text_to_image_median_rank` (`get_clip_metrics`), and `dedup_...`, under which equal
-        captions are interchangeable. Of all captions clip_benchmark's `image_retrieval_recall@1`
-        ... `text_retrieval_recall@10`: one of an image's captions is enough. With
+        With `config.retrieval`, from each image's first caption: OpenCLIP's `image_to_text_R@1` ...
+        `text_to_image_median_rank` (`get_clip_metrics`), and `dedup_...`, where equal captions are
+        interchangeable. From all captions: clip_benchmark's `image_retrieval_recall@1` ...
+        `text_retrieval_recall@10`, where a hit on any of an image's captions counts. With
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
     counts = dist.gather_objects((len(encoded.image), len(encoded.text)))

@@ -114,9 +114,9 @@ class Layout:
         return (
             f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs "
             f"kept{more}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
-            f"fits: {gib(self.bytes)} of {gib(self.room.limit)} a rank, {gib(self.room.fixed)} "
-            f"fixed; a sample takes {gib(profile.graph)} with its "
-            f"graph, {gib(profile.peak)} at its highest, {gib(profile.forward)} without a graph"
+            f"fits. Memory per rank: {gib(self.bytes)} of {gib(self.room.limit)}, "
+            f"{gib(self.room.fixed)} of it fixed. Memory per sample: {gib(profile.graph)} with "
+            f"its graph, {gib(profile.forward)} without, {gib(profile.peak)} at the peak"
         )
 
 
@@ -157,10 +157,10 @@ def choose(
     if not fitting:
         least = min((layout.bytes for layout in layouts), default=room.fixed)
         raise UserError(
-            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} a rank (the "
-            f"least that a step needs is {gib(least)}), of which {gib(room.fixed)} are weights, "
-            "gradients, optimizer state and features; "
-            "raise batch.memory_limit, or use more ranks, a higher engine.zero_stage, "
+            f"batch.micro_size, batch.kept_graphs: nothing fits into {gib(room.limit)} per rank. "
+            f"A step needs at least {gib(least)}, of which {gib(room.fixed)} are weights, "
+            "gradients, optimizer state and features. "
+            "Raise batch.memory_limit, or use more ranks, a higher engine.zero_stage, "
             "engine.activation_checkpointing=auto, or a smaller batch.global_size"
         )
     return min(fitting, key=lambda layout: (layout.cost, layout.bytes))

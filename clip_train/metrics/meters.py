@@ -174,13 +174,14 @@ def record_memory(path: Path, skipped: Skipped) -> None:
 
 
 class GarbageCollections(Callback):
-    """Python collects garbage at the same steps on all ranks.
+    """Collect Python's garbage at the same steps on all ranks, as torchtitan does.
 
-    Left to itself it interrupts each rank at another step, and every step waits for the slowest
-    rank (torchtitan does the same). A step leaves no cycles that hold tensors.
+    By default, Python collects at different steps on each rank, and every step waits for the
+    slowest rank. A step leaves no reference cycles that hold tensors.
     """
 
-    YOUNG, ALL = 50, 1000  # steps between collections of new objects, and of all but the first's
+    # steps between collections of new objects, and of all objects made after the start
+    YOUNG, ALL = 50, 1000
 
     def __init__(self) -> None:
         self.first = True
@@ -188,7 +189,7 @@ class GarbageCollections(Callback):
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
     ) -> None:
-        if self.first:  # what the start made lives as long as the run
+        if self.first:  # objects made at the start live as long as the run
             self.first = False
             gc.collect()
             gc.freeze()

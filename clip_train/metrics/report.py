@@ -1,9 +1,9 @@
-"""`report.html`: one file that shows how a run goes, to open anywhere; `report.html.j2` is it.
+"""Write `report.html`, one self-contained file with a run's curves; `report.html.j2` is its template.
 
-It is made from the run's folder alone:
+It needs only the run's folder:
 
 metrics.jsonl, eval.jsonl      the curves
-attempts.jsonl, VERDICT        each start with what it ran on (event `start`), and how it ended
+attempts.jsonl, VERDICT        each start with its machine (event `start`), and how it ended
 recipe.yaml                    every key
 invalid.json                   samples that could not be used
 

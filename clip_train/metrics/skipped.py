@@ -22,7 +22,7 @@ class Skipped:
     def __init__(self, warn: Callable[[str], None] = logger.warning, step: int = 0) -> None:
         self.step = step  # optimizer steps taken so far; the trainer keeps it up to date
         self._warn = warn
-        self._steps: dict[str, list[int]] = {}  # by what was skipped
+        self._steps: dict[str, list[int]] = {}  # by the skipped action
         self._reasons: dict[str, str] = {}
 
     def attempt(

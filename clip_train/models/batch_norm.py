@@ -51,7 +51,7 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[b, C, ...], weight and bias [C] in at least float32 -> the same, mean [C], variance [C],
         values of a channel on all ranks, float64 [1]"""
-        others = [0, *range(2, x.ndim)]  # all dimensions but the channels'
+        others = [0, *range(2, x.ndim)]  # all dimensions except the channels
         variance, mean = (
             each.double() for each in torch.var_mean(x.to(weight.dtype), others, correction=0)
         )

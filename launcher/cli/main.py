@@ -39,7 +39,7 @@ def entry() -> NoReturn:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, ignored))
     stderr = sys.stderr.buffer if sys.stderr else open(os.devnull, "wb")  # noqa: SIM115
     sys.stderr = Unfailing(stderr, errors="backslashreplace", line_buffering=True)
-    if sys.stdout and sys.argv[1:2] != ["import-args"]:  # whose recipe is to be run
+    if sys.stdout and sys.argv[1:2] != ["import-args"]:  # its recipe must keep passwords to run
         sys.stdout = Redacting(
             sys.stdout.buffer,
             encoding=sys.stdout.encoding,
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     except (Exception, KeyboardInterrupt) as e:
         if (
             isinstance(e, BrokenPipeError) and args.verb != "train"
-        ):  # whoever read has gone: `... | head`
+        ):  # the reader of stdout has exited: `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return outcome.finish(e)

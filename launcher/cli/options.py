@@ -1,4 +1,4 @@
-"""What `clip-train VERB` takes, and its help; no other import, so that it is there at once."""
+"""Arguments and help of every `clip-train VERB`. Imports nothing heavy, so help appears at once."""
 
 import argparse
 import textwrap
@@ -21,7 +21,7 @@ examples:
 
 SHELLS = ("bash", "zsh")
 POSITIONS: dict[str, dict[str, Any]] = {
-    "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); examples lie in recipes/"},
+    "recipe": {"metavar": "RECIPE", "help": "a recipe (YAML); recipes/ has examples"},
     "place": {"metavar": "PLACE", "help": "a recipe, a run's folder, or a URL of checkpoints"},
     "prefix": {"metavar": "PREFIX", "help": "a section, or how a key begins"},
     "command": {

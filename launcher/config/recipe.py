@@ -302,7 +302,7 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
     except OSError as e:
-        remedy = "examples lie in recipes/" if what == "recipe" else "correct the path"
+        remedy = "recipes/ has examples" if what == "recipe" else "correct the path"
         raise missing(path, f"cannot read the {what} {path}: {e.strerror}", remedy) from None
     except UnicodeError as e:
         raise UserError(f"the {what} {path} is not UTF-8: {e}; save it as UTF-8") from None

@@ -57,7 +57,7 @@ CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may st
 
 
 class Outcome:
-    """How this process's run ends. `train` fills in what it knows; `succeed` or `finish` ends the
+    """How this process's run ends. `train` sets the attributes; `succeed` or `finish` ends the
     run."""
 
     def __init__(self) -> None:

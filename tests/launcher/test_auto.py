@@ -48,7 +48,7 @@ def test_limits_change_the_sizes_and_not_the_curve(recipe, tmp_path):
         (AUTO, ["batch.micro_size", "batch.memory_limit=8GiB"]),
         (
             (*AUTO, "batch.memory_limit=20MiB"),
-            ["nothing fits into 20 MiB", "raise batch.memory_limit"],
+            ["nothing fits into 20 MiB", "Raise batch.memory_limit"],
         ),
     ],
     ids=["no limit", "too low"],

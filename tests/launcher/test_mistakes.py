@@ -134,7 +134,7 @@ MISTAKES = {
     ),
     "no images": (
         ["data.train={tmp}/no_image/*.tar"],
-        ["data.train", "no image", "an image is one of jpg"],
+        ["data.train", "no image", "An image is one of jpg"],
     ),
     "refused stage and precision": (
         ["engine.zero_stage=0", "engine.precision=bf16"],
@@ -328,7 +328,7 @@ def test_a_run_that_is_not_there(verb, capsys):
 
 def test_a_recipe_that_is_not_there(capsys):
     assert main(["train", "nowhere.yaml"]) == 2
-    assert "examples lie in recipes/" in capsys.readouterr().err
+    assert "recipes/ has examples" in capsys.readouterr().err
 
 
 @pytest.mark.engine

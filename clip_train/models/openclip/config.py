@@ -248,7 +248,7 @@ def named_model(name: str) -> OpenCLIPArchitecture:
     if name not in open_clip.list_models():
         raise UserError(
             f"model.name ({PREFIX}{clipped(name)}): OpenCLIP {open_clip.__version__} has no such "
-            "model, and there is no such file; open_clip.list_models() has the names"
+            "model, and no such file exists; open_clip.list_models() lists the names"
         )
     # The preprocessing values that all pretrained weights of the model share.
     tags = open_clip.list_pretrained_tags_by_model(name)

@@ -282,8 +282,7 @@ def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     except (OSError, ValueError, ImportError, RuntimeError, TypeError) as e:
         raise UserError(
             f"model.name (open_clip:{architecture.open_clip}): its tokenizer "
-            f"{text.hf_tokenizer_name} cannot be loaded ({type(e).__name__}: {str(e)[:300]}); it "
-            "needs transformers, and its files from the Hugging Face hub: fetch them where there "
-            "is "
-            "a network (hf download), or set text_cfg.hf_tokenizer_name to a folder"
+            f"{text.hf_tokenizer_name} cannot be loaded ({type(e).__name__}: {str(e)[:300]}). It "
+            "needs transformers and files from the Hugging Face hub. Download the files on a "
+            "machine with a network (hf download), or set text_cfg.hf_tokenizer_name to a folder"
         ) from e
