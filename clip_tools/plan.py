@@ -34,7 +34,7 @@ from launcher.config.memory import (
     usable,
 )
 from launcher.config.recipe import load_config
-from launcher.config.resolve import Resolved, advice, resolve
+from launcher.config.resolve import Resolved, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
 from launcher.engines.traffic import Links
@@ -93,7 +93,6 @@ def make_plan(
         "reason": f"{', '.join(resolved.recipe.chosen)} = auto: {layout.describe()}"
         if layout
         else None,
-        "advice": advice(resolved),
         "lanes": streams,
         "steps": config.steps,
         "samples": samples,
@@ -246,5 +245,4 @@ def describe(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("arithmetic", f"{plan['flops_per_step'] / 1e12:,.3g} TFLOP per step"),
         ("memory per rank", f"about {memory['total'] / GIB:.2f} GiB ({parts})"),
         *([("chosen", plan["reason"])] if plan["reason"] else []),
-        *([("advice", plan["advice"])] if plan["advice"] else []),
     ]

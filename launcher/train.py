@@ -47,7 +47,7 @@ from clip_train.trainer import Trainer
 from launcher import components, engines
 from launcher.config.memory import choose_layout, memory_limit
 from launcher.config.recipe import RunConfig
-from launcher.config.resolve import Resolved, advice, resolve
+from launcher.config.resolve import Resolved, resolve
 from launcher.config.resume import compare_with
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
@@ -315,8 +315,5 @@ def describe_start(
         log(f"note: {note}")
     if config.engine.pack_texts and resolved.padded_because is not None:
         log(f"note: texts are computed with their padding: {resolved.padded_because}")
-    hint = advice(resolved)
-    if hint is not None:
-        (warn if config.engine.activation_checkpointing else log)(hint)
     if resumed is not None:
         log("\n".join([resumed.describe(), *notes]))

@@ -5,7 +5,6 @@ import errno
 import re
 import uuid
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -21,8 +20,6 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 
 class CheckpointConfig(Settings):
     """When to save and where, how much to keep, what to resume from."""
-
-    removed: ClassVar = {"takeover": (False, True)}
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after every so many optimizer steps; null: never by steps. Where the disk still takes

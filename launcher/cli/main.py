@@ -20,7 +20,11 @@ from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import end_process
 from launcher.versions import too_old
 
-FEWEST_FILES = 128  # open at a time: of Python, torch, a loader's workers
+# What Python, torch and a loader's worker need at least: the limit, its name, the option of ulimit.
+LEAST = (
+    (resource.RLIMIT_NOFILE, 128, "open files", "-n"),
+    (resource.RLIMIT_NPROC, 16, "processes and threads", "-u"),
+)
 
 
 def entry() -> NoReturn:
@@ -82,12 +86,14 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     try:
         for problem in too_old("torch"):
             raise UserError(problem)
-        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: any number
-        if 0 <= allowed < FEWEST_FILES:
-            raise RankError(
-                f"this shell allows {allowed} open files (ulimit -n), and at least {FEWEST_FILES} "
-                "are needed: raise it with ulimit -n 4096, or in /etc/security/limits.conf"
-            )
+        for limit, least, what, option in LEAST:
+            allowed, _ = resource.getrlimit(limit)  # -1: any number
+            if 0 <= allowed < least:
+                raise RankError(
+                    f"this shell allows {allowed} {what} (ulimit {option}), and at least {least} "
+                    f"are needed: raise it with ulimit {option} 4096, or in "
+                    "/etc/security/limits.conf"
+                )
         run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
         module, _, function = run.partition(":")
         return getattr(importlib.import_module(module), function)(args)

@@ -26,7 +26,7 @@ from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
-from clip_train.memory.plan import RECOMPUTED, Layout
+from clip_train.memory.plan import Layout
 from clip_train.models import hub
 from clip_train.models.clip import own_mistakes, parameter_sizes
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
@@ -276,27 +276,3 @@ def engine_mistakes(
         optimizer=(config.optim.name, needs(config.optim)),
     )
     return find_engine(engine.kind).mistakes(engine, facts)
-
-
-def advice(resolved: Resolved) -> str | None:
-    """Where a step computes more than memory may ask for, what to set."""
-    plan, config = resolved.plan, resolved.config
-    if plan.kept_graphs >= plan.accum_steps:
-        return None
-    kept = f"{plan.kept_graphs} of {plan.accum_steps}"
-    if config.engine.activation_checkpointing:
-        # both recompute the same forward: together they cost 2.7 forwards
-        return (
-            f"engine.activation_checkpointing with batch.kept_graphs {kept} pays for the same "
-            f"forward twice ({plan.forwards_per_sample + RECOMPUTED:.2f} forwards per sample): set "
-            "batch.kept_graphs=all, or engine.activation_checkpointing=false with a smaller "
-            "batch.micro_size, or auto for both"
-        )
-    if resolved.layout is not None:
-        return None
-    return (
-        f"batch.kept_graphs ({kept} micro-batches) computes {plan.forwards_per_sample:.2f} "
-        "forwards per sample: if memory allows it, batch.kept_graphs=all computes 1.00, and "
-        "batch.kept_graphs=auto with a batch.memory_limit keeps as many as fit. The result is the "
-        "same"
-    )

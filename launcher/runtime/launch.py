@@ -10,13 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from clip_train.errors import Preempted, RankError, UserError
+from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.config.recipe import load_config, with_samples
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
@@ -24,12 +23,10 @@ from launcher.runtime.watchdog import CLOSE_SECONDS
 
 # For all ranks to end once one has; they do within 30 s, or close what they have open.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
-FEWEST_THREADS = 32  # of one rank: it has up to 26 with one loader worker
 
 
 def run(args: argparse.Namespace) -> int:
     """The `train` verb. torch is imported below, after the mistakes of a recipe."""
-    need_threads()
     config = with_samples(load_config(args.recipe, args.overrides))
     ranks = local_ranks(args.ranks, os.environ)
     if ranks > 1:
@@ -37,22 +34,6 @@ def run(args: argparse.Namespace) -> int:
     from launcher.train import train
 
     return train(config, args.outcome, args.stop)
-
-
-def need_threads() -> None:
-    """RankError where FEWEST_THREADS cannot run beside each other: gloo would abort, and loader
-    workers and saves would fail in the middle of the run."""
-    end = threading.Event()
-    try:
-        for _ in range(FEWEST_THREADS):
-            threading.Thread(target=end.wait).start()
-    except RuntimeError as e:
-        raise RankError(
-            f"fewer than {FEWEST_THREADS} threads can start here, which one rank needs: raise the "
-            "limit of processes (ulimit -u, or the container's pids limit), or end other processes"
-        ) from e
-    finally:
-        end.set()
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:

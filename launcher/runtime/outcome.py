@@ -37,7 +37,6 @@ from launcher.runtime.verdict import (
     node_name,
     notify,
     read_verdict,
-    write_torchelastic_report,
     write_verdict,
 )
 
@@ -186,7 +185,6 @@ class Outcome:
         else:
             prefix = f"[{where}] " if failure.rank and not failure.lost else ""
             log(f"{prefix}{failure.message}", logging.ERROR)
-        write_torchelastic_report(failure, trace)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
             blamed = failure.node if failure.node_suspect else ""
             if failure.lost or failure.word == "PREEMPTED":

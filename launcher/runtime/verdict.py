@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import util
@@ -112,16 +111,6 @@ def read_verdict(run_dir: Path) -> Verdict | None:
         return word.strip(), {**why, "step": int(why["step"]), "reason": str(why["reason"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def write_torchelastic_report(failure: Failure, trace: str = "") -> None:
-    """For torchrun, which prints the error of the first rank that failed."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        extra = {"timestamp": str(int(time.time())), "py_callstack": trace}
-        text = json.dumps({"message": {"message": str(failure), "extraInfo": extra}})
-        with contextlib.suppress(OSError):
-            Path(file).write_text(text)
 
 
 def end_process(status: int) -> NoReturn:

@@ -80,13 +80,6 @@ def test_as_many_graphs_as_fit_are_kept_unless_the_recipe_says_otherwise(recipe,
     assert metrics(tmp_path / "run")[0]["kept_graphs"] == 2
 
 
-def test_paying_for_the_same_forward_twice_is_told(recipe):
-    status, out = run(
-        recipe, "engine.activation_checkpointing=true", "run.steps=1", "schedule.warmup_steps=0"
-    )
-    assert status == 0 and out.count("pays for the same forward twice") == 1
-
-
 def test_after_out_of_memory_on_ranks_another_attempt_has_half_the_activations(recipe, tmp_path):
     """One that FSDP cannot recover from. What the recipe fixes stays: then no attempt follows."""
     fsdp = ("engine.kind=fsdp", "run.steps=7", "schedule.warmup_steps=0")
