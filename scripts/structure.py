@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_937,
-    "functions": 1_429,
+    "statements": 16_893,
+    "functions": 1_425,
     "walruses": 0,
     "lambdas": 46,
     "statements in a module": 330,
