@@ -59,7 +59,7 @@ class Life:
         config = CheckpointConfig(
             remote=f"{self.bucket.url}/run",
             grace_seconds=grace_seconds,
-            max_failed_saves=2,
+            max_failed_saves=3,
             orphan_grace_minutes=0,
         )
         return CheckpointManager(config, folder, log=self.said.append)
@@ -171,6 +171,7 @@ def in_parts(*faults: Fault) -> Callable[[Life], None]:
 def fill_disk(life: Life) -> None:
     """All but what a checkpoint needs beside the space that is left to others."""
     (life.folder / "own" / "somebody's").write_bytes(bytes(40 << 20))
+    life.manager.config = life.manager.config.model_copy(update={"max_failed_saves": 2})
 
 
 @contextlib.contextmanager

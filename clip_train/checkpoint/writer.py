@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import mmap
 import os
 import signal
@@ -46,7 +45,6 @@ from clip_train.storage.urls import open_storage
 
 _CHUNK = 4 << 20  # bytes written at a time
 _HASHING_THREADS = 4
-_LONGEST_PAUSE = 60.0  # seconds between tries of an upload
 
 
 class Event(Enum):
@@ -112,8 +110,7 @@ class Writer:
         self._active: set[str] = set()  # attempts that may still be committed
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
-        self._changed = threading.Condition()  # notified of a new `_upload_request`
-        self._upload_request: SaveRequest | None = None  # the newest whose upload may begin
+        self._newest: SaveRequest | None = None  # whose upload may begin
 
     def receive(self, request: SaveRequest | None) -> None:
         """From the rank; None: finish. Never waits for a disk or a store."""
@@ -152,9 +149,7 @@ class Writer:
         self._tidy(local, request.scores)
         if self.remote is None:
             return where
-        with self._changed:
-            self._upload_request = request
-            self._changed.notify_all()
+        self._newest = request
         job = self._remote_jobs.submit(self._upload, request)
         job.add_done_callback(partial(self._ended, request))
         return None
@@ -164,39 +159,20 @@ class Writer:
     def _upload(self, request: SaveRequest) -> str:
         """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
-        It is tried until it succeeds or a newer save waits. FencedError, RefusedError;
-        SupersededError: a newer save waits already.
+        The store repeats each of its requests; the next save repeats an upload that has failed.
+        FencedError, RefusedError, OSError; SupersededError: a newer save waits already.
         """
-        newest = self._upload_request
-        assert self.remote is not None and request.entry is not None and newest is not None
-        if newest is not request:
-            raise SupersededError(f"superseded by step {newest.step} before its upload began")
-        name, uploaded = f"{request.prefix}/{request.entry.name}", False
-        for tries in itertools.count(1):
-            try:
-                if not uploaded:
-                    self.remote.put_file(self.local.path(name), name)
-                    put_rank_manifest(self.remote, request)
-                    uploaded = True
-                if request.rank > 0:
-                    break
-                return commit(self.remote, request, self.policy.lease, self._timeout)
-            except (FencedError, RefusedError):
-                raise
-            except (OSError, CheckpointError) as e:
-                why = explain(e)
-            pause = min(2.0**tries, _LONGEST_PAUSE)
-            if time.monotonic() + pause > request.since + self._timeout:
-                raise RefusedError(f"{why}; given up after {tries} tries")
-            if self._upload_request is request:
-                text = f"checkpoint of step {request.step}: {why}; trying again in {pause:.0f} s"
-                self._report(Event.NOTE, text)
-            with self._changed:
-                if self._changed.wait_for(lambda: self._upload_request is not request, pause):
-                    newer = self._upload_request
-                    assert newer is not None
-                    raise RefusedError(f"{why}; superseded by step {newer.step}")
-        return ""
+        assert self.remote is not None and request.entry is not None
+        if self._newest is not request:
+            assert self._newest is not None
+            step = self._newest.step
+            raise SupersededError(f"superseded by step {step} before its upload began")
+        name = f"{request.prefix}/{request.entry.name}"
+        self.remote.put_file(self.local.path(name), name)
+        put_rank_manifest(self.remote, request)
+        if request.rank > 0:
+            return ""
+        return commit(self.remote, request, self.policy.lease, self._timeout)
 
     # -- what became of it
 

@@ -104,7 +104,7 @@ RAISED: dict[Meaning, type[OSError]] = {
     "final": RefusedError,
     "elsewhere": RefusedError,
 }
-# fsspec raises NotImplementedError if a protocol cannot write, as https:// cannot.
+# NotImplementedError: a store that cannot write.
 _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 
 

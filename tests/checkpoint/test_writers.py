@@ -269,19 +269,19 @@ def test_writers_that_are_killed(tmp_path: Path, remote: bool) -> None:
 
 
 def dies_in_the_upload(folder: Path, store: Path) -> list[Any]:
-    """The last save is on the disk, and its upload fails for a while: then a writer dies."""
-    run, rank = Rank(folder, remote=str(store)), dist.rank()
+    """The last save is on the disk, and its upload hangs: then a writer dies."""
+    remote = f"tests.checkpoint.held.HeldStore://{store}"
+    run, rank, hold = Rank(folder, remote=remote), dist.rank(), store / "hold"
     run.save(1)
     saved = []
     for step in (2, 3):
-        obstacle = store / "ckpt" / f"s{step:010d}"
-        obstacle.touch()
+        hold.touch()
         dist.barrier()
 
-        def die(step: int = step, obstacle: Path = obstacle) -> None:
+        def die(step: int = step) -> None:
             wait_for(lambda: list(folder.glob(f"commit/*-s{step:010d}.json")))
             kill_writer()
-            obstacle.unlink()
+            hold.unlink()
 
         if rank == step - 2:
             threading.Thread(target=die, daemon=True).start()

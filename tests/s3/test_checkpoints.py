@@ -115,9 +115,7 @@ def test_no_secret_is_told_or_kept(
         Fault("status", method="PUT|GET", key="", code=403, s3code="InvalidAccessKeyId")
     ]
     run.save(2, wait=False)
-    run.until(
-        lambda: any("step 2: DeniedError" in line and "trying again" in line for line in run.said)
-    )
+    run.until(lambda: any("step 2 failed" in line and "DeniedError" in line for line in run.said))
     told = "\n".join(run.said) + "".join(capfd.readouterr())
     kept = b"".join(view.get(key) for key in view.keys("run/")) + b"".join(
         Path(root, name).read_bytes() for root, _, names in os.walk(tmp_path) for name in names

@@ -1,0 +1,22 @@
+"""A store whose uploads a test holds up."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from clip_train.storage.local import LocalStorage
+
+
+class HeldStore(LocalStorage):
+    """The folder in `tests.checkpoint.held.HeldStore:///folder`; uploads wait while it has a file
+    `hold`."""
+
+    def __init__(self, url: str, **limits: Any) -> None:
+        super().__init__(url.partition("://")[2])
+
+    def put_file(self, local_path: str | os.PathLike, name: str) -> None:
+        while (self.root / "hold").exists():
+            time.sleep(0.01)
+        super().put_file(local_path, name)
