@@ -34,8 +34,8 @@ from clip_train.errors import UserError
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
 LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somewhere in torch
 
-Matmul = Literal["highest", "tf32", "bf16x3"]
-"""How the loss multiplies matrices (`clip_train.contrastive.matmul`)."""
+Matmul = Literal["highest", "tf32"]
+"""How GPUs multiply float32 matrices: in full, or with factors rounded to 11 bits."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]

@@ -7,8 +7,8 @@ retained graphs, exact replay of random numbers, and the loss in closed form).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from clip_train.contrastive.local_loss import add_local_losses
-from clip_train.contrastive.matmul import matmul_precision
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import collect_updates
 from clip_train.models.dropout import draw_by
+from clip_train.settings import Matmul
 from clip_train.task import (
     LOCAL_LOSS,
     Batch,
@@ -160,6 +160,17 @@ def two_pass(
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
     return output
+
+
+@contextmanager
+def matmul_precision(chosen: Matmul) -> Iterator[None]:
+    """How GPUs multiply float32 matrices inside, whatever they do for the model's own."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if chosen == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass

@@ -93,8 +93,8 @@ class LossConfig(Settings):
     rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""
 
     matmul: Annotated[Matmul, Rounding] = "highest"
-    """How GPUs multiply the features: in fp32; with factors rounded to 11 bits (tf32); or as three
-    products of bfloat16 (bf16x3), 16 bits. docs/numerics.md has what each does to the gradient."""
+    """How GPUs multiply the features: in full, or with factors rounded to 11 bits (TF32), 7 times
+    as fast. docs/numerics.md has the error of the gradient. CPUs know no difference."""
 
     def rules(self) -> Rules:
         yield (

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.matmul import add_product
-
 AUTO_SIDE = 0
 GPU_SIDE = 4096  # 64 MiB of logits: enough work to hide a kernel's launch, small beside a model
 
@@ -111,7 +109,7 @@ class Block:
                 a = self.A[rows].to(self.dtype) * scale.to(self.dtype)
             b = self.B[cols].to(self.dtype)
             S, spare = memory[:, : len(a) * len(b)].view(2, len(a), len(b))
-            add_product(S, a, b.t(), keep=False)
+            torch.mm(a, b.t(), out=S)
             yield rows, cols, S if shift is None else S.sub_(shift), spare
 
     def same(self, rows: slice, cols: slice) -> Tensor | None:
@@ -146,9 +144,9 @@ class Block:
         values: stand for A and B.
         """
         A, B = values or (self.A, self.B)
-        add_product(dA[rows], G, B[cols].to(self.dtype), weight)
+        dA[rows].addmm_(G, B[cols].to(self.dtype), alpha=weight)
         if dB is not None:
-            add_product(dB[cols], G.t(), A[rows].to(self.dtype), weight)
+            dB[cols].addmm_(G.t(), A[rows].to(self.dtype), alpha=weight)
 
 
 def exp_sums(block: Block, scale: Tensor, shift: Tensor | None, side: int) -> tuple[Tensor, Tensor]:
