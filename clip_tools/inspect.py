@@ -39,9 +39,9 @@ from clip_train.models.weights import (
     WholeState,
     export_saved,
     initial_weights,
-    save_texts,
     silent,
 )
+from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
 from launcher.components import evaluation
@@ -298,7 +298,8 @@ def write_export(
         plain = architecture.model_copy(update={"lora": None})
         written = export_transformers(state, plain, folder)
         tokenizer = huggingface_files(architecture.text_cfg.context_length)
-        save_texts(tokenizer, written)
+        for name, text in tokenizer.items():
+            LocalStorage(written).put_bytes(name, text.encode())
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
         like, read = averaged(found, weights, args.ema)

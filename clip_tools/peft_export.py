@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train.models.lora import Lora
-from clip_train.models.weights import as_json, save_texts, save_weights
+from clip_train.models.weights import save_json, save_weights
 
 
 def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
@@ -46,5 +46,5 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
     }
     path = save_weights(out, Path(folder), "adapter_model.safetensors").parent
     save_weights(rest, path, "trained.safetensors")
-    save_texts({"adapter_config.json": as_json(config)}, path)
+    save_json(path, "adapter_config.json", config)
     return path

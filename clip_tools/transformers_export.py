@@ -11,7 +11,7 @@ from torch import Tensor
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
-from clip_train.models.weights import as_json, check_state, save_texts, save_weights
+from clip_train.models.weights import check_state, save_json, save_weights
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
 # Keys that `CLIPModel` can be set to, or does not depend on.
@@ -100,8 +100,8 @@ def export_transformers(
         "image_mean": list(architecture.image_mean),
         "image_std": list(architecture.image_std),
     }
-    config = as_json(_config(architecture))
-    save_texts({"config.json": config, "preprocessor_config.json": as_json(pixels)}, path)
+    save_json(path, "config.json", _config(architecture))
+    save_json(path, "preprocessor_config.json", pixels)
     return path
 
 

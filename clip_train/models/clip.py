@@ -195,22 +195,12 @@ def build_model(
 
     UserError if OpenCLIP is not installed, or cannot build it.
     """
-    if architecture.lora is not None:
-        plain = architecture.model_copy(update={"lora": None})
-        model: nn.Module = build_model(
-            plain,
-            dropout=dropout,
-            patch_dropout=patch_dropout,
-            activation_checkpointing=activation_checkpointing,
-        )
-        adapt(model, architecture.lora)
-        return model
     if isinstance(architecture, OpenCLIPArchitecture):
         library(architecture.open_clip)
         from clip_train.models.openclip.model import build
 
-        return build(architecture, activation_checkpointing=activation_checkpointing)
-    if isinstance(architecture, OwnModel):
+        model: nn.Module = build(architecture, activation_checkpointing=activation_checkpointing)
+    elif isinstance(architecture, OwnModel):
         model = build_own_model(architecture, activation_checkpointing)
     else:
         model = CLIP(
@@ -221,13 +211,14 @@ def build_model(
         )
     if architecture.inputs:
         model.register_forward_pre_hook(partial(unpacked_first, architecture.inputs))
+    if architecture.lora is not None:
+        adapt(model, architecture.lora)
     return model
 
 
 def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
     """The shape of one sample in `Batch.images`, uint8."""
-    # OpenCLIP's models have images alone
-    return row_shape(getattr(architecture, "inputs", ()), architecture.vision_cfg.image_size)
+    return row_shape(architecture.inputs, architecture.vision_cfg.image_size)
 
 
 def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> nn.Module:

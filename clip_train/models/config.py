@@ -52,6 +52,9 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Values besides null, false and 0 at which keys that these towers do not have change nothing.
 NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
+NOT_IMPLEMENTED = (
+    "not implemented in OpenCLIP's plain ViT and text transformer; correct it or take it out"
+)
 OWN_TEXTS = ("context_length", "vocab_size")
 OWN_FACTS = (
     "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "init_logit_bias",
@@ -454,7 +457,7 @@ def parse_architecture(content: Any, source: str) -> Architecture:
     try:
         return Architecture.model_validate(cleaned)
     except ValidationError as e:
-        lines = explain(e, Architecture, cleaned, unknown=_unknown, within="file")
+        lines = explain(e, Architecture, cleaned, unknown=NOT_IMPLEMENTED.format, within="file")
         raise UserError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -468,8 +471,3 @@ def _without_neutral(section: dict[str, Any], schema: type[Described]) -> dict[s
         for key, value in section.items()
         if key in schema.model_fields or (value and value not in NEUTRAL.get(key, ()))
     }
-
-
-def _unknown(path: str) -> str:
-    """The remedy for a key that the towers do not have."""
-    return "not implemented in OpenCLIP's plain ViT and text transformer; correct it or take it out"

@@ -7,7 +7,7 @@ A linear layer adds `B A x` to its output. Where torch reads a weight itself
 
 import difflib
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,27 +66,21 @@ class AdaptedAttention(LowRank, Attention):
 
 
 class AdaptedWeight(LowRank):
-    """Before a class whose weight is read by other code."""
+    """Before a class whose weight is read by other code, which finds W + B A under its name."""
 
-    name: str
-
-    def merged(self) -> Tensor:
-        weight: Any = self._parameters[self.name]
+    def merged(self, name: str) -> Tensor:
+        weight: Any = self._parameters[name]
         return weight + product(self.lora_A, self.lora_B) * self.factor
 
 
-class AdaptedOutput(AdaptedWeight):
-    name, weight = "weight", property(AdaptedWeight.merged)
-
-
-class AdaptedPacked(AdaptedWeight):
-    name, in_proj_weight = PACKED, property(AdaptedWeight.merged)
-
-
 @cache
-def adapted(kind: Any, layer: Any) -> type[nn.Module]:
-    """The class of an adapted layer."""
-    return kind if issubclass(kind, layer) else type(f"Adapted{layer.__name__}", (kind, layer), {})
+def adapted(kind: Any, layer: Any, name: str) -> type[nn.Module]:
+    """The class of an adapted layer. name: of its weight."""
+    if issubclass(kind, layer):
+        return kind
+    merged = property(partial(AdaptedWeight.merged, name=name))
+    members = {name: merged} if kind is AdaptedWeight else {}
+    return type(f"Adapted{layer.__name__}", (kind, layer), members)
 
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -94,10 +88,10 @@ def adaptable(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     inside = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield f"{name}.weight", module, AdaptedOutput if module in inside else AdaptedLinear
+            yield f"{name}.weight", module, AdaptedWeight if module in inside else AdaptedLinear
         elif isinstance(getattr(module, PACKED, None), nn.Parameter):
             ours = isinstance(module, Attention)
-            yield f"{name}.{PACKED}", module, AdaptedAttention if ours else AdaptedPacked
+            yield f"{name}.{PACKED}", module, AdaptedAttention if ours else AdaptedWeight
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
@@ -118,12 +112,13 @@ def adapt(model: nn.Module, lora: Lora) -> None:
     for number, (weight, module, kind) in enumerate(found):
         if not any(covers(entry, weight) for entry in lora.on):
             continue
-        if lora.dropout and issubclass(kind, AdaptedWeight):
+        if lora.dropout and kind is AdaptedWeight:
             raise UserError(
                 f"model.lora.dropout ({lora.dropout}): torch computes {weight} without a "
                 "place for it; set model.lora.dropout=0, or leave attention out of model.lora.on"
             )
-        p = module._parameters[weight.split(".")[-1]]
+        name = weight.split(".")[-1]
+        p = module._parameters[name]
         rows, columns = getattr(p, "ds_shape", p.shape)  # ZeRO 3 holds none of it here
         pairs, bound = (3 if weight.endswith(PACKED) else 1), columns**-0.5
         A = torch.empty(pairs * lora.rank, columns).uniform_(-bound, bound)
@@ -132,7 +127,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
         module.factor, module.dropped = lora.alpha / lora.rank, round(lora.dropout * 65536)
         # a tensor: torch.compile would make a graph for each int
         module.layer_id = torch.tensor(LOW_RANK_ID + number, device="cpu")
-        module.__class__ = adapted(kind, module.__class__)
+        module.__class__ = adapted(kind, module.__class__, name)
     if lora.dropout:
         model.register_forward_pre_hook(of_model)
         for module in model.modules():

@@ -26,6 +26,7 @@ from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
+from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
 
@@ -394,13 +395,13 @@ def export_openclip(
     }
     path = Path(folder)
     weights = save_weights(out, path, WEIGHTS_NAMES[0], read)
-    config = {
+    description = {
         "model_cfg": architecture.model_cfg(),
         "preprocess_cfg": architecture.preprocess_cfg(),
         # ours: whoever fetches it from a URL compares
         "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},
     }
-    save_texts({CONFIG_NAME: as_json(config)}, path)
+    save_json(path, CONFIG_NAME, description)
     return path
 
 
@@ -428,23 +429,14 @@ def save_weights(
 ) -> Path:
     """A .safetensors: floats as fp32, integers as they are. The folder is made if need be. `read`:
     see `export_openclip`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{name}.part"
-    read = read or state.__getitem__
+    read, target = read or state.__getitem__, LocalStorage(folder)
     plan = lay_out({key: as_stored(t, "meta") for key, t in state.items()}, {"format": "pt"})
-    with part.open("wb") as file:
+    with target.writing(name) as part, part.open("wb") as file:
         file.write(plan.head)
         for key in plan.fragments["tensors"]:  # in the file's order
             file.write(as_stored(read(key)).numpy().data)
-    return part.replace(folder / name)
+    return target.path(name)
 
 
-def save_texts(texts: dict[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        part = folder / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
-
-
-def as_json(content: Any) -> str:
-    return json.dumps(content, indent=2) + "\n"
+def save_json(folder: Path, name: str, content: Any) -> None:
+    LocalStorage(folder).put_bytes(name, (json.dumps(content, indent=2) + "\n").encode())

@@ -16,7 +16,6 @@ from clip_train.data.tokenizer import Tokenizer
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
-from clip_train.models.weights import save_texts
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 transformers = pytest.importorskip(
@@ -60,7 +59,8 @@ def test_features_of_an_export_are_equal(tmp_path: Path, quick_gelu: bool):
         ):  # away from zero biases and unit norms, which would hide a swapped name
             p.add_(0.05 * torch.randn_like(p))
     folder = export_transformers(ours.state_dict(), ours.architecture, tmp_path / "export")
-    save_texts(huggingface_files(CONTEXT), folder)
+    for name, text in huggingface_files(CONTEXT).items():
+        (folder / name).write_text(text)
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o644}
     peer, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
@@ -82,7 +82,8 @@ def test_features_of_an_export_are_equal(tmp_path: Path, quick_gelu: bool):
 
 def test_the_tokenizer_is_the_same_on_plain_text(tmp_path: Path):
     """Text that ftfy mends or HTML entities differ: transformers does not mend."""
-    save_texts(huggingface_files(77), tmp_path)
+    for name, text in huggingface_files(77).items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     peer, ours, rng = (
         transformers.AutoTokenizer.from_pretrained(tmp_path),

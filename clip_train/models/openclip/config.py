@@ -131,6 +131,7 @@ class TextKeys(Described):
 class OpenCLIPArchitecture(Described):
     """OpenCLIP's `model_cfg`, and the pixel statistics that its pretrained weights expect."""
 
+    inputs: ClassVar[tuple[()]] = ()  # images alone
     open_clip: str  # its name there
     embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionKeys

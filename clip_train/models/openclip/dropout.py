@@ -18,9 +18,9 @@ from open_clip.transformer import PatchDropout as OpenCLIPPatchDropout
 from timm.layers import DropPath, PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
 
 from clip_train.models.dropout import MODULE_ID, current_seeds, drop_elements, keep_patches
 
@@ -32,16 +32,16 @@ def dropped(x: Tensor, p: float, layer_id: int | Tensor) -> Tensor:
     return drop_elements(rows, min(round(p * 65536), 65535), layer_id, seeds).view(x.shape)
 
 
-class SeededDropout(nn.Dropout):
+class Seeded(nn.Module):
     layer_id: Tensor
 
+
+class SeededDropout(Seeded, nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         return dropped(x, self.p, self.layer_id) if self.training and self.p else x
 
 
-class SeededDropPath(DropPath):
-    layer_id: Tensor
-
+class SeededDropPath(Seeded, DropPath):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.drop_prob:
             return x
@@ -50,25 +50,19 @@ class SeededDropPath(DropPath):
         return x * kept.view(-1, *[1] * (x.ndim - 1))
 
 
-class SeededPatches(PatchDropoutWithIndices):
-    layer_id: Tensor
-
+class SeededPatches(Seeded, PatchDropoutWithIndices):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.training or not self.prob:
             return x, None
         return keep_patches(x, self.prob, self.layer_id, current_seeds(), self.num_prefix_tokens)
 
 
-class SeededPatchDropout(PatchDropout):
-    layer_id: Tensor
-
+class SeededPatchDropout(Seeded, PatchDropout):
     def forward(self, x: Tensor) -> Tensor:
         return SeededPatches.forward(self, x)[0]
 
 
-class SeededOpenCLIPPatchDropout(OpenCLIPPatchDropout):
-    layer_id: Tensor
-
+class SeededOpenCLIPPatchDropout(Seeded, OpenCLIPPatchDropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.prob:
             return x
@@ -150,48 +144,34 @@ def intercept(module: nn.Module, number: int) -> None:
 
 
 class Draws(TorchDispatchMode):
-    """Which modules draw random numbers, and by which operator."""
+    """Which modules draw random numbers, by name, and by which operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: list[nn.Module] = []
-        self.found: dict[nn.Module, str] = {}
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
-        self.inside.append(module)
-
-    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self.inside.pop()
+        self.modules = ModuleTracker()
+        self.found: dict[str, str] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            return (
-                False  # a tensor without data has no number: no layer is dropped, no mask left out
-            )
+            # a tensor without data has no number: no layer is dropped, no mask left out
+            return False
         names = [argument.name for argument in function._schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if is_random and arguments.get("dropout_p", arguments.get("p", 1)) != 0:
-            self.found[self.inside[-1]] = function.name()
+            innermost = max(self.modules.parents, key=len)
+            self.found[innermost.partition(".")[2]] = function.name()
         return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def find_draws(model: nn.Module, *inputs: Tensor) -> dict[nn.Module, str]:
-    """Modules that draw in a forward in training, with the operator's name."""
+def find_draws(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
+    """Names of the modules that draw in a forward in training, with the operator's name."""
     draws = Draws()
-    handles = [
-        hooks.register_module_forward_pre_hook(draws.enter),
-        hooks.register_module_forward_hook(draws.leave),
-    ]
-    try:
-        # a tensor without data has no zeros either
-        without_data: Any = shapes
-        with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws:
-            model.train()(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    # a tensor without data has no zeros either
+    without_data: Any = shapes
+    with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws.modules, draws:
+        model.train()(*inputs)
     return draws.found

@@ -169,13 +169,12 @@ def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
         model = assemble(architecture)
         texts = torch.zeros(2, length, dtype=torch.int64)
         inputs = (torch.zeros(2, 3, side, side), texts, torch.zeros(2, dtype=torch.int64))
-        numbers = {module: number for number, module in enumerate(model.modules())}
-        drawing = sorted(numbers[module] for module in find_draws(model, *inputs))
+        modules = [*model.modules()]
+        drawing = [modules.index(model.get_submodule(name)) for name in find_draws(model, *inputs)]
         for number in drawing:
-            intercept([*numbers][number], number)
+            intercept(modules[number], number)
         remaining = find_draws(model, *inputs) if drawing else {}
-        for module, operator in remaining.items():
-            name = [*dict(model.named_modules())][numbers[module]]
+        for name, operator in remaining.items():
             raise UserError(
                 f"model.name (open_clip:{architecture.open_clip}): {name} draws random numbers by "
                 f"{operator}, which would differ with batch.micro_size; switch them off in the "
@@ -223,7 +222,10 @@ def assemble(
             f"({type(e).__name__}: {e}); choose another model, or correct the JSON"
         ) from e
     model.architecture = architecture
-    _use_one_dtype(model)
+    # a tower asks a block for it, whose weights FSDP holds in fp32 until the block's forward
+    for each in model.modules():
+        if isinstance(each, open_clip.transformer.Transformer):
+            each.get_cast_dtype = partial(_dtype, model)
     if norm == "group":
         _use_group_norms(model.visual)
     adopt(
@@ -238,13 +240,6 @@ def assemble(
 def _dtype(model: Contrastive) -> torch.dtype:
     """That it computes in, asked within its forward."""
     return model.logit_scale.dtype
-
-
-def _use_one_dtype(model: Contrastive) -> None:
-    """Its towers ask a block for it, whose weights FSDP holds in fp32 until the block's forward."""
-    for each in model.modules():
-        if isinstance(each, open_clip.transformer.Transformer):
-            each.get_cast_dtype = partial(_dtype, model)
 
 
 def _use_group_norms(tower: Any) -> None:
