@@ -5,8 +5,6 @@ also the specification of the engines in `launcher.engines`.
 """
 
 import abc
-import functools
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory e
 def surrogate(features: Features, gradients: Features) -> Tensor:
     """A scalar, to call backward() on, whose gradient with respect to `features` is `gradients`."""
     products = [(features[name] * gradient).sum() for name, gradient in gradients.items()]
-    return functools.reduce(operator.add, products)
+    return sum(products[1:], products[0])
 
 
 def local(x: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from clip_train.task import (
     LOCAL_LOSS,
     Batch,
     Context,
-    Differentiable,
     Features,
     Flags,
     LossOutput,
@@ -116,7 +115,7 @@ def read_together(
 
 
 def two_pass(
-    engine: Differentiable,
+    engine: Any,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     context: Context,
@@ -126,7 +125,8 @@ def two_pass(
 ) -> LossOutput:
     """Add the objective's gradient, over the samples of all ranks, to `.grad`. Returns its output.
 
-    kept_graphs: micro-batches whose graphs are retained.
+    engine: has `device`, `forward` and `backward`, as an `Engine` has them. kept_graphs:
+    micro-batches whose graphs are retained.
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
     with collect_updates() as running_statistics, guard("forward pass"):
@@ -150,7 +150,7 @@ def two_pass(
         else:
             rows = gradient
             if order is not None:
-                rows = of_samples(gradient, len(order))[order].flatten(0, 1)
+                rows = gradient.unflatten(0, (len(order), -1))[order].flatten(0, 1)
             parts = list(rows.split([len(entry.features[name]) for entry in cache]))
         for of_micro_batch, part in zip(gradients, parts, strict=True):
             of_micro_batch[name] = part
@@ -186,7 +186,7 @@ class CachedMicroBatch:
 
 
 def encode(
-    engine: Differentiable,
+    engine: Any,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     kept_graphs: int,
@@ -212,7 +212,7 @@ def encode(
 
 
 def replay(
-    engine: Differentiable,
+    engine: Any,
     micro_batches: Sequence[MicroBatch],
     cache: list[CachedMicroBatch],
     gradients: list[Features],
@@ -247,15 +247,10 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
         else:
             rows = torch.cat([part[name].detach() for part in parts])
             if order is not None:
-                moved = of_samples(rows, len(order))
+                moved = rows.unflatten(0, (len(order), -1))  # [n, m, ...]: of each sample
                 rows = moved.index_copy(0, order, moved).flatten(0, 1)
             out[name] = rows
     return out
-
-
-def of_samples(rows: Tensor, n: int) -> Tensor:
-    """[m n, ...] -> [n, m, ...]: the rows of each sample."""
-    return rows.unflatten(0, (n, -1))
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -272,25 +272,6 @@ class FragmentSource(Protocol):
         is missing."""
 
 
-class Differentiable(Protocol):
-    """What the two passes need of an engine."""
-
-    device: torch.device
-
-    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
-        """All features, with a graph unless under `torch.no_grad()`. All ranks make the same calls.
-
-        cached: the result of an earlier call without a graph. Features of a tower that is not
-        trained may be taken from it.
-        """
-
-    def backward(self, features: Features, gradients: Features, last: bool) -> None:
-        """Push `gradients` through the graph of `features`; adds to this step's gradient.
-
-        last: no other backward follows in this step.
-        """
-
-
 class Task:
     """What a kind of model means for a step: CLIP, unless a subclass says otherwise.
 

@@ -21,14 +21,14 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
-from clip_train.engine import Engine
+from clip_train.engine import Engine, MovingAverage
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, TokenizerOptions
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import base_digest, load_teacher
-from clip_train.optim.optimizer import build_optimizer, moving_average
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.task import Features, MicroBatch, Objective, named_features, text_lengths
 from launcher import engines
 from launcher.config.memory import DTYPES
@@ -175,7 +175,8 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
         grad_clip_norm=config.optim.grad_clip_norm,
         micro_size=resolved.plan.micro_size,
     )
-    engine.ema = moving_average(config.optim)
+    if config.optim.ema_decay is not None:
+        engine.ema = MovingAverage(config.optim.ema_decay, config.optim.ema_warmup)
     engine.saves_frozen = resolved.architecture.lora is None
     return engine
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clip_train.engine import MovingAverage
 from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
@@ -180,8 +179,3 @@ def moment_bytes(config: OptimConfig, by_muon: float = 0.0) -> float:
     average = 0 if config.ema_decay is None else 4
     moments = {"lion": 4, "sgd": 4 if config.momentum else 0, "muon": 8 - 4 * by_muon}
     return average + moments.get(config.name, 8)
-
-
-def moving_average(config: OptimConfig) -> MovingAverage | None:
-    """For `Engine.ema`."""
-    return None if config.ema_decay is None else MovingAverage(config.ema_decay, config.ema_warmup)

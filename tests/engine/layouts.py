@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from clip_train.engine import MovingAverage
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, moving_average
+from clip_train.optim.optimizer import build_optimizer
 from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests.processor import answer
@@ -46,6 +47,7 @@ def engine_at(
         grad_clip_norm=clip,
         micro_size=8,
     )
-    engine.ema = moving_average(optim)
+    if optim.ema_decay is not None:
+        engine.ema = MovingAverage(optim.ema_decay, optim.ema_warmup)
     engine.load_fragments(WholeState(make_model().state_dict()), {})
     return engine

@@ -10,12 +10,12 @@ import torch
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engine import MovingAverage, PlainEngine
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, moment_bytes, moving_average
+from clip_train.optim.optimizer import build_optimizer, moment_bytes
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests import tolerances
@@ -213,7 +213,7 @@ def test_running_statistics_have_one_too():
     torch.manual_seed(5)
     model = convolutional_clip()
     engine = PlainEngine(model, build_optimizer(sgd(), model.named_parameters()))
-    engine.ema = moving_average(sgd())
+    engine.ema = MovingAverage(*KINDS["constant"])
     engine.load_fragments(WholeState(model.state_dict()), {})
     average = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     assert any(name.endswith("running_mean") for name in average)

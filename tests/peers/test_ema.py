@@ -7,10 +7,10 @@ import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before timm
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engine import MovingAverage, PlainEngine
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, moving_average
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.models.convolutional import convolutional_clip
@@ -25,9 +25,9 @@ utils = pytest.importorskip(
 def test_it_is_timms_with_its_warm_up():
     torch.manual_seed(5)
     model = convolutional_clip()
-    optim = OptimConfig(lr=1e-3, ema_decay=0.7, ema_warmup=True)
+    optim = OptimConfig(lr=1e-3)
     engine = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
-    engine.ema = moving_average(optim)
+    engine.ema = MovingAverage(0.7, warmup=True)
     engine.load_fragments(WholeState(model.state_dict()), {})
     theirs = utils.ModelEmaV3(model, decay=0.7, use_warmup=True)
     for step in range(1, 9):

@@ -36,12 +36,12 @@ class Seeded(nn.Module):
     layer_id: Tensor
 
 
-class SeededDropout(Seeded, nn.Dropout):
+class SeededDropout(nn.Dropout, Seeded):
     def forward(self, x: Tensor) -> Tensor:
         return dropped(x, self.p, self.layer_id) if self.training and self.p else x
 
 
-class SeededDropPath(Seeded, DropPath):
+class SeededDropPath(DropPath, Seeded):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.drop_prob:
             return x
@@ -50,19 +50,19 @@ class SeededDropPath(Seeded, DropPath):
         return x * kept.view(-1, *[1] * (x.ndim - 1))
 
 
-class SeededPatches(Seeded, PatchDropoutWithIndices):
+class SeededPatches(PatchDropoutWithIndices, Seeded):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.training or not self.prob:
             return x, None
         return keep_patches(x, self.prob, self.layer_id, current_seeds(), self.num_prefix_tokens)
 
 
-class SeededPatchDropout(Seeded, PatchDropout):
+class SeededPatchDropout(PatchDropout, Seeded):
     def forward(self, x: Tensor) -> Tensor:
         return SeededPatches.forward(self, x)[0]
 
 
-class SeededOpenCLIPPatchDropout(Seeded, OpenCLIPPatchDropout):
+class SeededOpenCLIPPatchDropout(OpenCLIPPatchDropout, Seeded):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.prob:
             return x

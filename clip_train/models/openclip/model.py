@@ -149,12 +149,7 @@ def build(
         with unset_fake_temporarily(), torch.device("meta"):
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
-            for module in model.modules():
-                for name, p in module.named_parameters(recurse=False):
-                    module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype))
-                for name, buffer in module.named_buffers(recurse=False):
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        return model
+            return model.to_empty(device=torch.get_default_device())
     with _disable_current_modes():  # a constructor may be recorded: models/drawing.py
         intercepted = drawing_modules(architecture)
     return assemble(architecture, activation_checkpointing, intercepted)
