@@ -32,7 +32,7 @@ def dropped(x: Tensor, p: float, layer_id: int | Tensor) -> Tensor:
     return drop_elements(rows, min(round(p * 65536), 65535), layer_id, seeds).view(x.shape)
 
 
-class Seeded(nn.Module):
+class Seeded:
     layer_id: Tensor
 
 
