@@ -8,6 +8,7 @@ import yaml
 from clip_train.checkpoint.restore import list_places, open_read_only, places_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
+from clip_train.settings import is_import_path
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, with_samples
 from launcher.runtime.log import log, warn
 from launcher.weights import find_run
@@ -56,7 +57,7 @@ def branched(
     """The recipe of a run that begins at this checkpoint of `source` and cools down for so many
     steps. UserError where the rate has begun to fall by then, or does not reach its peak."""
     schedule, peak = source.schedule, source.optim.lr
-    if schedule.is_imported or learning_rate(schedule, peak, step, source.steps) != peak:
+    if is_import_path(schedule.name) or learning_rate(schedule, peak, step, source.steps) != peak:
         raise UserError(
             f"schedule.name ({schedule.name}): at step {step} of {source.steps} the rate is not at "
             "its peak, so it cannot cool down from there; branch from a run with "

@@ -148,6 +148,11 @@ def _kinds(annotation: Any) -> set[Any]:
 POSITIONAL = {"loss.kind": 5, "schedule.name": 3, "optim.name": 2, "data.aug_own": 1}
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a key that takes names or import paths has an import path."""
+    return "." in name
+
+
 def import_path(
     key: str, path: str, base: type = object, remedy: str = "install it, or correct the path"
 ) -> Any:

@@ -12,7 +12,7 @@ from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.contrastive.tiles import AUTO_SIDE
 from clip_train.contrastive.views import matryoshka, over_texts
 from clip_train.errors import UserError
-from clip_train.settings import call_imported, import_path, shown
+from clip_train.settings import call_imported, import_path, is_import_path, shown
 from clip_train.task import Objective
 
 
@@ -38,7 +38,7 @@ def build_loss(
         objective = SigmoidLoss(tile, config.exchange, config.group_role)
     elif config.exchange == "ring":
         objective = RingInfoNCE(tile=tile)
-    elif config.is_imported:
+    elif is_import_path(config.kind):
         found = import_path("loss.kind", config.kind)
         if isinstance(found, type):
             objective = call_imported("loss.kind", config.kind, config.options, base=Objective)

@@ -12,6 +12,7 @@ from clip_train.settings import (
     Rounding,
     Rules,
     Settings,
+    is_import_path,
     shown,
 )
 
@@ -98,7 +99,7 @@ class LossConfig(Settings):
 
     def rules(self) -> Rules:
         yield (
-            bool(self.options) and not self.is_imported,
+            bool(self.options) and not is_import_path(self.kind),
             f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
             f"{self.kind}); take them out",
         )
@@ -131,7 +132,3 @@ class LossConfig(Settings):
             "contrastive_loss": self.contrastive_weight,
             "caption_loss": self.caption_weight,
         }
-
-    @property
-    def is_imported(self) -> bool:
-        return "." in self.kind

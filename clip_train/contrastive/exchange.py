@@ -1,7 +1,7 @@
 """Which rank holds which samples of the global batch, and how ranks get each other's features."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,27 +143,25 @@ class Pairs:
 
 
 def send_round(
-    visit: Callable[[Tensor, Tensor, int], None],
-    visitors: Tensor,
-    collected: Tensor,
-    counts: Sequence[int],
-) -> Tensor:
-    """Call `visit(visitors, collected, place)` with the visitors of each rank, this rank's first.
+    visitors: Tensor, collected: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """The visitors of each rank, this rank's first, what they have collected, and their place.
 
-    visitors, collected: [n, ...], of this rank's samples. `visit` changes `collected` in place.
-    place: of the first visitor in the global batch. counts: samples of every rank. Returns what
-    this rank's visitors have collected.
+    visitors, collected: [n, ...], of this rank's samples. The caller adds to what is collected, in
+    place; in the end `collected` has what this rank's visitors have collected on all ranks. place:
+    of the first visitor in the global batch. counts: samples of every rank.
     """
     W, here = len(counts), dist.rank()
-    first = list(itertools.accumulate(counts, initial=0))
+    first, own = list(itertools.accumulate(counts, initial=0)), collected
     for hop in range(W):
         owner = (here - hop) % W
         next_rows = counts[(owner - 1) % W]
         # on its way while this rank computes
         incoming = dist.pass_on(visitors, next_rows) if hop < W - 1 else None
-        visit(visitors, collected, first[owner])
+        yield visitors, collected, first[owner]
         if W > 1:
             collected = dist.pass_on(collected, next_rows)()  # the last hop brings our own home
         if incoming is not None:
             visitors = incoming()
-    return collected
+    if W > 1:
+        own.copy_(collected)

@@ -9,7 +9,6 @@ of two ranks at a time.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from clip_train import dist
 from clip_train.contrastive.exchange import (
@@ -54,13 +53,11 @@ class RingInfoNCE(Objective):
         longest = dist.all_gather(torch.stack(norms)[None]).amax(0)
         shift = (scale * longest[0] * longest[1] - HEADROOM).clamp_(min=0.0)
 
-        def add_sums(texts: Tensor, col_sums: Tensor, first: int) -> None:
+        row_sums, col_sums = torch.zeros_like(positive), torch.zeros_like(positive)
+        for texts, of_texts, first in send_round(T, col_sums, counts):
             rows, cols = exp_sums(Block(I, texts, here, first, ids), scale, shift, side)
             row_sums.add_(rows)
-            col_sums.add_(cols)
-
-        row_sums = torch.zeros_like(positive)
-        col_sums = send_round(add_sums, T, torch.zeros_like(positive), counts)
+            of_texts.add_(cols)
         smallest = torch.minimum(row_sums.min(), col_sums.min())
         # alike on all ranks. Without negatives sums are 0, and safe
         unsafe = (
@@ -70,33 +67,29 @@ class RingInfoNCE(Objective):
         direct = context.deferred or not unsafe.item()
         row_lse, col_lse = row_sums.log() + shift, col_sums.log() + shift
 
-        def add_logarithms(texts: Tensor, col_lse: Tensor, first: int) -> None:
-            of_rows = row_logsumexp(Block(I, texts, here, first, ids), scale, side)
-            torch.logaddexp(row_lse, of_rows.double(), out=row_lse)
-            of_cols = row_logsumexp(Block(texts, I, first, here, ids), scale, side)
-            torch.logaddexp(col_lse, of_cols.double(), out=col_lse)
-
         if not direct:
-            row_lse = torch.full_like(positive, -torch.inf)
-            col_lse = send_round(add_logarithms, T, row_lse.clone(), counts)
+            row_lse, col_lse = (torch.full_like(positive, -torch.inf) for _ in range(2))
+            for texts, of_texts, first in send_round(T, col_lse, counts):
+                rows = row_logsumexp(Block(I, texts, here, first, ids), scale, side)
+                torch.logaddexp(row_lse, rows.double(), out=row_lse)
+                cols = row_logsumexp(Block(texts, I, first, here, ids), scale, side)
+                torch.logaddexp(of_texts, cols.double(), out=of_texts)
         row_gap, col_gap = row_lse - positive, col_lse - positive
         of_rows, of_cols = positive + softplus(row_gap), positive + softplus(col_gap)
         if direct:
             of_rows, of_cols = (shift - of_rows).exp(), (shift - of_cols).exp()
 
-        def add_gradients(visitors: Tensor, d_text: Tensor, first: int) -> None:
-            block = Block(I, visitors[:, :-1], here, first, ids)
-            of = (of_rows, visitors[:, -1])
-            used = shift if direct else None
-            add_softmax_gradient(
-                block, of, scale, used, side, weight, d_image, d_text, direct=direct
-            )
-
         weight = 1 / (2 * N)
         along = ((row_gap.sigmoid() + col_gap.sigmoid()) * -weight).to(dtype)[:, None]
         d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
         visitors = torch.cat([T.to(dtype), of_cols.to(dtype)[:, None]], dim=1)
-        d_text = send_round(add_gradients, visitors, d_text, counts)
+        for texts, of_texts, first in send_round(visitors, d_text, counts):
+            block = Block(I, texts[:, :-1], here, first, ids)
+            of = (of_rows, texts[:, -1])
+            used = shift if direct else None
+            add_softmax_gradient(
+                block, of, scale, used, side, weight, d_image, of_texts, direct=direct
+            )
         loss = dist.all_reduce_sum((softplus(row_gap) + softplus(col_gap)).sum() * weight)
         return LossOutput.scaled(
             loss, d_image, d_text, row_dots(I, d_image).sum(), scale,

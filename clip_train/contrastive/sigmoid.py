@@ -68,11 +68,8 @@ class SigmoidLoss(Objective):
         if self.exchange == "ring" or len(counts) == 1:
             sums = I.new_zeros(2, dtype=torch.float64)
             here = sum(counts[: dist.rank()])
-
-            def visit(texts: Tensor, d_text: Tensor, first: int) -> None:
-                sums.add_(tiled_pass(d_image, d_text, Block(I, texts, here, first, ids)))
-
-            d_text = send_round(visit, T, d_text, counts)
+            for texts, of_texts, first in send_round(T, d_text, counts):
+                sums += tiled_pass(d_image, of_texts, Block(I, texts, here, first, ids))
         else:
             pairs = Pairs.gathered(I, T, counts, ids_all)
             sums = tiled_pass(d_image, None, pairs.rows)

@@ -4,7 +4,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from clip_train.settings import IMPORT_PATH, Allowed, Refused, Rules, Settings, shown
+from clip_train.settings import (
+    IMPORT_PATH,
+    Allowed,
+    Refused,
+    Rules,
+    Settings,
+    is_import_path,
+    shown,
+)
 
 
 class OptimConfig(Settings):
@@ -60,11 +68,7 @@ class OptimConfig(Settings):
             "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well",
         )
         yield (
-            bool(self.options) and not self.is_imported,
+            bool(self.options) and not is_import_path(self.name),
             f"optim.options ({shown(self.options)}) go with an optim.name that is an import path "
             f"(it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them out",
         )
-
-    @property
-    def is_imported(self) -> bool:
-        return "." in self.name

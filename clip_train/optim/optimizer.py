@@ -11,7 +11,7 @@ from clip_train.errors import UserError
 from clip_train.models.freeze import depths, matching
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.muon import Matrices, MuonAdamW
-from clip_train.settings import checked_options, import_path, shown
+from clip_train.settings import checked_options, import_path, is_import_path, shown
 
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
 # join parameters (muon gathers what is cut). parameters: whole ones.
@@ -165,7 +165,7 @@ def needs(config: OptimConfig) -> Needs:
     """The unit of an update. UserError for an imported optimizer that cannot be used."""
     if config.name == "lion":
         find_class(LION, remedy="pip install lion-pytorch")
-    if config.is_imported:
+    if is_import_path(config.name):
         return probe_imported(config)
     return "elements"
 

@@ -5,7 +5,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from clip_train.settings import IMPORT_PATH, Allowed, Rules, Settings, call_imported, shown
+from clip_train.settings import (
+    IMPORT_PATH,
+    Allowed,
+    Rules,
+    Settings,
+    call_imported,
+    is_import_path,
+    shown,
+)
 
 
 class ScheduleConfig(Settings):
@@ -29,14 +37,10 @@ class ScheduleConfig(Settings):
 
     def rules(self) -> Rules:
         yield (
-            bool(self.options) and not self.is_imported,
+            bool(self.options) and not is_import_path(self.name),
             f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
             f"(it is {self.name}); take them out",
         )
-
-    @property
-    def is_imported(self) -> bool:
-        return "." in self.name
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
@@ -46,7 +50,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) ->
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
-    if config.is_imported:
+    if is_import_path(config.name):
         return call_imported("schedule.name", config.name, config.options, peak, step, steps)
     if config.name == "cosine":
         progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)

@@ -33,7 +33,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
-from clip_train.settings import broken, shown
+from clip_train.settings import broken, is_import_path, shown
 from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
@@ -145,12 +145,17 @@ def resolve(
         for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
             collect(expand_braces, place, key)
     checks: list[tuple[bool, partial[list[str]]]] = [
-        (config.schedule.is_imported, partial(schedule_mistakes, config)),
+        (is_import_path(config.schedule.name), partial(schedule_mistakes, config)),
         (config.data.aug_own is not None, partial(augmentation_mistakes, config)),
-        (config.optim.is_imported, partial(engine_mistakes, config, engine, plan, world_size)),
+        (
+            is_import_path(config.optim.name),
+            partial(engine_mistakes, config, engine, plan, world_size),
+        ),
     ]
     if architecture is not None:
-        checks.append((config.loss.is_imported, partial(loss_mistakes, config, architecture)))
+        checks.append(
+            (is_import_path(config.loss.kind), partial(loss_mistakes, config, architecture))
+        )
     for is_imported, check in sorted(checks, key=itemgetter(0)):
         if not (problems and is_imported):  # an import runs code: after all other checks
             problems += map(UserError, collect(check) or [])
