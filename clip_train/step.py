@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clip_train.contrastive.local_loss import add_local_losses
+from clip_train import dist
 from clip_train.engine import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import collect_updates
@@ -160,6 +160,32 @@ def two_pass(
         update()
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
     return output
+
+
+def add_local_losses(output: LossOutput, features: Features, weights: Mapping[str, float]) -> None:
+    """Add the local losses among `features` to a contrastive loss, in place. Collective.
+
+        L = w_0 L_contrastive + sum_x w_x (sum_i l_xi) / (sum_i c_xi)
+
+    Sample i has the sum `l_xi` of its terms and their number `c_xi` (tokens of a caption). Both sums
+    run over the global batch: a mean of the micro-batches' means would depend on their size.
+
+    features: of this rank's n samples. weights: `Objective.weights`. The metrics have each mean
+    over the global batch, without its weight.
+    """
+    names = [name for name in features if name.endswith(LOCAL_LOSS)]
+    sums = torch.stack([features[name].double().sum(dim=0) for name in names])  # [losses, 2]
+    whole = weights.get("contrastive_loss", 1.0)
+    output.metrics["contrastive_loss"] = output.loss
+    output.loss = output.loss * whole
+    output.gradients = {name: x * whole for name, x in output.gradients.items()}
+    for name, (total, count) in zip(names, dist.all_reduce_sum(sums), strict=True):
+        factor = weights.get(name, 1.0) / count.clamp(min=1)
+        output.metrics[name] = total / count.clamp(min=1)
+        output.loss = output.loss + total * factor
+        gradient = torch.zeros_like(features[name])
+        gradient[:, 0] = factor
+        output.gradients[name] = gradient
 
 
 @contextmanager

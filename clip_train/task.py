@@ -37,7 +37,7 @@ CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale
 itself, exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64)
 whatever the model's precision. Gradients with respect to features have the same names and shapes.
 
-A name that ends in "_loss" is a loss that adds up over samples (contrastive/local_loss.py): rows
+A name that ends in "_loss" is a loss that adds up over samples (`clip_train.step`): rows
 [b, 2], each a sum over a sample's terms and the number of these terms.
 """
 LOCAL_LOSS = "_loss"  # the end of the names of losses which add up over samples

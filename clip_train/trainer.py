@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from clip_train import dist
 from clip_train.batch import BatchPlan, BatchSizes, shares
 from clip_train.callbacks import Callback
@@ -198,7 +196,11 @@ class Trainer:
         if not self.saves_prepared:  # now that the optimizer has its state
             self.saves_prepared = True
             self._on_this_rank(
-                lambda: self.checkpoints.prepare(self.engine.state_fragments(), *self._rank_state())
+                lambda: self.checkpoints.prepare(
+                    self.engine.state_fragments(),
+                    rng_state(self.engine.device),
+                    self.objective.state_dict(),
+                )
             )
         if result.flags.stop or self.step == self.steps:
             return result.flags.stop  # `run` saves and evaluates at the end
@@ -271,45 +273,35 @@ class Trainer:
             "engine": self.engine.extra_state(),
         }
         self.call("before_save", state)
-        rng, shared = self._rank_state()
         return self.checkpoints.save(
-            self.step, self.engine.state_fragments(), rng, state, shared, wait=wait
+            self.step,
+            self.engine.state_fragments(),
+            rng_state(self.engine.device),
+            state,
+            self.objective.state_dict(),  # the same on all ranks
+            wait=wait,
         )
-
-    def _rank_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's random state, and the objective's state, which is the same on all ranks."""
-        return rng_state(self.engine.device), self.objective.state_dict()
 
     def _end_preempted(self) -> None:
         reasons = ", ".join(
             dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None)
         )
-        step = self.step
-        if step == 0:
-            removed = self._remove_stop_file()
-            raise Preempted(
-                f"stopped by {reasons} before the first step{removed}; "
-                "run the same command to start"
-            )
-        saved = self._save(wait=True)
-        good = self.checkpoints.last_good
-        local = good is not None and good.step == step  # enough to stop, even if the upload failed
-        if saved is not Saved.COMMITTED and not local:
-            raise CheckpointError(
-                f"stopped by {reasons} after step {step}, and the save failed (see above); "
-                f"{self.committed()}"
-            )
-        removed = self._remove_stop_file()
-        raise Preempted(
-            f"stopped by {reasons} after step {step}: {self.committed()}{removed}; "
-            "run the same command to continue"
-        )
+        step, where, remedy = self.step, "before the first step", "start"
+        if step > 0:
+            saved = self._save(wait=True)
+            good = self.checkpoints.last_good
+            # enough to stop, even if the upload failed
+            local = good is not None and good.step == step
+            if saved is not Saved.COMMITTED and not local:
+                raise CheckpointError(
+                    f"stopped by {reasons} after step {step}, and the save failed (see above); "
+                    f"{self.committed()}"
+                )
+            where, remedy = f"after step {step}: {self.committed()}", "continue"
+        removed = ", and the STOP file was removed" if dist.any_rank(self.stop.obey()) else ""
+        raise Preempted(f"stopped by {reasons} {where}{removed}; run the same command to {remedy}")
 
     def committed(self) -> str:
         """The newest committed checkpoint, in words."""
         good = self.checkpoints.last_good
         return f"step {good.step} is committed ({good.path})" if good else "nothing is committed"
-
-    def _remove_stop_file(self) -> str:
-        """Collective."""
-        return ", and the STOP file was removed" if dist.any_rank(self.stop.obey()) else ""

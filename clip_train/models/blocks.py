@@ -19,8 +19,8 @@ from clip_train.models.config import Architecture, TextConfig, TowerConfig
 from clip_train.models.dropout import (
     PATCH_DROPOUT_ID,
     VISION_DROPOUT_ID,
-    PatchDropout,
     SampleDropout,
+    keep_patches,
 )
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
@@ -407,7 +407,7 @@ class VisionTower(nn.Module):
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
-        self.patch_dropout = PatchDropout(patch_dropout, PATCH_DROPOUT_ID)
+        self.patch_dropout = patch_dropout
         self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
@@ -428,7 +428,9 @@ class VisionTower(nn.Module):
         x = torch.cat([class_token, x], dim=1) + self.positional_embedding.to(
             x.dtype
         )  # [b, 1 + T, width]
-        x = self.ln_pre(self.patch_dropout(x, sample_seeds))
+        if self.training and self.patch_dropout > 0:
+            x = keep_patches(x, self.patch_dropout, PATCH_DROPOUT_ID, sample_seeds, first=1)[0]
+        x = self.ln_pre(x)
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         x = self.transformer(x, sample_seeds, first)  # [b, 1, width]; averaged: [b, 1 + T, width]
         if not self.averaged:

@@ -320,8 +320,8 @@ def flops_per_sample(
         model = build_model(architecture.model_copy(update={"vision_cfg": vision}))
         model.eval().requires_grad_(False)
         for module in model.modules():
-            if type(module).__name__.startswith("PatchDropout"):  # timm's and OpenCLIP's, too
-                module.train()
+            # only what leaves patches out, timm's and OpenCLIP's modules too
+            module.training = isinstance(module, VisionTower) or "Patch" in type(module).__name__
         images = torch.zeros(1, *sample, dtype=torch.uint8)
         texts = torch.zeros(num_texts, length, dtype=torch.int64)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -136,25 +136,14 @@ def drop_elements(
     return torch.where(keep, x * (65536 / (65536 - dropped)), 0.0)
 
 
-class PatchDropout(nn.Module):
-    """Keeps the class token and `max(1, int(T (1 - p)))` of T patches (FLIP, 2212.00794)."""
-
-    def __init__(self, p: float, layer_id: int) -> None:
-        super().__init__()
-        self.p, self.layer_id = p, layer_id
-
-    def forward(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor:
-        """[b, 1 + T, width], int64 [b] -> [b, 1 + kept, width], in the order of the image"""
-        if not self.training or self.p == 0:
-            return x
-        return keep_patches(x, self.p, self.layer_id, sample_seeds, first=1)[0]
-
-
 def keep_patches(
     x: Tensor, p: float, layer_id: int | Tensor, sample_seeds: Tensor | None, first: int
 ) -> tuple[Tensor, Tensor]:
-    """[b, first + T, width] -> [b, first + kept, width], and the places of those kept in T, int64
-    [b, kept]. first: tokens before the patches, which all stay."""
+    """Keep `max(1, int(T (1 - p)))` of T patches (FLIP, arXiv 2212.00794), in the image's order.
+
+    [b, first + T, width] -> [b, first + kept, width], and the places of those kept in T, int64
+    [b, kept]. first: tokens before the patches, which all stay.
+    """
     num_patches = x.shape[1] - first
     keep = max(1, int(num_patches * (1 - p)))
     # the hash is a bijection of the position: two patches of an image never tie

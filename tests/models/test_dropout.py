@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from clip_train.models.dropout import PatchDropout, SampleDropout, random_bits, splitmix64
+from clip_train.models.dropout import SampleDropout, keep_patches, random_bits, splitmix64
 
 _MASK = 2**64 - 1
 
@@ -69,14 +71,14 @@ def test_the_mask_is_the_same_in_every_precision():
 def test_patch_dropout_keeps_the_class_token_and_the_order():
     x = torch.arange(17.0).expand(200, 17)[:, :, None].repeat(1, 1, 2)  # patch t holds t
     seeds = torch.arange(200)
-    out = PatchDropout(0.7, 1)(x, seeds)
+    out, places = keep_patches(x, 0.7, 1, seeds, first=1)
     assert out.shape == (200, 1 + 4, 2)  # int(16 * 0.3)
     assert (out[:, 0] == 0).all()
-    assert (out[:, 1:, 0].diff(dim=1) > 0).all()
+    assert (out[:, 1:, 0].diff(dim=1) > 0).all() and torch.equal(out[:, 1:, 0], places + 1.0)
     counts = torch.bincount(out[:, 1:, 0].long().flatten(), minlength=17)[1:]
     assert counts.sum() == 800
     assert (counts - 50).abs().max() < 5 * (200 * 0.25 * 0.75) ** 0.5
-    assert PatchDropout(0.99, 1)(x, seeds).shape[1] == 2
+    assert keep_patches(x, 0.99, 1, seeds, first=1)[0].shape[1] == 2
 
 
 def test_seeds_must_be_one_for_each_sample():
@@ -90,5 +92,6 @@ def test_seeds_must_be_one_for_each_sample():
 def test_a_gpu_draws_the_same_masks():
     seeds = torch.arange(-8, 8) * 2**59
     x = torch.ones(16, 50, 33)
-    for layer in (SampleDropout(0.3, 5), PatchDropout(0.5, 1)):
-        assert torch.equal(layer(x, seeds), layer(x.cuda(), seeds.cuda()).cpu())
+    for masked in (SampleDropout(0.3, 5), partial(keep_patches, p=0.5, layer_id=1, first=1)):
+        here, there = (masked(x.to(d), sample_seeds=seeds.to(d)) for d in ("cpu", "cuda"))
+        assert torch.equal(here[0], there[0].cpu())
