@@ -71,8 +71,7 @@ def train_step(
 
     random_state = rng_state(engine.device)
     for deferred in (True, False):
-        size = sum(batch.shares) or None
-        context = Context(size, batch.keys, ids=batch.ids, deferred=deferred)
+        context = Context(sum(batch.shares) or None, batch.keys, ids=batch.ids, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )

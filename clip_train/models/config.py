@@ -180,8 +180,12 @@ class Architecture(Described):
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`."""
-        statistics = {"mean": list(self.image_mean), "std": list(self.image_std)}
-        return {**statistics, "interpolation": "bicubic", "resize_mode": "shortest"}
+        return {
+            "mean": list(self.image_mean),
+            "std": list(self.image_std),
+            "interpolation": "bicubic",
+            "resize_mode": "shortest",
+        }
 
     def changed(
         self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
@@ -235,8 +239,10 @@ class OwnModel(Architecture):
     def changed(
         self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
     ) -> OwnModel:
-        keys = {"dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers"}
-        keys |= {"context_length", "keep_positions"}
+        keys = {
+            "dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers", "context_length",
+            "keep_positions",
+        }  # fmt: skip
         unsupported = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
         for key, value in unsupported.items():
             raise UserError(
@@ -349,12 +355,10 @@ class ModelConfig(Settings):
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""
-        scalars = {"init_logit_scale", "init_logit_bias"}
-        vision = {"image_size", "patch_dropout"}
         changed = load_architecture(self.name).changed(
             self,
-            self.model_dump(include=scalars, exclude_none=True),
-            self.model_dump(include=vision, exclude_none=True),
+            self.model_dump(include={"init_logit_scale", "init_logit_bias"}, exclude_none=True),
+            self.model_dump(include={"image_size", "patch_dropout"}, exclude_none=True),
         )
         return changed.model_copy(update={"lora": self.lora})
 

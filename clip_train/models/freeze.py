@@ -75,8 +75,7 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
         globs = list(config.lora.train)
         trained = [matching("model.lora.train", globs, glob, names) for glob in globs]
         adapters = {name for name in names if name.endswith(NAMES)}
-        kept = adapters.union(IMAGE_TEXT.scalars, *trained)
-        frozen |= set(names) - kept
+        frozen |= set(names) - adapters.union(IMAGE_TEXT.scalars, *trained)
     for glob in config.freeze:
         frozen |= matching("model.freeze", config.freeze, glob, names)
     if len(frozen) == len(names):

@@ -27,8 +27,7 @@ PACKED = "in_proj_weight"  # of queries, keys and values
 def product(A: Tensor, B: Tensor) -> Tensor:
     """[p rank, in], [out, rank] -> [out, in]"""
     rank = B.shape[1]
-    parts = B.unflatten(0, (len(A) // rank, -1)) @ A.unflatten(0, (-1, rank))
-    return parts.flatten(0, 1)
+    return (B.unflatten(0, (len(A) // rank, -1)) @ A.unflatten(0, (-1, rank))).flatten(0, 1)
 
 
 class LowRank(nn.Module):
@@ -78,8 +77,8 @@ def adapted(kind: Any, layer: Any, name: str) -> type[nn.Module]:
     """The class of an adapted layer. name: of its weight."""
     if issubclass(kind, layer):
         return kind
-    merged = property(partial(AdaptedWeight.merged, name=name))
-    members = {name: merged} if kind is AdaptedWeight else {}
+    merged = {name: property(partial(AdaptedWeight.merged, name=name))}
+    members = merged if kind is AdaptedWeight else {}
     return type(f"Adapted{layer.__name__}", (kind, layer), members)
 
 

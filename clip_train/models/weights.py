@@ -26,6 +26,7 @@ from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
+from clip_train.models.openclip.config import described
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
@@ -118,8 +119,9 @@ def base_digest(config: ModelConfig, seed: int) -> str | None:
     """The digest of the files that `initial_weights` reads; None for a model without adapters."""
     if config.lora is None:
         return None
-    keys = ("init_from", "init_image_from", "init_text_from")
-    places = config.model_dump(include={*keys}, exclude_none=True)
+    places = config.model_dump(
+        include={"init_from", "init_image_from", "init_text_from"}, exclude_none=True
+    )
     read = [sha256_of(file_at(place, f"model.{key}")) for key, place in places.items()]
     return hashlib.sha256(f"{[seed]} {read}".encode()).hexdigest()[:16]
 
@@ -329,18 +331,13 @@ def trained_with(file: Path) -> dict[str, Any]:
     No name or shape of the weights tells these.
     """
     try:
-        content = json.loads(file.with_name(CONFIG_NAME).read_text())
-        model_cfg, preprocess = (
-            content.get("model_cfg", content),
-            content.get("preprocess_cfg") or {},
-        )
-        normalization = {
-            key: np.broadcast_to(preprocess[key], 3)
-            for key in ("mean", "std")
-            if preprocess.get(key)
+        keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
+        pixels = {
+            key: tuple(map(float, np.broadcast_to(keys[key], 3)))
+            for key in ("image_mean", "image_std")
+            if key in keys
         }
-        pixels = {f"image_{key}": tuple(map(float, value)) for key, value in normalization.items()}
-        return {"quick_gelu": bool(model_cfg.get("quick_gelu", False)), **pixels}
+        return {"quick_gelu": bool(keys.get("quick_gelu", False)), **pixels}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -78,8 +78,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         self._pieces = {piece.name: piece for piece in pieces}
         self._device, self._group = device, group
-        own = {name: piece.numel for name, piece in self._pieces.items()}
-        cuts = dist.gather_objects(own)
+        cuts = dist.gather_objects({name: piece.numel for name, piece in self._pieces.items()})
         ranks = torch_dist.get_process_group_ranks(group) if group is not None else [dist.rank()]
         self._cuts, self._here = [cuts[rank] for rank in ranks], ranks.index(dist.rank())
 

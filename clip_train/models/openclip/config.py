@@ -160,8 +160,12 @@ class OpenCLIPArchitecture(Described):
 
     def preprocess_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `preprocess_cfg`, as the model is trained here."""
-        sizes = {"mean": list(self.image_mean), "std": list(self.image_std)}
-        return {**sizes, "interpolation": RESIZED[0], "resize_mode": RESIZED[1]}
+        return {
+            "mean": list(self.image_mean),
+            "std": list(self.image_std),
+            "interpolation": RESIZED[0],
+            "resize_mode": RESIZED[1],
+        }
 
     @property
     def notes(self) -> list[str]:
