@@ -332,7 +332,7 @@ def trained_with(file: Path) -> dict[str, Any]:
     """
     try:
         keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
-        pixels = {
+        pixels: dict[str, Any] = {
             key: tuple(map(float, np.broadcast_to(keys[key], 3)))
             for key in ("image_mean", "image_std")
             if key in keys
