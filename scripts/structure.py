@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_840,
-    "functions": 1_421,
+    "statements": 16_726,
+    "functions": 1_399,
     "walruses": 0,
     "lambdas": 45,
     "statements in a module": 330,
