@@ -147,9 +147,10 @@ def send_round(
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """The visitors of each rank, this rank's first, what they have collected, and their place.
 
-    visitors, collected: [n, ...], of this rank's samples. The caller adds to what is collected, in
-    place; in the end `collected` has what this rank's visitors have collected on all ranks. place:
-    of the first visitor in the global batch. counts: samples of every rank.
+    visitors, collected: [n, ...], of this rank's samples. The caller adds to what visitors have
+    collected, in place. After the loop `collected` is this rank's own, from all ranks.
+
+    place: of the first visitor in the global batch. counts: samples of every rank.
     """
     W, here = len(counts), dist.rank()
     first, own = list(itertools.accumulate(counts, initial=0)), collected

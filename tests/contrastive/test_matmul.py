@@ -13,20 +13,17 @@ from clip_train.step import train_step
 from tests.toy import ToyCLIP, toy_batch
 
 
+class Recorded(InfoNCE):
+    def __call__(self, *args):
+        self.seen = torch.get_float32_matmul_precision()
+        return super().__call__(*args)
+
+
 @pytest.mark.parametrize(("matmul", "of_loss"), [("highest", "highest"), ("tf32", "high")])
-def test_a_step_computes_its_loss_as_the_recipe_says(monkeypatch, matmul, of_loss):
-    seen = {"model": set(), "loss": set()}
-    model, whole = ToyCLIP(), InfoNCE.__call__
-
-    def recorded(*args):
-        seen["loss"].add(torch.get_float32_matmul_precision())
-        return whole(*args)
-
-    monkeypatch.setattr(InfoNCE, "__call__", recorded)
-    model.register_forward_pre_hook(
-        lambda *_: seen["model"].add(torch.get_float32_matmul_precision())
-    )
+def test_a_step_computes_its_loss_as_the_recipe_says(matmul, of_loss):
+    of_model, model, objective = set(), ToyCLIP(), Recorded()
+    model.register_forward_pre_hook(lambda *_: of_model.add(torch.get_float32_matmul_precision()))
+    objective.matmul = build_loss(LossConfig(matmul=matmul)).matmul
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    objective = build_loss(LossConfig(matmul=matmul))
     train_step(engine, toy_batch(20), objective, micro_size=7, kept_graphs=1, lr=0.5)
-    assert seen == {"model": {"highest"}, "loss": {of_loss}}
+    assert (of_model, objective.seen) == ({"highest"}, of_loss)
