@@ -1,24 +1,27 @@
 """Attacks the real command, case by case, and prints what became of each class.
 
-    python -m scripts.attack [--cheap] [--write] [--list] [WORDS ...]
+    python -m scripts.attack [--cheap] [--missing] [--write] [--minutes N] [--list] [WORDS ...]
 
-WORDS: only cases whose class or name holds one. --write: the table goes into docs/reliability.md.
-Exit status 1 if a case has no allowed ending.
+WORDS: only cases whose class or name holds one. --missing: only cases without a recorded result.
+--write: each result is recorded in benchmarks/attack.jsonl as soon as it is known. At the end, the
+table of all recorded results goes into docs/reliability.md. Exit status 1 if a case has no allowed
+ending and is not a known one. --minutes: no case begins later; the same line with --missing and
+--write continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from pathlib import Path
+import time
 
-from scripts.attack import corruption, inputs, processes, resources, secrets, soak
-from scripts.attack.case import SECONDS, Case, Result, campaign
-from scripts.attack.found import KNOWN, MENDED
+from scripts.attack import corruption, inputs, processes, record, resources, secrets, soak
+from scripts.attack.case import Case, Result, campaign
+from scripts.attack.found import KNOWN
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = record.ROOT / "docs" / "reliability.md"
 MARKS = re.compile("(<!-- attacks -->\n).*(<!-- /attacks -->)", re.DOTALL)
 CLASSES = {
     "processes": processes.CASES,
@@ -30,36 +33,6 @@ CLASSES = {
 }
 
 
-def table(results: list[Result]) -> str:
-    """Markdown: a row for each class, and one for all."""
-    rows = ["| class | cases tried | held | mended (with the commit) | known and left |"]
-    rows.append("|---|---|---|---|---|")
-    by_class = {name: [r for r in results if r.case in cases] for name, cases in CLASSES.items()}
-    for name, found in [*by_class.items(), ("all", results)]:
-        left = sum(bool(r.wrong) for r in found)
-        well = [r.case.name for r in found if not r.wrong]
-        mended = sorted({MENDED[case] for case in well if case in MENDED})
-        count = sum(case in MENDED for case in well)
-        commits = f" ({', '.join(mended)})" if mended and name != "all" else ""
-        rows.append(f"| {name} | {len(found)} | {len(well) - count} | {count}{commits} | {left} |")
-    return "\n".join(rows) + "\n"
-
-
-def left(results: list[Result]) -> str:
-    """Markdown: what is known, and what waits."""
-    known = [
-        f"- {r.case.name}: {KNOWN.get(r.case.name, r.wrong.splitlines()[0])}."
-        for r in results
-        if r.wrong and not r.case.waits
-    ]
-    waits = [
-        f"- {r.case.name}: waits on purpose ({r.case.waits}), {r.seconds:.0f} s."
-        for r in results
-        if r.case.waits and r.seconds > SECONDS
-    ]
-    return "\n".join(["", *known, *waits]) + "\n" if known or waits else ""
-
-
 def tell(result: Result) -> None:
     peak = f"{result.peak >> 20:5} MiB"
     ending = result.wrong or result.ending
@@ -67,12 +40,16 @@ def tell(result: Result) -> None:
     print(f"{mark} {result.seconds:5.1f} s {peak}  {result.case.name}: {ending}", flush=True)
 
 
-def chosen(words: list[str], cheap: bool) -> list[Case]:
+def chosen(words: list[str], cheap: bool, missing: bool) -> list[tuple[str, Case]]:
+    """The cases to run, each with its class."""
+    rows = record.recorded(CLASSES) if missing else {}
+    done = {(name, row["case"]) for name, found in rows.items() for row in found}
     return [
-        case
+        (name, case)
         for name, cases in CLASSES.items()
         for case in cases
         if (case.cheap or not cheap)
+        and (name, case.name) not in done
         and (not words or any(word in f"{name}: {case.name}" for word in words))
     ]
 
@@ -80,19 +57,28 @@ def chosen(words: list[str], cheap: bool) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
-    for flag in ("--cheap", "--write", "--list"):
+    for flag in ("--cheap", "--missing", "--write", "--list"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     given = parser.parse_args()
-    cases = chosen(given.words, given.cheap)
+    cases = chosen(given.words, given.cheap, given.missing)
     if given.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(case.name for _, case in cases))
         return 0
-    results = campaign(cases, tell)
-    text = table(results) + left(results)
-    print(text)
+    wrong, end = False, time.monotonic() + 60 * given.minutes
+    for class_name, result in campaign(cases):
+        tell(result)
+        wrong |= bool(result.wrong) and result.case.name not in KNOWN
+        if given.write:
+            record.append(class_name, result)
+        if time.monotonic() > end:
+            break
     if given.write:
+        rows = record.recorded(CLASSES)
+        text = record.table(rows) + record.remarks(CLASSES, rows)
         PAGE.write_text(MARKS.sub(lambda found: f"{found[1]}{text}{found[2]}", PAGE.read_text()))
-    return int(any(r.wrong and r.case.name not in KNOWN for r in results))
+        print(text)
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -127,17 +127,14 @@ def run_case(case: Case, keep: set[int]) -> Result:
     return result
 
 
-def campaign(cases: Sequence[Case], tell: Callable[[Result], None]) -> list[Result]:
-    """All of them, one after the other. Memory is bounded by the kernel, which every process that
-    is started here inherits."""
+def campaign(cases: Sequence[tuple[str, Case]]) -> Iterator[tuple[str, Result]]:
+    """Each result with its class, one after the other. Memory is bounded by the kernel, which every
+    process that is started here inherits."""
     resource.setrlimit(resource.RLIMIT_DATA, (DATA, DATA))
     start_server()
     call(os.getpid)  # its imports are done then
-    results = []
-    for case in cases:
+    for name, case in cases:
         if case.prepare is not None:
             case.prepare()
         keep = family(Myself())
-        results.append(run_case(case, keep))
-        tell(results[-1])
-    return results
+        yield name, run_case(case, keep)
