@@ -55,6 +55,7 @@ _REMEDIES = {  # by code, or by meaning
     "RequestTimeTooSkewed": "set this machine's clock (NTP)",
     "InvalidAccessKeyId": _WRONG_KEY,
     "SignatureDoesNotMatch": _WRONG_KEY,
+    "InvalidPathError": "rename or remove that object, or use a folder without it",
     "NotImplementedError": "this protocol is read-only; use s3://, gs://, az:// or a local folder",
     "unreachable": "unknown host, or the connection is refused; check the URL, and that the server "
     "is up",
@@ -129,7 +130,9 @@ def meaning(error: BaseException) -> Meaning:
         is_http = type(cause).__module__.startswith("aiohttp")
         broken = is_http or isinstance(cause, OSError | asyncio.TimeoutError)
         kind = "again" if broken and not isinstance(cause, FileNotFoundError) else "missing"
-    elif isinstance(error, _FINAL) and not isinstance(error, UnicodeError):
+    elif type(error).__name__ == "InvalidPathError" or (  # a name in a listing
+        isinstance(error, _FINAL) and not isinstance(error, UnicodeError)
+    ):
         kind = "final"
     return kind
 
@@ -151,7 +154,7 @@ def describe(error: BaseException) -> str:
     status, code, message = _answer(error)
     head = code if status is None else f"HTTP {status} {code}".strip()
     text = " ".join(message.split()) or ("no reason given" if status is None else "")
-    advice = _REMEDIES.get(code) or _REMEDIES.get(kind, "")
+    advice = _REMEDIES.get(code) or _REMEDIES.get(type(error).__name__) or _REMEDIES.get(kind, "")
     if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
     elif kind == "denied" and status is None:

@@ -24,13 +24,14 @@ from obstore.store import S3Store
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
-from clip_train.storage.remote import Pace, RemoteStorage, reached, whole
+from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, reached, whole
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
 _MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
+_LISTED_PER_SECOND = 2000  # at least, on average
 _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 
 
@@ -112,9 +113,15 @@ class ObjectStorage(RemoteStorage):
                 return whole(bytes(data), (answer.meta["size"] if end is None else end) - begin)
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:
+        """A server may send names forever: after a minute, the average rate is watched."""
         found: list[Entry] = []
+        start = time.monotonic()
         pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
         while True:
+            elapsed = time.monotonic() - start
+            due = max(PATIENCE_SECONDS, self.patience) + len(found) / _LISTED_PER_SECOND
+            if elapsed > due:
+                raise TransferError(f"only {len(found):,} objects were listed in {elapsed:.3g} s")
             page = await pace.hold(anext(pages, None))
             if not page:
                 return found

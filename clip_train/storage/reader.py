@@ -48,6 +48,7 @@ class RangedFile(BlockFile):
             config.attempts,
             backoff_seconds=config.backoff_seconds,
             keys=" (storage.patience_seconds, storage.min_rate)",
+            limit="storage.attempts",
         )
         head = remote.wait("its size", partial(remote.head, remote.root), self._pace)
         self._tag = head.tag

@@ -58,6 +58,7 @@ class Pace:
     total_seconds: float | None = None  # at least; None: only attempts count, and messages say so
     backoff_seconds: float = 0.2  # doubled by each attempt
     keys: str = ""  # the recipe's keys for the first two, for messages
+    limit: str = ""  # the key for the number of attempts, or for their time, for messages
 
     async def hold(self, answer: Awaitable[T], num_bytes: int = 0, so_far: str = "no answer") -> T:
         """Return the answer to a request of so many bytes. TransferError if it takes too long."""
@@ -96,7 +97,8 @@ class RemoteStorage(Storage):
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         self.patience = float(default if patience_seconds is None else patience_seconds)
         seconds = min(request_seconds, max(1.0, self.patience / _MIN_ATTEMPTS))
-        self.pace = Pace(seconds, min_rate, total_seconds=self.patience)
+        key = "CLIP_TRAIN_S3_PATIENCE_SECONDS" if patience_seconds is None else ""
+        self.pace = Pace(seconds, min_rate, total_seconds=self.patience, limit=key)
 
     @abstractmethod
     async def head(self, key: str, pace: Pace) -> Entry:
@@ -170,6 +172,8 @@ class RemoteStorage(Storage):
                     renewed = True
                 silent = pace.total_seconds is not None and isinstance(e, TransferError)
                 if not helps or (left <= 0 and (silent or attempt >= pace.attempts)):
+                    if kind == "again" and pace.limit:
+                        message += f"; {pace.limit} limits the attempts"
                     raise RAISED.get(kind, StorageError)(message) from e
             level = logging.WARNING if attempt >= LOUD_ATTEMPT else logging.DEBUG
             _log.log(level, "%s; trying again", message)

@@ -43,8 +43,6 @@ MENDED = {
     **dict.fromkeys(["ulimit -f of 64 kiB", "files of 100 kiB once it runs"], "6bde2154"),
 }
 KNOWN = {
-    "a byte every 5 seconds": "refused after 86 s on a busy machine; the cause was not looked for",
-    "an S3 listing of 100,000 names with newlines, without end": "refused after 63 s on a busy machine",
     "IPv6 loopback": "the brackets of `[::1]` are taken for a pattern; it is refused in other words",
     "a store with code's name": "a recipe is code; it ends with a traceback",
     "an answer without end": "fsspec holds all that an HTTP server sends, beyond the range asked for",

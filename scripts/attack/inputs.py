@@ -608,17 +608,30 @@ class Hostile(BaseHTTPRequestHandler):
 
     def buckets(self, content: bool) -> None:
         """An S3 listing of 100,000 names with newlines, page after page of the same."""
+        self.page_of("&#10;.tar", 100_000)
+
+    def names(self, content: bool) -> None:
+        """An S3 listing of names without end."""
+        self.page_of(f"-{len(self.asked)}.tar", 1_000)
+
+    def slow_names(self, content: bool) -> None:
+        """The same, every 5 seconds a page."""
+        threading.Event().wait(5)
+        self.names(content)
+
+    def page_of(self, ending: str, count: int) -> None:
+        """So many names of an S3 listing, and word that more follow."""
         keys = "".join(
-            f"<Contents><Key>x/{i}&#10;.tar</Key><Size>1</Size><ETag>e</ETag>"
+            f"<Contents><Key>x/{i}{ending}</Key><Size>1</Size><ETag>e</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for i in range(100_000)
+            for i in range(count)
         )
         body = (
             "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>t"
             f"</NextContinuationToken>{keys}</ListBucketResult>"
         ).encode()
         self.headers_out(200, Content_Type="application/xml", Content_Length=len(body))
-        self.wfile.write(body if content else b"")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -648,13 +661,16 @@ def served(kind: str, path: str = "a.tar", *words: str) -> Callable[[Path], str]
     return attack
 
 
-def bucket(folder: Path) -> str:
-    with server("buckets") as host:
-        environ = {"AWS_ENDPOINT_URL": f"http://{host}", "AWS_ALLOW_HTTP": "true"}
-        environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": SECRET}
-        train = lab.recipe(folder, "s3://b/x/*.tar")
-        status, out = lab.run(train, *ONCE, *IMPATIENT, environ=environ)
-    return said(status, out, "s3://b/x", "data.train")
+def bucket(kind: str, *words: str) -> Callable[[Path], str]:
+    def attack(folder: Path) -> str:
+        with server(kind) as host:
+            environ = {"AWS_ENDPOINT_URL": f"http://{host}", "AWS_ALLOW_HTTP": "true"}
+            environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": SECRET}
+            train = lab.recipe(folder, "s3://b/x/*.tar")
+            status, out = lab.run(train, *ONCE, *IMPATIENT, environ=environ)
+        return said(status, out, "s3://b/x", "data.train", *words)
+
+    return attack
 
 
 def url(address: str, *words: str) -> Callable[[Path], str]:
@@ -672,10 +688,16 @@ SERVERS: dict[str, Callable[[Path], str]] = {
     "an answer that unpacks to 1 GiB": served("grows_by_gzip"),
     "an answer without end": served("without_end"),
     "a length below zero": served("negative"),
-    "a byte every 5 seconds": served("in_drops"),
+    "a byte every 5 seconds": served("in_drops", "a.tar", "storage.attempts"),
     "a million headers": served("headers_without_end"),
     "a listing of 100,000 names with newlines over http": served("a_listing", "x/*.tar"),
-    "an S3 listing of 100,000 names with newlines, without end": bucket,
+    "an S3 listing of 100,000 names with newlines, without end": bucket(
+        "buckets", "rename or remove"
+    ),
+    "an S3 listing without end": bucket("names", "name a folder with fewer"),
+    "an S3 listing without end, 1,000 names in 5 seconds": bucket(
+        "slow_names", "CLIP_TRAIN_S3_PATIENCE_SECONDS"
+    ),
     "the metadata address": url("http://169.254.169.254/latest/a.tar", "169.254.169.254"),
     "a closed port of loopback": url("http://127.0.0.1:1/a.tar", "127.0.0.1:1"),
     "IPv6 loopback": url("http://[::1]:1/a.tar", "[::1]:1"),
@@ -735,7 +757,11 @@ INDEXES: dict[str, Callable[[Path], str]] = {
     ),
 }
 
-WAITS = {"a store that cannot be written": "CLIP_TRAIN_S3_PATIENCE_SECONDS"}
+WAITS = {
+    "a store that cannot be written": "CLIP_TRAIN_S3_PATIENCE_SECONDS",
+    "a byte every 5 seconds": "storage.attempts",
+    "an S3 listing without end, 1,000 names in 5 seconds": "CLIP_TRAIN_S3_PATIENCE_SECONDS",
+}
 CHEAP = {"a pipe for a shard", "a pipe for weights", "a billion shards in braces"}
 CASES = [
     Case(name, attack, cheap=name in CHEAP, waits=WAITS.get(name, ""))
