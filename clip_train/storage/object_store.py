@@ -31,7 +31,6 @@ _MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
-_LISTED_PER_SECOND = 2000  # at least, on average
 _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 
 
@@ -43,6 +42,8 @@ class ObjectStorage(RemoteStorage):
     """`Storage` over `scheme://bucket/prefix`; obstore finds the credentials by itself."""
 
     most_listed = 1_000_000  # objects: an endless listing must not fill the memory
+    listing_seconds = PATIENCE_SECONDS  # at least; a longer patience is kept
+    listed_per_second = 2_000  # objects: what a longer listing must reach on average
 
     def __init__(self, url: str, **limits: Any) -> None:
         scheme, _, path = url.partition("://")
@@ -119,7 +120,7 @@ class ObjectStorage(RemoteStorage):
         pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
         while True:
             elapsed = time.monotonic() - start
-            due = max(PATIENCE_SECONDS, self.patience) + len(found) / _LISTED_PER_SECOND
+            due = max(self.listing_seconds, self.patience) + len(found) / self.listed_per_second
             if elapsed > due:
                 raise TransferError(f"only {len(found):,} objects were listed in {elapsed:.3g} s")
             page = await pace.hold(anext(pages, None))

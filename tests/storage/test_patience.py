@@ -12,9 +12,9 @@ from threading import Thread
 
 import pytest
 
-from clip_train.storage import object_store
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.errors import RefusedError, StorageError
+from clip_train.storage.object_store import S3Storage
 from clip_train.storage.urls import open_read, open_storage
 
 
@@ -47,6 +47,11 @@ def test_a_wait_on_purpose_names_its_key(monkeypatch):
         monkeypatch.setenv("CLIP_TRAIN_S3_PATIENCE_SECONDS", "1")
         with pytest.raises(StorageError, match="; CLIP_TRAIN_S3_PATIENCE_SECONDS limits"):
             open_storage("s3://bucket/run").list()
+
+
+class Hasty(S3Storage):
+    listing_seconds = 1
+    listed_per_second = 1_000_000
 
 
 class Pages(BaseHTTPRequestHandler):
@@ -84,13 +89,11 @@ class Pages(BaseHTTPRequestHandler):
 )
 def test_a_listing_that_cannot_be_used(monkeypatch, names, pause, error, words):
     """The slow listing here ends after 8 s. Its limit is one second."""
-    monkeypatch.setattr(object_store, "PATIENCE_SECONDS", 1)
-    monkeypatch.setattr(object_store, "_LISTED_PER_SECOND", 1e9)
     handler = type("Handler", (Pages,), {"names": iter(names), "pause": pause})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
         with pytest.raises(error, match=words):
-            open_storage(f"s3://{uuid.uuid4().hex}/run", patience_seconds=1).list()
+            Hasty(f"s3://{uuid.uuid4().hex}/run", patience_seconds=1).list()
         server.shutdown()
