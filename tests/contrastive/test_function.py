@@ -97,7 +97,11 @@ def test_float64_equals_the_textbook(name):
 
 @pytest.mark.parametrize("W", [2, 3])
 def test_ranks_share_the_gradient(W):
-    """W = 3 does not divide the samples."""
+    """W = 3 does not divide the samples.
+
+    The gradient of a scalar is a sum over all pairs. Their absolute values add up to about 1 and
+    mostly cancel, so its rounding does not shrink with it.
+    """
     outcomes = run_ranks(on_ranks, W, NAMES)
     for name in NAMES:
         loss, gradients = truth(name)
@@ -108,7 +112,8 @@ def test_ranks_share_the_gradient(W):
                 parts = [found[key] for _, found in of_ranks]
                 whole = torch.cat(parts) if gradient.ndim == 2 else sum(parts)
                 error = (whole.double() - gradient).norm()
-                assert error <= 1e-6 * (gradient.norm() + 1e-2), (name, tile, key)
+                rounding = 1e-8 if gradient.ndim == 2 else 1e-7
+                assert error <= 1e-6 * gradient.norm() + rounding, (name, tile, key)
 
 
 @pytest.mark.parametrize(
