@@ -31,7 +31,6 @@ from typing import Any
 from PIL import Image
 
 from clip_train.data.decode import IMAGE_EXTENSIONS, captions, decode_image
-from clip_train.data.index import STATS_SUFFIX
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
@@ -40,6 +39,7 @@ IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "i
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+STATS_SUFFIX = "_stats.json"  # in place of .tar
 SETTINGS = "shards.json"  # what the shards of a folder were made of
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats

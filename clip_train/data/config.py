@@ -76,8 +76,8 @@ class DataConfig(Settings):
     each source."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
-    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it, a
-    sizes.json too: leave it out then."""
+    """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it:
+    leave it out then."""
 
     verify: Annotated[Literal["auto", "off"], Silent] = "auto"
     """auto: remote shards with an index (`clip-train index`) are verified against it, block by

@@ -1,8 +1,7 @@
 """The index of shards: the number of samples, the number of bytes, and checksums.
 
 `clip-train index` writes `clip_train_index.json` beside the shards: samples, size, sha256, a
-checksum of every block. Remote shards are verified by it while they are read. Counts also come from
-a `sizes.json` (OpenCLIP's `{name: samples}`) and from img2dataset's `*_stats.json`.
+checksum of every block. Remote shards are verified by it while they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import secrets
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,11 +28,8 @@ from clip_train.storage.redact import redact
 from clip_train.storage.urls import open_read
 
 INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
-SIZES_NAME = "sizes.json"
-STATS_SUFFIX = "_stats.json"  # img2dataset's, in place of .tar
 FORMAT = "clip-train index 2"
 OFFSET_EVERY = 64  # samples
-THREADS = 16  # for many small files
 READS = 3  # of an index that seems damaged
 DIGITS = 16  # of a shard's sha256, by which lists of shards are compared
 # a shard's line of an index, as `to_bytes` writes it
@@ -146,16 +141,11 @@ class ShardIndex:
         cls,
         shards: Sequence[str],
         entries: Mapping[str, ShardEntry | IndexLine] | None = None,
-        sizes: Mapping[str, int] | None = None,
         sources: tuple[int, ...] = (),
     ) -> ShardIndex:
-        """entries, sizes (samples): by path or URL; sizes take precedence."""
-        entries, sizes = entries or {}, sizes or {}
-        known = [(shard, entries.get(shard)) for shard in shards]
-        counts = [
-            sizes.get(shard, entry.count if entry else synthetic_size(shard))
-            for shard, entry in known
-        ]
+        """entries: by path or URL."""
+        known = [(shard, (entries or {}).get(shard)) for shard in shards]
+        counts = [entry.count if entry else synthetic_size(shard) for shard, entry in known]
         digits = [entry.sha256[:DIGITS] if entry else "" for _, entry in known]
         shared = SharedList.of([*known, (shards, counts, digits, sources)])
         return cls(shards, counts, digits, sources, shared)
@@ -230,7 +220,8 @@ def index_of(
 
 
 def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
-    """Reads the indexes and counts beside the shards of some sources.
+    """Reads the indexes beside the shards of some sources. Signed links have none: nobody can ask
+    for a file in their folder.
 
     Args:
         verify: as `data.verify`; "off" leaves indexes alone.
@@ -239,14 +230,16 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
         UserError: an index is damaged, or cannot be read.
     """
     shards = [shard for source in sources for shard in source]
-    entries: dict[str, Any] = {}  # lines
-    folders = by_folder(shards) if verify == "auto" else {}
+    entries: dict[str, IndexLine] = {}
+    folders: dict[str, dict[str, str]] = {}  # name -> shard of each
+    for shard in shards if verify == "auto" else ():
+        folder, name = split_name(shard)
+        if "?" not in name and synthetic_size(shard) is None:
+            folders.setdefault(folder, {})[name] = shard
     for folder, names in folders.items():
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
-    uncounted = [shard for shard in dict.fromkeys(shards) if shard not in entries]
-    sizes = find_sizes(uncounted, storage)
-    return ShardIndex.of(shards, entries, sizes, tuple(map(len, sources)))
+    return ShardIndex.of(shards, entries, tuple(map(len, sources)))
 
 
 @dataclass(frozen=True)
@@ -302,48 +295,6 @@ def resume_data(
         return ResumedData(index, state["step"], "; ".join(notices))
     sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
     return ResumedData(index.with_sizes(sizes), state["data_began"])
-
-
-def find_sizes(shards: list[str], storage: StorageConfig) -> dict[str, int]:
-    """Samples by path or URL: of the shards in a sizes.json, and of those with img2dataset's file
-    beside them."""
-
-    def successes(shard: str) -> int | None:
-        return load_counts(shard.removesuffix(".tar") + STATS_SUFFIX, storage).get("successes")
-
-    sizes: dict[str, int] = {}
-    for folder, names in by_folder(shards).items():
-        listed = load_counts(folder + SIZES_NAME, storage)
-        sizes |= {shard: listed[name] for name, shard in names.items() if name in listed}
-        rest = [shard for shard in names.values() if shard not in sizes]
-        if rest and successes(rest[0]) is not None:
-            with ThreadPoolExecutor(THREADS) as pool:
-                counts = zip(rest, pool.map(successes, rest), strict=True)
-                sizes |= {shard: count for shard, count in counts if count is not None}
-    return sizes
-
-
-def load_counts(url: str, storage: StorageConfig) -> dict[str, int]:
-    """The counts in a JSON object, perhaps another tool's; {} if there is none: its shards are
-    counted then."""
-    try:
-        with open_read(url, storage) as file:
-            content = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    counts = content.items() if isinstance(content, dict) else ()
-    return {name: count for name, count in counts if type(count) is int and count >= 0}
-
-
-def by_folder(shards: list[str]) -> dict[str, dict[str, str]]:
-    """Folder -> name -> shard. Without signed links, whose folder cannot be asked, and noise, which
-    has none."""
-    folders: dict[str, dict[str, str]] = {}
-    for shard in shards:
-        folder, name = split_name(shard)
-        if "?" not in name and synthetic_size(shard) is None:
-            folders.setdefault(folder, {})[name] = shard
-    return folders
 
 
 def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:

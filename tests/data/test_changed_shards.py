@@ -16,7 +16,7 @@ from clip_train.data.reader import count_missing
 from clip_train.data.shards import changes, pack_rows, unpack_rows
 from clip_train.errors import UserError
 from clip_train.storage.config import StorageConfig
-from tests.data.shards import keys_in, sample, write_dataset, write_shard
+from tests.data.shards import keys_in, sample, write_counts, write_dataset, write_shard
 
 STEP = 5
 SIZES = BatchSizes.constant(4)
@@ -133,7 +133,7 @@ def test_without_an_index_the_names_are_compared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "began_with, then", [(None, "index"), ("index", None), ("sizes", "index"), (None, "sizes")]
+    "began_with, then", [(None, "index"), ("index", None), ("wrong", "index"), (None, "wrong")]
 )
 def test_a_run_keeps_the_counts_that_it_began_with(
     folder: Path, began_with: str | None, then: str | None
@@ -145,8 +145,8 @@ def test_a_run_keeps_the_counts_that_it_began_with(
             path.unlink()
         if what == "index":
             index(folder)
-        elif what == "sizes":
-            (folder / "sizes.json").write_text('{"000.tar": 11, "001.tar": 9, "002.tar": 16}')
+        elif what == "wrong":
+            write_counts(folder, {"000.tar": 11, "001.tar": 9, "002.tar": 16})
 
     known(began_with)
     state, expected = checkpoint(config_of(folder))

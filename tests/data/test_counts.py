@@ -1,9 +1,8 @@
-"""How many samples each shard has: from what lies beside it, or counted once by all ranks, and kept."""
+"""How many samples each shard has: from an index, or counted once by all ranks."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from clip_train.data.reader import count_missing
 from clip_train.errors import DataError
 from clip_train.storage.config import StorageConfig
 from tests.data.hostile import kinds, write_hostile
-from tests.data.shards import shards_open_as, write_dataset
+from tests.data.shards import shards_open_as, write_counts, write_dataset
 from tests.ranks import run_ranks
 
 STORAGE = StorageConfig()
@@ -37,21 +36,10 @@ def counted(folder: Path, **arguments) -> list[int | None]:
     return list(found.counts)
 
 
-def test_all_places_that_say_it_agree(folder: Path) -> None:
-    assert known(folder) == [None] * 5 and counted(folder) == SIZES
-    for number, size in enumerate(SIZES):
-        (folder / f"{number:03d}_stats.json").write_text(
-            json.dumps({"count": 99, "successes": size})
-        )
-    assert known(folder) == SIZES  # img2dataset's
+def test_an_index_has_the_counts(folder: Path) -> None:
+    assert known(folder, "auto") == [None] * 5 and counted(folder) == SIZES
     write_indexes(index_shards([str(path) for path in folder.glob("*.tar")], workers=1))
-    for path in folder.glob("*_stats.json"):
-        path.unlink()
     assert known(folder, "auto") == SIZES and known(folder) == [None] * 5
-    (folder / "sizes.json").write_text(
-        json.dumps({f"{number:03d}.tar": size for number, size in enumerate(SIZES)})
-    )
-    assert known(folder) == SIZES
 
 
 def test_damage_has_a_place_in_every_count(tmp_path: Path) -> None:
@@ -65,17 +53,8 @@ def test_damage_has_a_place_in_every_count(tmp_path: Path) -> None:
     assert known(tmp_path, "auto") == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[1]", '{"000.tar": "12"}', '{"000.tar": -1}', '{"000.tar": true}']
-)
-def test_what_says_no_number_is_passed_over(folder: Path, text: str) -> None:
-    (folder / "sizes.json").write_text(text)
-    (folder / "000_stats.json").write_text(text)
-    assert counted(folder) == SIZES
-
-
-def test_only_what_nobody_has_counted_is_read(folder: Path, monkeypatch) -> None:
-    (folder / "sizes.json").write_text('{"000.tar": 10, "003.tar": 16}')  # wrong, but said
+def test_only_what_nobody_has_counted_is_read(folder: Path) -> None:
+    write_counts(folder, {"000.tar": 10, "003.tar": 16})  # wrong, but said
     assert counted(folder) == [10, 0, 9, 16, 1]
 
 

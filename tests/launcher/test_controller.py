@@ -18,6 +18,7 @@ import launcher.slurm.controller
 from launcher.runtime.environment import candidates
 from launcher.runtime.verdict import read_verdict, write_verdict
 from launcher.slurm.attempts import History
+from tests.data.shards import write_counts
 from tests.launcher.conftest import PATIENCE, ROOT
 from tests.launcher.conftest import until as in_time
 from tests.warm import Command
@@ -290,8 +291,8 @@ def test_a_preemption_whose_save_outlasts_killwait_is_no_failure(recipe, bin, tm
 
 def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
     """Else each of them would list the shards for it."""
-    (tmp_path / "0.tar").touch()
-    (tmp_path / "sizes.json").write_text('{"0.tar": 600}')
+    (tmp_path / "0.tar").write_bytes(b"x")
+    write_counts(tmp_path, {"0.tar": 600})
     epochs = ["run.steps=null", "run.epochs=2", f"data.train={tmp_path}/0.tar"]
     process = start(recipe, bin, "echo", "ranks:", overrides=epochs)
     assert process.communicate(timeout=PATIENCE)[0].count("ranks: data.num_samples=600\n") == 1

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.data.index import INDEX_NAME, ShardEntry, to_bytes
 from clip_train.data.shards import expand
 from clip_train.errors import UserError
+from clip_train.storage.blocks import Checksums, block_sum
 from clip_train.storage.urls import expand_glob
 from tests.launcher.conftest import clean_environment, finish
 from tests.s3.bucket import Bucket
@@ -66,7 +68,8 @@ def test_ranks_do_not_ask_what_an_epoch_has(
 ) -> None:
     """Who starts them has asked; beside it the one rank asks that looks at the shards."""
     view.put("set/0.tar", b"x")
-    view.put("set/sizes.json", b'{"0.tar": 8}')
+    entry = ShardEntry(8, "0" * 64, Checksums(1, 1, block_sum(b"x")))
+    view.put(f"set/{INDEX_NAME}", to_bytes({"0.tar": entry}))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"{{run: {{epochs: 1}}, schedule: {{warmup_steps: 0}}, data: {{train: '{view.url}/set/*.tar'}}}}"
@@ -75,9 +78,8 @@ def test_ranks_do_not_ask_what_an_epoch_has(
         Command(["train", str(recipe), "--ranks", "3"], env=clean_environment(), cwd=tmp_path)
     )
     assert status == 2 and "cannot be read as a tar file" in out, out
-    assert len([each for each in proxy.requests if "GET" in each and "sizes.json" in each]) == 2, (
-        proxy.requests
-    )
+    asked = [each for each in proxy.requests if "GET" in each and INDEX_NAME in each]
+    assert len(asked) == 2, proxy.requests
 
 
 def test_more_than_a_page(proxy: FaultyProxy, tree: Bucket) -> None:
