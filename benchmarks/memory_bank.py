@@ -31,7 +31,9 @@ from clip_train.contrastive.exchange import Pairs
 from clip_train.contrastive.info_nce import InfoNCE, info_nce
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.data.config import DataConfig
+from clip_train.data.index import index_of
 from clip_train.data.loader import TrainLoader
+from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.engine import PlainEngine
@@ -43,6 +45,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.step import train_step
+from clip_train.storage.config import StorageConfig
 from clip_train.task import NO_CONTEXT, Batch, Context, Features, LossOutput, Objective
 
 SMALL, LARGE, MICRO = 32, 128, 16
@@ -90,7 +93,7 @@ def stream(train: str, global_size: int, steps: int, seed: int) -> list[Batch]:
 @cache
 def validation(data: SyntheticData) -> list[Any]:
     loader = ValLoader(
-        data.val,
+        count_missing(index_of(data.val, "auto", StorageConfig()), StorageConfig(), together=False),
         image_size=ARCHITECTURE.vision_cfg.image_size,
         context_length=ARCHITECTURE.text_cfg.context_length,
         batch_size=256,

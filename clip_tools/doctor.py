@@ -141,6 +141,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
+    yield ok("ranks", detect(os.environ).describe())
     require_usable_gpu(os.environ)
     if not torch.cuda.is_available():
         yield warning(
@@ -158,10 +159,6 @@ def check_devices() -> Iterator[Finding]:
             f"{torch.cuda.get_device_name(index)} {index}, {memory}",
             "another process holds its memory: nvidia-smi shows which",
         )
-
-
-def check_ranks() -> Iterator[Finding]:
-    yield ok("ranks", detect(os.environ).describe())
 
 
 def check_group(all_nodes: bool = False) -> Iterator[Finding]:
@@ -254,7 +251,6 @@ def check_slurm() -> Iterator[Finding]:
 MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
-    ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
     ("slurm", check_slurm),

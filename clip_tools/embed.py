@@ -130,7 +130,7 @@ def embed_run(args: argparse.Namespace) -> int:
         loaded = dist.agreed(Loaded.of, architecture, source, where, str(device))
         for key, place in places.items():
             loader = ValLoader(
-                place,
+                count_missing(shared_index(config, key, place), config.storage),
                 image_size=loaded.image_size,
                 context_length=architecture.text_cfg.context_length,
                 batch_size=config.evaluate.batch_size,
@@ -139,7 +139,6 @@ def embed_run(args: argparse.Namespace) -> int:
                 caption_key=config.data.caption_key,
                 labelled=args.images_only,
                 workers=len(os.sched_getaffinity(0)),
-                index=count_missing(shared_index(config, key, place), config.storage),
                 storage=config.storage,
                 tokenizer=loaded.tokenizer,
                 stages=config.data.stages,

@@ -32,7 +32,15 @@ def run(args: argparse.Namespace) -> int:
     prefix, _, path = (args.prefix or "").partition("=")
     rows = [describe(name, field) for name, field in known_keys() if name.startswith(prefix)]
     if path and prefix in POSITIONAL:
-        rows = options_of(prefix, path)
+        rows = [
+            (
+                f"{options_key(prefix)}.{name}",
+                "required" if field.is_required() else repr(field.get_default()),
+                inspect.formatannotation(field.annotation),
+                field.description or "",
+            )
+            for name, field in options_model(prefix, path).model_fields.items()
+        ]
     if not rows:
         raise UserError(f"no key starts with {prefix}; {nearest(prefix)}")
     if not args.markdown:
@@ -59,19 +67,6 @@ def describe(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
     words = [each.words for each in field.metadata if isinstance(each, Allowed)]
     allowed = words[0] if words else type_of(TypeAdapter(field.rebuild_annotation()).json_schema())
     return name, default, allowed, " ".join((field.description or "").split())
-
-
-def options_of(key: str, path: str) -> list[tuple[str, str, str, str]]:
-    """The same of each option that the function or class at `path` takes. UserError."""
-    return [
-        (
-            f"{options_key(key)}.{name}",
-            "required" if field.is_required() else repr(field.get_default()),
-            inspect.formatannotation(field.annotation),
-            field.description or "",
-        )
-        for name, field in options_model(key, path).model_fields.items()
-    ]
 
 
 def type_of(schema: dict[str, Any]) -> str:

@@ -95,10 +95,6 @@ class BatchSizes:
     sizes: tuple[int, ...]  # one after the other
     ends: tuple[int, ...] = ()  # for each size except the last: the first step after it
 
-    @classmethod
-    def constant(cls, global_size: int) -> BatchSizes:
-        return cls((global_size,))
-
     def before(self, step: int) -> int:
         """P: samples in all global batches before that of `step`, counted from 0."""
         edges = itertools.pairwise([0, *(min(end, step) for end in self.ends), step])
@@ -116,10 +112,6 @@ class BatchSizes:
         whole = bisect.bisect_right(range(int(samples) + 1), int(samples), key=self.before) - 1
         return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
 
-    def distinct(self) -> set[int]:
-        """Every size."""
-        return set(self.sizes)
-
     def __str__(self) -> str:
         """Such as `256 until step 1000, then 1024`."""
         pieces = zip(self.sizes, self.ends, strict=False)
@@ -128,7 +120,7 @@ class BatchSizes:
 
     def check_ranks(self, world_size: int) -> None:
         """UserError where some global batch has fewer samples than there are ranks."""
-        smallest = min(self.distinct())
+        smallest = min(self.sizes)
         if smallest < world_size:
             more = " and batch.schedule: a size" if self.ends else ""
             key = f"batch.global_size{more}"
@@ -208,7 +200,7 @@ def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     (`clip_train.memory.plan`). UserError if a rank would get no sample.
     """
     config.sizes.check_ranks(world_size)
-    largest = max(config.sizes.distinct())
+    largest = max(config.sizes.sizes)
     micro = 1 if config.micro_size == "auto" else config.micro_size
     kept = config.kept_graphs
     if kept == "auto":

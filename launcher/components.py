@@ -258,7 +258,7 @@ def evaluation(
     def run_once() -> dict[str, float]:
         loaders = {
             key: ValLoader(
-                place,
+                index(key),
                 image_size=architecture.vision_cfg.image_size,
                 context_length=architecture.text_cfg.context_length,
                 batch_size=config.evaluate.batch_size,
@@ -266,13 +266,12 @@ def evaluation(
                 world_size=dist.world_size(),
                 caption_key=config.data.caption_key,
                 labelled=not key.startswith("data.val"),
-                index=index(key),
                 storage=config.storage,
                 tokenizer=tokenizer,
                 stages=config.data.stages if key.startswith("data.val") else None,
                 inputs=config.data.inputs,
             )
-            for key, place in places.items()
+            for key in places
         }
         val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
         widths, out = config.loss.widths or (), dict[str, float]()

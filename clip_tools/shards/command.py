@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from clip_tools.shards.convert import make_shards, read_rows, same_settings, stats_file
+from clip_tools.shards.convert import STATS_SUFFIX, make_shards, read_rows, same_settings
 from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)
     console = Console(stderr=True)
     paths = list(track(written, "writing shards", console=console, disable=args.quiet))
-    stats = [json.loads(stats_file(path).read_text()) for path in paths]
+    stats = [json.loads(path.with_name(path.stem + STATS_SUFFIX).read_text()) for path in paths]
     left_out = [image_and_reason for shard in stats for image_and_reason in shard["left_out"]]
     reasons = Counter(reason for _, reason in left_out)
     if not any(shard["successes"] for shard in stats):

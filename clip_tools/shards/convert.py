@@ -39,7 +39,8 @@ IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "i
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-STATS_SUFFIX = "_stats.json"  # in place of .tar
+# In place of .tar: `count`, `successes`, `left_out` (image, reason) and the number of each label.
+STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # what the shards of a folder were made of
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
@@ -227,15 +228,10 @@ def make_shards(
             yield from pool.map(write, *zip(*some, strict=True))
 
 
-def stats_file(shard: Path) -> Path:
-    """Beside it: `count`, `successes`, `left_out` (image, reason) and the number of each label."""
-    return shard.with_name(shard.stem + STATS_SUFFIX)
-
-
 def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Path:
     """One shard with its statistics, whole or not at all; as it is where it is there already."""
     path = folder / f"{number:05d}.tar"
-    stats = stats_file(path)
+    stats = path.with_name(path.stem + STATS_SUFFIX)
     if path.exists() and stats.exists():
         return path
     samples, left_out = [], []

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from clip_tools.shards.equal import describe, sketch
 from clip_train.data import decode, index
@@ -64,16 +64,8 @@ def run_index(
     found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
         write_indexes({}, shards)  # UserError before hours of reading
-    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    last = TextColumn("{task.fields[last]}")
-    with Progress(*columns, last, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("", total=len(shards), last="")
-        indexed = index_shards(
-            shards,
-            caption_key=caption_key,
-            workers=workers or max(2, min(16, len(os.sched_getaffinity(0)))),
-            progress=lambda url: bar.update(task, advance=1, last=url.rsplit("/", 1)[-1]),
-        )
+    workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
+    indexed = index_shards(shards, caption_key=caption_key, workers=workers, quiet=quiet)
     num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
     samples = sum(entry.samples for entry in entries.values())
     size = sum(entry.checksums.size for entry in entries.values())
@@ -206,17 +198,16 @@ def index_shards(
     caption_key: decode.CaptionKey = None,
     block_bytes: int = BLOCK_BYTES,
     workers: int = 2,
-    progress: Callable[[str], None] = lambda url: None,
+    quiet: bool = True,
 ) -> dict[str, Indexed]:
     """The contents of all shards, read by `workers` processes (1: by this one). DataError if one
     cannot be read.
 
-    progress: called with each shard as it is done.
+    quiet: without a progress bar.
     """
     read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes)
     todo = list(dict.fromkeys(urls))
     workers = min(workers, len(todo))
-    indexed: dict[str, Indexed] = {}
     with contextlib.ExitStack() as stack:
         results: Iterable[Indexed] = map(read, todo)
         if workers > 1:
@@ -228,14 +219,13 @@ def index_shards(
             stack.callback(pool.shutdown, cancel_futures=True)
             results = pool.map(read, todo)
         try:
-            for url, result in zip(todo, results, strict=True):
-                indexed[url] = result
-                progress(url)
+            console = Console(stderr=True)
+            shown = track(results, "indexing", len(todo), console=console, disable=quiet)
+            return dict(zip(todo, shown, strict=True))
         except BrokenProcessPool as e:
             raise DataError(
                 "an indexing process died; if memory ran out (see dmesg), use fewer --workers"
             ) from e
-    return indexed
 
 
 def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) -> list[str]:

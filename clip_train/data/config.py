@@ -317,8 +317,7 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """
     if lanes != "auto":
         return lanes
-    smallest = min(sizes.distinct())
-    common = math.gcd(*sizes.distinct())
+    smallest, common = min(sizes.sizes), math.gcd(*sizes.sizes)
     most = min(MANY_STREAMS, max(FEW_STREAMS, smallest // SAMPLES_PER_AUTO_STREAM))
     divisor = max(d for d in range(1, most + 1) if common % d == 0)
     if divisor >= min(GOOD_STREAMS, smallest):

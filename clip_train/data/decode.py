@@ -333,7 +333,8 @@ def _decode_jpeg(data: bytes, divisor: int) -> np.ndarray | None:
     """uint8 [H, W, 3]; None for the color spaces that simplejpeg leaves to Pillow."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        _check_size(width, height)
+        if width * height > MAX_PIXELS:
+            raise InvalidSample("image has too many pixels")
         if data.count(b"\xff\xda") > MAX_SCANS:
             raise InvalidSample("image has too many scans")
         if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
@@ -348,10 +349,11 @@ def _decode_other(data: bytes) -> np.ndarray:
     """uint8 [H, W, 3]"""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS_HERE) as image:
-            _check_size(*image.size)
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise InvalidSample("image has too many pixels")
             image.load()
             # strip by strip, so that a large image is held twice and not six times
-            width, height = image.size
             rows = max(1, STRIP_PIXELS // width)
             out = np.empty((height, width, 3), dtype=np.uint8)
             for top in range(0, height, rows):
@@ -378,8 +380,3 @@ def _strip_to_rgb(image: Image.Image) -> np.ndarray:
         image = Image.new("RGB", over.size, "white")
         image.paste(over, mask=over)
     return np.array(image.convert("RGB"))  # a writable copy
-
-
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise InvalidSample("image has too many pixels")

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,9 @@ class TrainTransform:
         if self.augmentation is not None:
             out = augmented(self.augmentation, out.contiguous(), sample_seed)
         if self.erase_prob and rng.random() < self.erase_prob:
-            top, left, height, width = self.rectangle(rng)
+            # as torchvision's RandomErasing draws it by default
+            erased = replace(self, scale=(0.02, 0.33), ratio=(0.3, 3.3))
+            top, left, height, width = erased.crop(self.image_size, self.image_size, rng)
             out = out.clone()
             out[:, top : top + height, left : left + width] = ERASED
         return out.contiguous()
@@ -179,11 +181,6 @@ class TrainTransform:
                 picture = rand_augment(picture, operation, magnitude)
             out = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         return out.contiguous()
-
-    def rectangle(self, rng: random.Random) -> tuple[int, int, int, int]:
-        """(top, left, height, width), as torchvision's RandomErasing draws it by default."""
-        drawn = TrainTransform(self.image_size, scale=(0.02, 0.33), ratio=(0.3, 3.3))
-        return drawn.crop(self.image_size, self.image_size, rng)
 
     def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
         """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it."""

@@ -102,7 +102,7 @@ class TrainLoader(Iterator[Batch]):
         groups: str | None = None,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
-        sizes = BatchSizes.constant(global_size) if isinstance(global_size, int) else global_size
+        sizes = BatchSizes((global_size,)) if isinstance(global_size, int) else global_size
         sizes.check_ranks(world_size)
         if index is None:
             found = index_of(config.train, config.verify, storage)

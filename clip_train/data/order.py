@@ -90,21 +90,19 @@ class Source:
         self._shuffled: tuple[int, array[int], array[int]] = (-1, array("I"), array("Q"))
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, piece
 
-    def epoch_start(self, stream: int, epoch: int) -> int:
-        """The number of a stream's first sample of an epoch."""
-        return samples_below(epoch * self.total, stream, self.streams)
-
     def piece(self, stream: int, epoch: int) -> list[Segment]:
         """What a stream reads in an epoch: as many samples as it has positions there."""
         known, piece = self._pieces.get(stream, (-1, []))
         if known == epoch:
             return piece
-        size = self.epoch_start(stream, epoch + 1) - self.epoch_start(stream, epoch)
+        start, end = epoch * self.total, (epoch + 1) * self.total
+        L = self.streams
+        size = samples_below(end, stream, L) - samples_below(start, stream, L)
         if self.resampled:
             piece = self._draw(stream, epoch, size)
         else:
-            until = samples_of_streams_below((epoch + 1) * self.total, stream, self.streams)
-            begin = until - samples_of_streams_below(epoch * self.total, stream, self.streams)
+            begin = samples_of_streams_below(end, stream, L)
+            begin -= samples_of_streams_below(start, stream, L)
             piece = self._cut_epoch(epoch, begin, begin + size)
         self._pieces[stream] = (epoch, piece)
         return piece
@@ -112,7 +110,9 @@ class Source:
     def block(self, stream: int, count: int) -> Block:
         """The block that holds sample number `count` of a stream."""
         epoch, K = (count * self.streams + stream) // self.total, self.block_size
-        begin, end = self.epoch_start(stream, epoch), self.epoch_start(stream, epoch + 1)
+        # the numbers of the epoch's samples in the stream
+        begin = samples_below(epoch * self.total, stream, self.streams)
+        end = samples_below((epoch + 1) * self.total, stream, self.streams)
         first_size = max(1, K * (stream + 1) // self.streams)  # streams end their blocks in turn
         number, first, stop = 0, begin, begin + first_size
         if count >= stop:
@@ -198,10 +198,6 @@ class Order:
         """
         return bisect.bisect_right(self._edges, (position * STRIDE + self._offset) % WORD)
 
-    def taken(self, stream: int, count: int) -> list[int]:
-        """The number of samples of each source among the first `count` samples of a stream."""
-        return self._counted(count, self.streams, stream)
-
     def sample_seed(self, stream: int, count: int) -> int:
         """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
         return hash64(self.seed, stream, count)
@@ -211,12 +207,12 @@ class Order:
         often."""
         return min(
             taken // source.total
-            for taken, source in zip(self._counted(position, 1, 0), self.sources, strict=True)
+            for taken, source in zip(self.taken(position, 1, 0), self.sources, strict=True)
         )
 
-    def _counted(self, n: int, stride: int, first: int) -> list[int]:
+    def taken(self, n: int, stride: int, first: int) -> list[int]:
         """How many of the positions first, first + stride, ... (n of them) are of each source, in
-        closed form."""
+        closed form. With `streams` and the stream's number: of its first n samples."""
         a, b = stride * STRIDE % WORD, (first * STRIDE + self._offset) % WORD
         # [x mod M < t] = floor(x / M) - floor((x - t) / M)
         whole = floor_sum(n, a, WORD, b)
@@ -273,7 +269,7 @@ class Partition:
     def most(self) -> int:
         """At least as many samples as are decoded here of any global batch."""
         bounds = []
-        for G in self.sizes.distinct():
+        for G in set(self.sizes.sizes):
             of_streams = len(self._streams(G)) * -(-G // self.streams)
             bounds.append(min(max(batch.shares(G, self.world_size)), of_streams))
         return max(bounds)

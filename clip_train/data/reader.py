@@ -115,10 +115,6 @@ class Files:
         packed = array("I" if max(counts) < 1 << 32 else "Q", counts)
         return cls(packed, index.shared, start, storage)
 
-    def row(self, shard: int) -> tuple[str, ShardEntry | None]:
-        """Path or URL, and entry, of the source's shard of this number."""
-        return self.rows[self.first + shard]
-
 
 class SegmentReader:
     """Reads segments of shards. A segment that follows the last one continues from there; another
@@ -138,7 +134,7 @@ class SegmentReader:
         """As many items as the segment has samples: those that its shard lacks are invalid.
         DataError."""
         shard, start, stop = segment
-        url, entry = self.files.row(shard)
+        url, entry = self.files.rows[self.files.first + shard]
         if url.startswith(SYNTHETIC):
             return [{"__key__": f"{number:09d}", "__url__": url} for number in range(start, stop)]
         if self._samples is None or (self._shard, self._number) != (shard, start):
@@ -221,7 +217,7 @@ class StreamReader:
         place: its block from half a block on, then the blocks that follow in its source. The first
         one that decodes is taken, which is the same one on any layout. DataError."""
         if count != self._next:
-            self._taken = self.order.taken(self.stream, count)
+            self._taken = self.order.taken(count, self.order.streams, self.stream)
         self._next = count + 1
         source = self.order.source(count * self.order.streams + self.stream)
         number = self._taken[source]

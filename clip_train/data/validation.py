@@ -16,10 +16,10 @@ from clip_train.batch import share_of
 from clip_train.data import decode
 from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.images import crop_for_evaluation
-from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.index import ShardIndex
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Segment
-from clip_train.data.reader import Fields, Files, Item, SegmentReader, count_missing
+from clip_train.data.reader import Fields, Files, Item, SegmentReader
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.inputs import layout_of
@@ -109,22 +109,19 @@ class ValLoader:
     Samples that cannot be used are left out and listed in `invalid`.
 
     Args:
-        shards: as `data.val` is written.
+        index: of the shards, with all counts, or an `ImageFolder`.
         labelled: images need no captions.
         workers: threads that decode (the decoders release Python's lock); at least one.
-        index: of these shards, with all counts; None: it is looked up, and shards without a count
-            are counted here. An `ImageFolder` is its own index.
         stages, inputs: as `data.stages` and `data.inputs`; here nothing is seeded.
 
     Raises:
-        UserError: nothing matches.
         DataError (while iterating): a shard cannot be read, or a single rank has no sample to
             validate.
     """
 
     def __init__(
         self,
-        shards: str,
+        index: ShardIndex | ImageFolder,
         *,
         image_size: int,
         context_length: int,
@@ -134,21 +131,16 @@ class ValLoader:
         caption_key: CaptionKey = None,
         labelled: bool = False,
         workers: int = 2,
-        index: ShardIndex | ImageFolder | None = None,
         storage: StorageConfig | None = None,
         tokenizer: Tokenize | None = None,
         stages: Sequence[Stage | str] | None = None,
         inputs: Mapping[str, str] | None = None,
     ) -> None:
-        storage = storage or StorageConfig()
-        if index is None:
-            found = index_of(shards, "auto", storage, "data.val")
-            index = count_missing(found, storage, together=False)
         self.files: Files | ImageFolder
         if isinstance(index, ImageFolder):
             self.files = index
         else:
-            self.files = Files.of(index, storage)
+            self.files = Files.of(index, storage or StorageConfig())
         self.labelled = labelled
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size

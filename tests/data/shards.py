@@ -1,4 +1,4 @@
-"""Shards for the tests, written by Python's tarfile: of the package's code only an index of made-up counts."""
+"""Shards for the tests, written by Python's tarfile: of the package's code only their index."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clip_train.data.index import INDEX_NAME, ShardEntry, to_bytes
+from clip_train.data.index import INDEX_NAME, ShardEntry, ShardIndex, index_of, to_bytes
+from clip_train.data.reader import count_missing
 from clip_train.storage.blocks import Checksums, block_sum
+from clip_train.storage.config import StorageConfig
 
 
 @functools.cache
@@ -70,6 +72,13 @@ def write_counts(folder: Path, counts: dict[str, int]) -> None:
         sums = Checksums(len(data), max(1, len(data)), block_sum(data))
         entries[name] = ShardEntry(samples, hashlib.sha256(data).hexdigest(), sums)
     (folder / INDEX_NAME).write_bytes(to_bytes(entries))
+
+
+def counted(spec: str | Path, storage: StorageConfig | None = None) -> ShardIndex:
+    """The index of shards, for a `ValLoader`."""
+    storage = storage or StorageConfig()
+    found = index_of(str(spec), "auto", storage, "data.val")
+    return count_missing(found, storage, together=False)
 
 
 def keys_in(folder: Path) -> set[str]:

@@ -16,7 +16,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.validation import ValLoader
 from clip_train.errors import UserError
-from tests.data.shards import jpeg, write_shard
+from tests.data.shards import counted, jpeg, write_shard
 
 META = {
     "original": "an original",
@@ -168,7 +168,7 @@ def test_ranks_workers_and_resumes_change_no_draw(folder, reference, ranks, work
 def test_validation_takes_all(folder):
     key = {"synthetic": 1.0, "original": 1.0}
     loader = ValLoader(
-        f"{folder}/*.tar",
+        counted(f"{folder}/*.tar"),
         image_size=8,
         context_length=3,
         batch_size=16,

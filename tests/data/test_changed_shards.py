@@ -19,7 +19,7 @@ from clip_train.storage.config import StorageConfig
 from tests.data.shards import keys_in, sample, write_counts, write_dataset, write_shard
 
 STEP = 5
-SIZES = BatchSizes.constant(4)
+SIZES = BatchSizes((4,))
 
 
 def config_of(folder: Path, **settings) -> DataConfig:

@@ -22,6 +22,7 @@ from clip_train.data.reader import Files, SegmentReader, count_missing
 from clip_train.data.validation import ValLoader
 from clip_train.storage.config import StorageConfig
 from tests.data.hostile import CAPTION_KEY, EPS, Kind, json_kinds, kinds, planted, write_hostile
+from tests.data.shards import counted
 from tests.ranks import run_ranks
 
 SETS = {None: kinds, CAPTION_KEY: json_kinds}
@@ -181,7 +182,9 @@ def test_validation_drops_and_repeats_nothing(tmp_path, caption_key, world_size)
     keys, tables = [], []
     for rank in range(world_size):
         sizes = {"image_size": 16, "context_length": 8, "batch_size": 5}
-        loader = ValLoader(val, **sizes, rank=rank, world_size=world_size, caption_key=caption_key)
+        loader = ValLoader(
+            counted(val), **sizes, rank=rank, world_size=world_size, caption_key=caption_key
+        )
         keys += [key for batch in loader for key in batch.keys]
         tables.append(len(loader.invalid))
     assert sorted(keys) == sorted(key for kind in chosen(caption_key) for key in kind.usable)

@@ -43,7 +43,7 @@ from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
 from launcher.config.recipe import load_config, with_samples
-from tests.data.shards import sample, shards_open_as, tar_bytes, write_dataset, write_shard
+from tests.data.shards import counted, sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096
 
@@ -135,7 +135,7 @@ def test_an_index_takes_little_memory_in_trainer_and_workers() -> None:
     copy = pickle.loads(pickle.dumps(files))
     copied = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert copy.row(199) == ("00199.tar", entry) and known["00199.tar"] == entry
+    assert copy.rows[199] == ("00199.tar", entry) and known["00199.tar"] == entry
     assert kept < 9 * 1500 * 200
     assert copied < 16 * 200 + 4096  # of 2.4 MB
 
@@ -181,7 +181,8 @@ def test_any_flipped_byte_of_a_remote_shard_stops_the_run(folder: Path, at: int)
         for _ in range(18):
             next(loader)
     with pytest.raises(DataError, match=reason):
-        list(ValLoader(train, image_size=16, context_length=8, batch_size=4, storage=at_once))
+        found = counted(train, at_once)
+        list(ValLoader(found, image_size=16, context_length=8, batch_size=4, storage=at_once))
     unheld = config.model_copy(update={"verify": "off", "bad_sample_limit": 1.0})
     with TrainLoader(unheld, image_size=16, context_length=8, global_size=4, seed=1) as loader:
         assert len(next(loader)) == 4

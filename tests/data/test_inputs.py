@@ -17,7 +17,7 @@ from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, unpack
 from launcher.cli.main import main
-from tests.data.shards import jpeg, write_shard
+from tests.data.shards import counted, jpeg, write_shard
 
 HERE = __name__
 
@@ -188,12 +188,19 @@ def test_stages_come_before_all_else(folder, tmp_path):
         assert check_source(DataConfig(train=f"{tmp_path}/0.tar", stages=stages)).first_key == "k6"
     inputs = {"image": "image", **INPUTS}
     loader = ValLoader(
-        f"{folder}/*.tar", image_size=16, context_length=8, batch_size=40, stages=ALL, inputs=inputs
+        counted(f"{folder}/*.tar"),
+        image_size=16,
+        context_length=8,
+        batch_size=40,
+        stages=ALL,
+        inputs=inputs,
     )
     (batch,) = loader
     assert len(loader.invalid) == 21 and batch.captions[0] == ["caption 0"]  # 4 is even
     rows = unpack(batch.images, loader.layout)
-    plain = ValLoader(f"{folder}/*.tar", image_size=16, context_length=8, batch_size=40, stages=ALL)
+    plain = ValLoader(
+        counted(f"{folder}/*.tar"), image_size=16, context_length=8, batch_size=40, stages=ALL
+    )
     keys, images = next((b.keys, b.images) for b in plain)
     kept = [keys.index(key) for key in batch.keys]
     assert torch.equal(rows["image"], images[kept]) and not rows["flag"].any()

@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_its_checkpoint():
     config = DataConfig(kind="synthetic")
     index, keys = (
         index_of(config.train, "auto", StorageConfig()),
-        order_keys(config, BatchSizes.constant(G), 3),
+        order_keys(config, BatchSizes((G,)), 3),
     )
     state = {
         **TrainLoader(config, image_size=8, context_length=8, global_size=G, seed=3).state(),

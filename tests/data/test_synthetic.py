@@ -14,6 +14,7 @@ from clip_train.data.config import DataConfig, check_source
 from clip_train.data.tar import write_shards
 from clip_train.data.validation import ValLoader
 from clip_train.errors import UserError
+from tests.data.shards import counted
 
 
 def digest(folder: Path) -> str:
@@ -58,7 +59,7 @@ def test_shapes(tmp_path):
     assert not any(
         combination <= set(c.replace(",", "").split()) for combination in held_out for c in train
     )
-    batch = next(iter(ValLoader(data.val, image_size=32, context_length=16, batch_size=8)))
+    batch = next(iter(ValLoader(counted(data.val), image_size=32, context_length=16, batch_size=8)))
     assert batch.metadata[0]["classname"] in batch.captions[0][0]
 
 

@@ -160,7 +160,7 @@ def test_every_sample_of_a_batch_is_decoded_on_one_rank(lanes, world_size):
     "num, expected", [(1, [160]), (3, [50, 60, 50]), (4, [40] * 4), (40, [20] * 40)]
 )
 def test_workers_share_the_work(num, expected):
-    workers = Partition(BatchSizes.constant(640), 64, 1, 4).workers(num)
+    workers = Partition(BatchSizes((640,)), 64, 1, 4).workers(num)
     for step in (50, 51):
         shares = [next(worker.steps(step)) for worker in workers]
         assert [sum(map(len, share.values())) for share in shares] == expected
@@ -177,7 +177,7 @@ def pieces_in_turn(workers: list[Partition], start: int):
             yield its
 
 
-@pytest.mark.parametrize("sizes", [SIZES, BatchSizes.constant(23), BatchSizes.constant(2)])
+@pytest.mark.parametrize("sizes", [SIZES, BatchSizes((23,)), BatchSizes((2,))])
 @pytest.mark.parametrize("lanes, world_size, num", pairwise((1, 5, 12, 31), (1, 2), (1, 3, 8)))
 def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size, num):
     for rank in range(world_size):
@@ -195,7 +195,7 @@ def test_pieces_of_workers_in_turn_are_the_rank_s_share(sizes, lanes, world_size
 
 @pytest.mark.parametrize("size, world_size", [(8192, 64), (32_768, 512), (98_304, 1024)])
 def test_a_rank_of_a_large_job_has_the_workers_it_asks_for(size, world_size):
-    sizes = BatchSizes.constant(size)
+    sizes = BatchSizes((size,))
     rank = Partition(sizes, resolve_streams("auto", sizes), world_size - 3, world_size)
     workers = rank.workers(16)
     assert len(workers) == 16 and len({worker.most() for worker in workers}) == 1

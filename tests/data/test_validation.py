@@ -8,12 +8,21 @@ import torch
 
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.errors import DataError, UserError
-from tests.data.shards import jpeg, keys_in, sample, shards_open_as, write_dataset, write_shard
+from tests.data.shards import (
+    counted,
+    jpeg,
+    keys_in,
+    sample,
+    shards_open_as,
+    write_dataset,
+    write_shard,
+)
 
 
-def load(train, rank=0, world_size=1, **arguments):
+def load(train, rank=0, world_size=1, index=None, **arguments):
     defaults = {"image_size": 16, "context_length": 8, "batch_size": 4}
-    return ValLoader(str(train), rank=rank, world_size=world_size, **{**defaults, **arguments})
+    index = index or counted(train)
+    return ValLoader(index, rank=rank, world_size=world_size, **{**defaults, **arguments})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -23,7 +23,7 @@ from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
-from tests.data.shards import write_shard
+from tests.data.shards import counted, write_shard
 
 pytestmark = [
     pytest.mark.peer,
@@ -118,7 +118,12 @@ def write_wds(folder: Path, captions: int, classes: int = 7) -> None:
 def load(place: Path, **more: Any) -> ValLoader:
     tokenizer = Tokenizer(MODEL["text_cfg"]["context_length"])
     return ValLoader(
-        str(place), image_size=32, context_length=24, batch_size=BATCH, tokenizer=tokenizer, **more
+        counted(place),
+        image_size=32,
+        context_length=24,
+        batch_size=BATCH,
+        tokenizer=tokenizer,
+        **more,
     )
 
 
