@@ -11,7 +11,7 @@ import bisect
 import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PositiveInt
 
@@ -202,9 +202,6 @@ def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     config.sizes.check_ranks(world_size)
     largest = max(config.sizes.sizes)
     micro = 1 if config.micro_size == "auto" else config.micro_size
-    kept = config.kept_graphs
-    if kept == "auto":
-        kept = 1
-    elif kept == "all":
-        kept = largest
+    counts: dict[Any, Any] = {"auto": 1, "all": largest}
+    kept = counts.get(config.kept_graphs, config.kept_graphs)
     return BatchPlan(largest, world_size, micro, kept).at(largest)

@@ -33,8 +33,13 @@ def run(args: argparse.Namespace) -> int:
     first = list(itertools.islice(read, 1))  # UserError before anything is written
     root = source if source.is_dir() else source.parent
     size = source.stat().st_size if source.is_file() else None
-    settings = {"source": str(source.absolute()), "bytes": size, "per_shard": per_shard}
-    settings |= {"image_key": args.image_key, "caption_key": args.caption_key}
+    settings = {
+        "source": str(source.absolute()),
+        "bytes": size,
+        "per_shard": per_shard,
+        "image_key": args.image_key,
+        "caption_key": args.caption_key,
+    }
     further = {"label_key": args.label_key, "keep_columns": args.keep_columns}
     same_settings(folder, settings | {key: value for key, value in further.items() if value})
     images = Path(args.images).expanduser() if args.images else root

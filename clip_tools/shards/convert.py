@@ -275,9 +275,10 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         decode_image(data)
     except InvalidSample as e:
         raise ValueError(str(e)) from e
-    by_column = {}
-    for name, column_texts in usable.items():
-        by_column[name.removeprefix("json.")] = [text.strip() for text in column_texts]
+    by_column = {
+        name.removeprefix("json."): [text.strip() for text in column_texts]
+        for name, column_texts in usable.items()
+    }
     texts = next(iter(by_column.values()))
     with Image.open(io.BytesIO(data)) as image:
         extension = EXTENSIONS.get(str(image.format), str(image.format).lower())

@@ -112,11 +112,10 @@ class InvalidLog(Callback):
         if epoch <= self.epoch_at(self.step - 1):
             return
         self.sum_and_write()
-        ended = f"epoch {epoch} is done (step {self.step})"
+        found = "no invalid samples"
         if self.total:
-            self.log(f"{ended}: {self.total.total()} invalid samples so far\n{table(self.total)}")
-        else:
-            self.log(f"{ended}: no invalid samples")
+            found = f"{self.total.total()} invalid samples so far\n{table(self.total)}"
+        self.log(f"epoch {epoch} is done (step {self.step}): {found}")
 
     def before_save(self, state: dict[str, Any]) -> None:
         """Collective."""

@@ -132,10 +132,7 @@ class PieceStream(IterableDataset):
                 images = torch.empty((count, *self.row), dtype=torch.uint8)
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
-            keys: list[str] = []
-            texts: list[str] = []
-            groups: list[str | None] = []
-            seeds: list[int] = []
+            samples: list[tuple[list[str], str, str | None, int]] = []  # texts, key, group, seed
             stored: list[Tensor] = []
             invalid: list[Invalid] = []
             for stream, sample_numbers in shares.items():
@@ -151,19 +148,17 @@ class PieceStream(IterableDataset):
                     seed = self.order.sample_seed(stream, number)
                     candidates = readers[stream].at(number)
                     found = self._first_usable(candidates, seed, invalid, stored)
-                    image, sample_texts, key, group = found
-                    images[len(keys)] = image  # at once, while it is in the cache
-                    texts += sample_texts
-                    keys.append(key)
-                    groups.append(group)
-                    seeds.append(seed)
+                    row, texts, key, group = found
+                    images[len(samples)] = row  # at once, while it is in the cache
+                    samples.append((texts, key, group, seed))
+            all_texts = [text for texts, *_ in samples for text in texts]
             yield Piece(
                 images if self.memory is None else None,
-                self.tokenizer(texts).unflatten(0, (count, self.num_texts)).squeeze(1),
-                torch.tensor(seeds, dtype=torch.int64),
+                self.tokenizer(all_texts).unflatten(0, (count, self.num_texts)).squeeze(1),
+                torch.tensor([seed for *_, seed in samples], dtype=torch.int64),
                 torch.stack(stored) if stored else None,
-                keys,
-                None if self.groups is None else sample_ids(groups),
+                [key for _, key, *_ in samples],
+                None if self.groups is None else sample_ids(group for *_, group, _ in samples),
                 invalid,
             )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
