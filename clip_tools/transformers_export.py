@@ -100,7 +100,41 @@ def export_transformers(
         "image_mean": list(architecture.image_mean),
         "image_std": list(architecture.image_std),
     }
-    save_json(path, "config.json", _config(architecture))
+    vision, text = architecture.vision_cfg, architecture.text_cfg
+    towers: dict[str, dict[str, Any]] = {
+        "text_config": {
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.context_length,
+            "bos_token_id": END - 1,
+            "eos_token_id": END,
+            "pad_token_id": END,
+        },
+        "vision_config": {
+            "image_size": side,
+            "patch_size": vision.patch_size,
+            "num_channels": 3,
+        },
+    }
+    for kind, cfg in (("text", text), ("vision", vision)):
+        towers[f"{kind}_config"] |= {
+            "model_type": f"clip_{kind}_model",
+            "hidden_size": cfg.width,
+            "intermediate_size": cfg.mlp_width,
+            "num_hidden_layers": cfg.layers,
+            "num_attention_heads": cfg.heads,
+            "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
+            "layer_norm_eps": 1e-5,
+            "projection_dim": architecture.embed_dim,
+        }
+    config = {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "torch_dtype": "float32",
+        "projection_dim": architecture.embed_dim,
+        "logit_scale_init_value": architecture.init_logit_scale,
+        **towers,
+    }
+    save_json(path, "config.json", config)
     save_json(path, "preprocessor_config.json", pixels)
     return path
 
@@ -120,44 +154,6 @@ def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{tower}.{theirs.replace('attn.in_proj_', f'self_attn.{part}_proj.')}", chunk
         else:
             yield f"{tower}.{theirs}", tensor
-
-
-def _config(architecture: Architecture) -> dict[str, Any]:
-    """config.json"""
-    vision, text = architecture.vision_cfg, architecture.text_cfg
-    towers: dict[str, dict[str, Any]] = {
-        "text_config": {
-            "vocab_size": text.vocab_size,
-            "max_position_embeddings": text.context_length,
-            "bos_token_id": END - 1,
-            "eos_token_id": END,
-            "pad_token_id": END,
-        },
-        "vision_config": {
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "num_channels": 3,
-        },
-    }
-    for kind, cfg in (("text", text), ("vision", vision)):
-        towers[f"{kind}_config"] |= {
-            "model_type": f"clip_{kind}_model",
-            "hidden_size": cfg.width,
-            "intermediate_size": cfg.mlp_width,
-            "num_hidden_layers": cfg.layers,
-            "num_attention_heads": cfg.heads,
-            "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
-            "layer_norm_eps": 1e-5,
-            "projection_dim": architecture.embed_dim,
-        }
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "torch_dtype": "float32",
-        "projection_dim": architecture.embed_dim,
-        "logit_scale_init_value": architecture.init_logit_scale,
-        **towers,
-    }
 
 
 def huggingface_files(context_length: int) -> dict[str, str]:

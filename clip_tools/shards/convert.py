@@ -102,8 +102,8 @@ def read_rows(
         )
 
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
-    caption_columns = [column([key], "--caption-key") for key in caption_keys]
-    caption_columns = caption_columns or [column(CAPTION_KEYS, "--caption-key")]
+    wanted: list[Sequence[str]] = [[key] for key in caption_keys] or [CAPTION_KEYS]
+    caption_columns = [column(names, "--caption-key") for names in wanted]
     for key in keep:
         column([key], "--keep-columns")
     named = None

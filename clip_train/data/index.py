@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from clip_train.data.shards import Row, changes, expand, split_name, synthetic_size, unpack_rows
 from clip_train.errors import UserError, unreadable
@@ -51,18 +51,17 @@ class ShardEntry:
     offsets: array[int] = field(default_factory=partial(array, "Q"))
 
     @property
-    def count(self) -> int:
+    def places(self) -> int:
         """Places in an epoch: damage has a place of its own, so that it is met and counted."""
         return self.samples + (self.damage is not None)
 
 
-class IndexLine:
+class IndexLine(NamedTuple):
     """A shard's line of an index. It unpickles as its entry, of which a process needs few."""
 
-    def __init__(self, match: re.Match[bytes]) -> None:
-        self.line = match[0]
-        self.count = int(match[3]) + (match[10] is None)  # as `ShardEntry.count`
-        self.sha256 = match[6].decode()
+    line: bytes
+    places: int  # as `ShardEntry.places`
+    sha256: str
 
     def __reduce__(self) -> tuple[Any, ...]:
         return entry_of, (self.line,)
@@ -144,7 +143,7 @@ class ShardIndex:
     ) -> ShardIndex:
         """entries: by path or URL."""
         known = [(shard, (entries or {}).get(shard)) for shard in shards]
-        counts = [entry.count if entry else synthetic_size(shard) for shard, entry in known]
+        counts = [entry.places if entry else synthetic_size(shard) for shard, entry in known]
         digits = [entry.sha256[:DIGITS] if entry else "" for _, entry in known]
         shared = SharedList.of([*known, (shards, counts, digits, sources)])
         return cls(shards, counts, digits, sources, shared)
@@ -333,7 +332,8 @@ def parse(data: bytes) -> dict[str, IndexLine]:
             raise ValueError(f"a line begins with {line[:40]!r}")
         name, *pairs = found.group(1, 7, 8, 4, 9, 11, 2, 5)
         digest.update(b"%b%b: {%b}" % (b", " if known else b"", name, b", ".join(pairs)))
-        known[json.loads(name)] = IndexLine(found)
+        places = int(found[3]) + (found[10] is None)
+        known[json.loads(name)] = IndexLine(found[0], places, found[6].decode())
     digest.update(b"}")
     if content["sha256"] != digest.hexdigest():
         raise ValueError("it does not fit its own sha256")

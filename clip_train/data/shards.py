@@ -17,6 +17,7 @@ from typing import BinaryIO
 from braceexpand import braceexpand
 
 from clip_train.errors import UserError, missing, unreadable
+from clip_train.settings import broken
 from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
@@ -45,24 +46,30 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
     """
     sources: list[list[str]] = []
     for part in split_sources(spec):
-        if part.startswith("pipe:"):
-            raise UserError(
+        rules = [
+            (
+                part.startswith("pipe:"),
                 f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end "
                 "of the data; give a path or a URL instead, such as "
-                "s3://bucket/{00000..00099}.tar"
-            )
-        if part.lower().endswith(TABLES):
-            raise UserError(
+                "s3://bucket/{00000..00099}.tar",
+            ),
+            (
+                part.lower().endswith(TABLES),
                 f"{field} ({part}) is a table, not shards: `clip-train shards {part} OUT` makes "
                 f"them of files, `img2dataset --url_list {part} --output_format webdataset` of "
-                "URLs; then give 'OUT/{00000..00099}.tar'"
-            )
-        if WAS_REDACTED.search(part):
-            raise UserError(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
-        if not part:
-            raise UserError(
-                f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`"
-            )
+                "URLs; then give 'OUT/{00000..00099}.tar'",
+            ),
+            (
+                WAS_REDACTED.search(part) is not None,
+                f"{field} ({part}): {REMOVED}, as {field}=<URL>",
+            ),
+            (
+                not part,
+                f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`",
+            ),
+        ]
+        for message in broken(rules):
+            raise UserError(message)
         try:
             sources.append(list(braceexpand(part)))
         except ValueError as e:

@@ -26,7 +26,7 @@ from clip_train.data import decode
 from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
-from clip_train.data.order import Order, Partition
+from clip_train.data.order import Order, Partition, hash64
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -145,7 +145,7 @@ class PieceStream(IterableDataset):
                 for number in sample_numbers:
                     if self.closing.value:
                         return
-                    seed = self.order.sample_seed(stream, number)
+                    seed = hash64(self.order.seed, stream, number)  # of all that is random about it
                     candidates = readers[stream].at(number)
                     found = self._first_usable(candidates, seed, invalid, stored)
                     row, texts, key, group = found

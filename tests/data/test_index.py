@@ -89,7 +89,7 @@ def test_the_entry_says_what_hashlib_and_tarfile_say(folder: Path) -> None:
     assert entry.checksums.sums == "".join(hashlib.sha256(b).hexdigest()[:16] for b in blocks)
     with tarfile.open(path) as tar:
         assert entry.samples == len(tar.getnames()) // 2 == 9
-    assert (entry.count, entry.damage) == (9, None)
+    assert (entry.places, entry.damage) == (9, None)
     assert index_shard(str(path)).entry.checksums.block_bytes == BLOCK_BYTES
 
 
@@ -98,7 +98,7 @@ def test_an_index_grows(folder: Path) -> None:
     write_indexes(first)
     write_indexes(index_shards([str(folder / "001.tar"), str(folder / "002.tar")], workers=2))
     known = entries_of((folder / INDEX_NAME).read_bytes())
-    assert {name: entry.count for name, entry in known.items()} == {
+    assert {name: entry.places for name, entry in known.items()} == {
         "000.tar": 12,
         "001.tar": 9,
         "002.tar": 15,
@@ -217,7 +217,7 @@ def test_lines_of_an_index_say_what_its_entries_say(folder: Path) -> None:
     lines = text.splitlines(keepends=True)
     (folder / INDEX_NAME).write_bytes(text)
     found = known(*urls, str(folder / "new.tar"))
-    assert found.counts == [*(entry.count for entry in entries.values()), None]
+    assert found.counts == [*(entry.places for entry in entries.values()), None]
     digits = [entry.sha256[:16] for entry in entries.values()]
     assert [row[1] for row in found.rows()] == [*digits, ""]
     assert entries_in(found) == entries | {str(folder / "new.tar"): None}
@@ -331,7 +331,7 @@ def test_no_usable_sample_is_an_error_that_names_what_is_there(tmp_path: Path, c
     )
     assert "no sample of 1 shards can be used; the first has jpg, json, json.alt, json.url" in err
     assert "--caption-key NAME" in err and "data.caption_key=NAME" in err
-    assert entries_of((tmp_path / INDEX_NAME).read_bytes())["0.tar"].count == 7
+    assert entries_of((tmp_path / INDEX_NAME).read_bytes())["0.tar"].places == 7
     for names in ("alt", "json.alt", "txt,alt"):
         assert (
             main(["index", str(tmp_path / "*.tar"), "--workers", "1", "--caption-key", names]) == 0
