@@ -338,25 +338,22 @@ def measure_pairs(device: torch.device) -> list[float]:
     x = torch.zeros(REDUCED_BYTES[device.type] // 4, device=device)
     y, here, W = torch.empty_like(x), dist.rank(), dist.world_size()
     times_here: dict[int, float] = {}  # seconds of an exchange, by partner
-    rounds = W - 1 + W % 2  # one without a partner in each where W is odd
+    rounds = W + 1 - W % 2  # odd: then each pair has one round
     for number in range(rounds):
-        partner = (number - here) % rounds
-        if here == rounds:  # the last rank of an even number
-            partner = number * (rounds + 1) // 2 % rounds
-        elif partner == here:
-            partner = rounds
+        partner = (number - here) % rounds  # for which `here` is the partner
+        is_paired = partner < W and partner != here
         seconds = float("inf")
         for _ in range(5):  # the first opens the connection, others may be disturbed
             dist.barrier()
             start = time.perf_counter()
-            if partner < W:
+            if is_paired:
                 ways = [(torch_dist.isend, x), (torch_dist.irecv, y)]
                 both = [torch_dist.P2POp(way, part, partner) for way, part in ways]
                 for work in torch_dist.batch_isend_irecv(both):
                     work.wait()
                 y.sum().item()  # waits for the device
             seconds = min(seconds, time.perf_counter() - start)
-        if partner < W:
+        if is_paired:
             times_here[partner] = seconds
     times = dist.gather_objects(times_here)
     size = REDUCED_BYTES[device.type]
