@@ -21,7 +21,7 @@ from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
 from clip_train.data.invalid import Invalid
 from clip_train.data.order import Order, Segment, Source, hash64
-from clip_train.data.shards import BUFFER_BYTES, PLAIN, SYNTHETIC, Reading, open_shard
+from clip_train.data.shards import PLAIN, SYNTHETIC, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
 from clip_train.storage.blocks import BlockCache
@@ -33,7 +33,6 @@ RETRIES = 4
 BACKOFF_SECONDS = 0.2  # doubled by each retry: 3 s in all
 REREADS = 3  # times that an archive must look damaged at the same place before that is believed
 MISSING = "missing: its shard has fewer samples"
-COUNT_BUFFER_BYTES = 1 << 12  # only headers are read: those of one sample
 COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
 ROUND_SECONDS = 10.0  # then ranks exchange their counts
 CHANGING = (
@@ -52,7 +51,6 @@ def read_shard(
     reading: Reading = PLAIN,
     offset: int = 0,
     unread: float = 0,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> Generator[TarSample | Invalid]:
     """The samples of a shard from byte `offset` on; the first `unread` of them without their
     members.
@@ -68,7 +66,7 @@ def read_shard(
     damages: list[str] = []
     while True:
         try:
-            with open_shard(url, reading, buffer_bytes) as file:
+            with open_shard(url, reading) as file:
                 for sample in iter_samples(file, offset, unread):
                     yield sample
                     if damages:
@@ -285,8 +283,7 @@ def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
     DataError."""
 
     def count(url: str) -> int:
-        reading = Reading(storage)
-        return sum(1 for _ in read_shard(url, reading, 0, math.inf, COUNT_BUFFER_BYTES))
+        return sum(1 for _ in read_shard(url, Reading(storage), unread=math.inf))
 
     end = time.monotonic() + ROUND_SECONDS
     counts: dict[str, int] = {}

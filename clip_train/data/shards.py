@@ -23,7 +23,6 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
-BUFFER_BYTES = 1 << 18  # of a local file: tar headers are 512 bytes, each would be a system call
 # of a shard: name (its folder may move), 16 digits of its sha256 or "", samples
 Row = tuple[str, str, int]
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
@@ -128,7 +127,7 @@ class Reading:
 PLAIN = Reading()
 
 
-def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BYTES) -> BinaryIO:
+def open_shard(url: str, reading: Reading = PLAIN) -> BinaryIO:
     """A seekable binary file. Each block of a remote shard is verified if the shard is indexed.
 
     Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown
@@ -136,7 +135,7 @@ def open_shard(url: str, reading: Reading = PLAIN, buffer_bytes: int = BUFFER_BY
     """
     if is_remote(url):
         return open_read(url, reading.storage, reading.checksums, reading.cache)
-    return local_path(url).open("rb", buffer_bytes)
+    return local_path(url).open("rb")
 
 
 def pack_rows(rows: Iterable[Row]) -> str:
