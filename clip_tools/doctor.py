@@ -116,8 +116,11 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
         except UserError as e:
             yield error(name, str(e), "see the message")
         except Exception as e:
-            remedy = "correct it, or report it if this machine is not the cause"
-            yield error(name, f"{type(e).__name__}: {e}", remedy)
+            yield error(
+                name,
+                f"{type(e).__name__}: {e}",
+                "correct it, or report it if this machine is not the cause",
+            )
 
 
 # -- this machine and its cluster
@@ -129,14 +132,12 @@ def check_versions() -> Iterator[Finding]:
         found, newest = installed(name) or "", version_tuple(NEWEST[name])
         for problem in too_old(name):
             yield error("versions", *problem.split(": ", 1))
-        if version_tuple(found)[: len(newest)] > newest:
-            yield warning(
-                "versions",
-                f"{name} {found} is newer than {NEWEST[name]}, the newest tested version",
-                "docs/versions.md lists the tested versions; install one if something fails",
-            )
-        else:
-            yield ok("versions", f"{name} {found}")
+        yield warning_if(
+            version_tuple(found)[: len(newest)] > newest,
+            "versions",
+            f"{name} {found} (the newest tested version is {NEWEST[name]})",
+            "docs/versions.md lists the tested versions; install one if something fails",
+        )
     yield ok("versions", f"clip-train's code {code_version()}")
 
 
@@ -175,11 +176,10 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
             "batch script"
         )
     if all_nodes:
-        options = f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --overlap"
-        start = ["srun", *options.split(), "--kill-on-bad-exit=1", sys.executable]
+        options = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1"]
+        start = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *options, sys.executable]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
-    remedy = "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall"
     # the ranks give up by themselves before
     done = subprocess.run(
         [*start, "-m", __name__],
@@ -191,12 +191,15 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
     )
     if done.returncode:
         lines = [text for text in (done.stdout + done.stderr).splitlines() if "rror" in text]
-        yield error("process group", (lines or ["it failed without a message"])[0][:600], remedy)
+        yield error(
+            "process group",
+            (lines or ["it failed without a message"])[0][:600],
+            "check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, /etc/hosts and the firewall",
+        )
         return
     found = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
-    slow = found["device"] == "cuda" and found["all_reduce"] < 2e9
     yield warning_if(
-        slow,
+        found["device"] == "cuda" and found["all_reduce"] < 2e9,
         "process group",
         f"{len(found['nodes'])} ranks, all-reduce of {REDUCED_BYTES[found['device']] >> 20} MiB at "
         f"{found['all_reduce'] / 1e9:.2f} GB/s",
@@ -238,8 +241,11 @@ def check_slurm() -> Iterator[Finding]:
     shown = answer("scontrol", "show", "config")
     if not shown:
         if "SLURM_CONF" in os.environ:
-            remedy = "is this a login node, and is SLURM_CONF right?"
-            yield warning("slurm", "scontrol does not answer", remedy)
+            yield warning(
+                "slurm",
+                "scontrol does not answer",
+                "is this a login node, and is SLURM_CONF right?",
+            )
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
     yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")

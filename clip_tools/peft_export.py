@@ -19,8 +19,8 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
     trained beside the adapters are saved in trained.safetensors.
     """
     out: dict[str, Tensor] = {}
-    adapters = dict(state)
-    rest = {name: adapters.pop(name) for name in state if ".lora_" not in name}
+    adapters = {name: tensor for name, tensor in state.items() if ".lora_" in name}
+    rest = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
     packed = [x for x in layers if len(state[f"{x}.lora_A"]) == 3 * lora.rank]
     outputs = {f"{x}.out_proj": state[f"{x}.lora_A"].shape[1] for x in packed}
@@ -28,19 +28,18 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
         width = outputs.get(layer, 0)
         A = adapters.get(f"{layer}.lora_A", torch.zeros(lora.rank, width))
         B = adapters.get(f"{layer}.lora_B", torch.zeros(width, lora.rank))
-        B, place = torch.block_diag(*B.chunk(len(A) // lora.rank)), layer
+        B = torch.block_diag(*B.chunk(len(A) // lora.rank))
+        place = f"base_model.model.{layer}"
         if layer in outputs:
-            place = f"{layer.removesuffix('.out_proj')}.base_layer.out_proj"
+            place = f"{place.removesuffix('.out_proj')}.base_layer.out_proj"
             A, B = F.pad(A, (0, 0, 0, 2 * lora.rank)), F.pad(B, (0, 2 * lora.rank))
-        named = {"A": A, "B": B}
-        out |= {f"base_model.model.{place}.lora_{x}.weight": named[x] for x in named}
-    alone = [layer for layer in layers if layer not in outputs]
+        out |= {f"{place}.lora_A.weight": A, f"{place}.lora_B.weight": B}
     config = {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": alone,
+        "target_modules": [layer for layer in layers if layer not in outputs],
         "rank_pattern": dict.fromkeys(packed, 3 * lora.rank),
         "alpha_pattern": dict.fromkeys(packed, 3 * lora.alpha),
     }

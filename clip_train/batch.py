@@ -122,8 +122,7 @@ class BatchSizes:
         """UserError where some global batch has fewer samples than there are ranks."""
         smallest = min(self.sizes)
         if smallest < world_size:
-            more = " and batch.schedule: a size" if self.ends else ""
-            key = f"batch.global_size{more}"
+            key = "batch.global_size" + (" and batch.schedule: a size" if self.ends else "")
             raise UserError(
                 f"{key} ({smallest}) must be at least the number of ranks ({world_size}), each of "
                 f"which needs a sample; raise it to {world_size}, or run on {smallest} "

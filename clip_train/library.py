@@ -148,8 +148,7 @@ def contrastive_step(
     )
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
-        output = two_pass(engine, micro_batches, objective, context, kept_graphs=kept)
-    return output.loss
+        return two_pass(engine, micro_batches, objective, context, kept_graphs=kept).loss
 
 
 def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:

@@ -243,8 +243,10 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
         if url in indexed:
             entries[name] = indexed[url].entry
     for folder, entries in folders.items():
-        lines = index.load(folder, StorageConfig()).items()
-        known = {name: index.entry_of(each.line) for name, each in lines}
+        known = {
+            name: index.entry_of(each.line)
+            for name, each in index.load(folder, StorageConfig()).items()
+        }
         try:
             content = index.to_bytes(known | entries)
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)

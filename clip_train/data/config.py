@@ -412,8 +412,9 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
             f"data.train ({shard}) cannot be read as a tar file: {e}; write it again"
         ) from e
     except OSError as e:
-        why = f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
-        raise unreadable(e, why) from e
+        raise unreadable(
+            e, f"data.train ({shard}) cannot be opened ({type(e).__name__}: {e})"
+        ) from e
     if sample is None:
         raise UserError(
             f"data.train ({shard}) holds no sample: a sample is files such as 000.jpg and 000.txt "
@@ -456,8 +457,9 @@ def existing(spec: str, field: str) -> list[list[str]]:
             f"those in it; `clip-train shards {lost[0]} OUT` makes shards of images: give "
             "'OUT/*.tar' then"
         )
-    what = (
+    raise missing(
+        local_path(lost[0]),
         f"{field} ({spec}): {len(lost)} of {len(shards)} shards do not exist; the first is "
-        f"{lost[0]}"
+        f"{lost[0]}",
+        "correct the path or the range in braces",
     )
-    raise missing(local_path(lost[0]), what, "correct the path or the range in braces")

@@ -339,8 +339,9 @@ def _decode_jpeg(data: bytes, divisor: int) -> np.ndarray | None:
             raise InvalidSample("image has too many scans")
         if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
             return None
-        least = {"min_height": -(-height // divisor), "min_width": -(-width // divisor)}
-        return simplejpeg.decode_jpeg(data, **least)
+        return simplejpeg.decode_jpeg(
+            data, min_height=-(-height // divisor), min_width=-(-width // divisor)
+        )
     except ValueError as e:
         raise InvalidSample("image does not decode") from e
 

@@ -70,9 +70,13 @@ class IndexLine(NamedTuple):
 def entry_of(line: bytes) -> ShardEntry:
     """The entry of one line of an index."""
     (row,) = json.loads(b"{%b}" % line.rstrip(b",\n")).values()
-    sums = Checksums(row["bytes"], row["block_bytes"], row["blocks"])
-    offsets = array("Q", row["offsets"])
-    return ShardEntry(row["samples"], row["sha256"], sums, row["damage"], offsets)
+    return ShardEntry(
+        samples=row["samples"],
+        sha256=row["sha256"],
+        checksums=Checksums(row["bytes"], row["block_bytes"], row["blocks"]),
+        damage=row["damage"],
+        offsets=array("Q", row["offsets"]),
+    )
 
 
 class SharedList:
@@ -161,14 +165,17 @@ class ShardIndex:
     @property
     def without(self) -> list[str]:
         """The shards that are in no index."""
-        each = zip(self.shards, self.digits, strict=True)
-        return [shard for shard, digits in each if not digits and synthetic_size(shard) is None]
+        return [
+            shard
+            for shard, digits in zip(self.shards, self.digits, strict=True)
+            if not digits and synthetic_size(shard) is None
+        ]
 
     @property
     def uncounted(self) -> list[str]:
         """The shards whose number of samples is not known, once each."""
-        each = zip(self.shards, self.counts, strict=True)
-        return list(dict.fromkeys(shard for shard, count in each if count is None))
+        counted = zip(self.shards, self.counts, strict=True)
+        return list(dict.fromkeys(shard for shard, count in counted if count is None))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
         each = zip(self.shards, self.counts, strict=True)
@@ -306,8 +313,11 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
     except UserError:  # a ValueError too: an unknown protocol is not damage
         raise
     except OSError as e:
-        message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
-        raise unreadable(e, f"{message}; data.verify=off trains without one") from e
+        raise unreadable(
+            e,
+            f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}; "
+            "data.verify=off trains without one",
+        ) from e
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
         raise UserError(
             f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
@@ -352,5 +362,4 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
         }  # fmt: skip
     rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-    text = f'{{"format": "{FORMAT}", "sha256": "{digest}", "shards": {{\n{rows}\n}}}}\n'
-    return text.encode()
+    return f'{{"format": "{FORMAT}", "sha256": "{digest}", "shards": {{\n{rows}\n}}}}\n'.encode()

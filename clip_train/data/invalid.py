@@ -137,7 +137,6 @@ class InvalidLog(Callback):
         """Collective: sums over the ranks, then writes the sum to the sinks."""
         from clip_train import dist  # torch: a recipe is read without
 
-        counts = dist.gather_objects(dict(self.mine))
-        self.total = sum(map(Counter, counts), Counter[str]())
+        self.total = sum(map(Counter, dist.gather_objects(dict(self.mine))), Counter[str]())
         if self.total and self.write is not None:
             self.write({"step": self.step, "bad_samples": dict(self.total)}, "invalid")

@@ -105,8 +105,8 @@ class TrainLoader(Iterator[Batch]):
         sizes = BatchSizes((global_size,)) if isinstance(global_size, int) else global_size
         sizes.check_ranks(world_size)
         if index is None:
-            found = index_of(config.train, config.verify, storage)
-            index = count_missing(found, storage, together=False)
+            index = index_of(config.train, config.verify, storage)
+            index = count_missing(index, storage, together=False)
         self.index, self.step, self._order_start, self._sizes = index, step, order_start, sizes
         self._keys = order_keys(config, sizes, seed)
         self.streams = self._keys["data.lanes"]
@@ -147,8 +147,11 @@ class TrainLoader(Iterator[Batch]):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
-        shards = pack_rows(self.index.rows())
-        return {"data_began": self._order_start, "shards": shards, "order": self._keys}
+        return {
+            "data_began": self._order_start,
+            "shards": pack_rows(self.index.rows()),
+            "order": self._keys,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """`state` and the step of the next batch, for a loop of your own (torchdata's protocol)."""
@@ -159,8 +162,9 @@ class TrainLoader(Iterator[Batch]):
 
         UserError: the shards or their order have changed, or this loader has given a batch.
         """
-        keep = {"changed_shards": False, "changed_order": False}
-        order_start = resume_data(state, self.index, self._keys, **keep).order_start
+        order_start = resume_data(
+            state, self.index, self._keys, changed_shards=False, changed_order=False
+        ).order_start
         if self._pieces is not None or order_start != self._order_start:
             raise UserError(
                 "load_state_dict needs a loader that has given no batch, whose data began at step "

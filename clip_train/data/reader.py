@@ -70,8 +70,12 @@ def read_shard(
                 for sample in iter_samples(file, offset, unread):
                     yield sample
                     if damages:
-                        first = f"{damages[0]} at first, but not when read again"
-                        _log.warning("%s: %s: %s", redact(url), first, CHANGING)
+                        _log.warning(
+                            "%s: %s at first, but not when read again: %s",
+                            redact(url),
+                            damages[0],
+                            CHANGING,
+                        )
                     offset, unread, failures, damages = sample.end, unread - 1, 0, []
             return
         except TarError as e:
@@ -151,13 +155,17 @@ class SegmentReader:
                 self._number, self._offset = self._number + 1, found.end
             elif found is not None:
                 items.append(found)
-        missing = range(start + len(items), stop)
-        items += [Invalid(MISSING, url, f"number {number}") for number in missing]
+        items += [
+            Invalid(MISSING, url, f"number {number}") for number in range(start + len(items), stop)
+        ]
         if not ended and stop == self.files.counts[shard]:
             ended = True
             if next(self._samples, None) is not None:
-                left = f"has more samples than the {stop} that are known: the others are left over"
-                _log.warning("%s %s", redact(url), left)
+                _log.warning(
+                    "%s has more samples than the %d that are known: the others are left over",
+                    redact(url),
+                    stop,
+                )
         if ended:
             self._shard = -1
         if ended or not self.keep_open:
@@ -271,8 +279,10 @@ def count_missing(
         if not todo:
             return index.with_sizes(counts)
         if rank == 0 and counts:
-            done = f"{len(counts)} of {len(counts) + len(todo)} shards are done"
-            log(f"counting samples: {done}; `clip-train index` keeps the counts")
+            log(
+                f"counting samples: {len(counts)} of {len(counts) + len(todo)} shards are done; "
+                "`clip-train index` keeps the counts"
+            )
         count = partial(_count_some, todo[rank::ranks], storage)
         for some in dist.gather_objects(dist.agreed(count)) if together else [count()]:
             counts |= some
@@ -321,9 +331,10 @@ def make_order(
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
         own_seed = hash64(seed, number, -4) if number else seed
-        source = Source(
-            of_source.counts, keys["data.lanes"], own_seed, block, resampled=resampled[number]
+        sources.append(
+            Source(
+                of_source.counts, keys["data.lanes"], own_seed, block, resampled=resampled[number]
+            )
         )
-        sources.append(source)
         files.append(of_source)
     return Order(sources, weights, seed), files
