@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_738,
-    "functions": 1_399,
+    "statements": 16_609,
+    "functions": 1_381,
     "walruses": 0,
-    "lambdas": 45,
+    "lambdas": 43,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 13,
