@@ -1,8 +1,8 @@
-"""The batch arithmetic: the user chooses `global_size`, everything else is derived here.
+"""Batch arithmetic: the user chooses `global_size`, and this module derives everything else.
 
-`G` samples are in the global batch of a step, a function of the step alone (`BatchSizes`). `W`
-ranks share them so that they differ by one at most, and cut their shares into `k` micro-batches,
-equally many on every rank.
+The global batch of a step has `G` samples; `G` depends on the step alone (`BatchSizes`). Each of
+`W` ranks gets an equal share, or one sample more. Every rank cuts its share into the same number
+`k` of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BatchStage(Settings):
     """A piece of `batch.schedule`."""
 
     until_step: PositiveInt
-    """The first step, counted from 0, that this piece is not for."""
+    """The first step, counted from 0, that no longer belongs to this piece."""
     global_size: PositiveInt
-    """Samples in each of its global batches."""
+    """Samples in each global batch of this piece."""
 
 
 def parse_bytes(value: int | str) -> int:
@@ -43,25 +43,25 @@ def parse_bytes(value: int | str) -> int:
 
 
 class BatchConfig(Settings):
-    """The `batch` section: what the user wants, and how it may be computed."""
+    """The `batch` section: the size of the global batch, and how a rank may compute it."""
 
     global_size: Annotated[PositiveInt, Refused] = 256
-    """Samples per optimizer step over all ranks, each every other's negative."""
+    """Samples per optimizer step over all ranks. Each is a negative of every other."""
     schedule: Annotated[
         list[BatchStage] | None,
         Allowed("a list of pieces, or null", example="'[{until_step: 1000, global_size: 1024}]'"),
         Refused,
     ] = None
-    """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...],
-    behind which global_size holds."""
+    """Other sizes for the first steps, as pieces [{until_step: 1000, global_size: 1024}, ...].
+    After the last piece, global_size applies."""
     micro_size: Annotated[PositiveInt | Literal["auto"], Rounding] = 256
-    """Samples that go through the model at once on a rank (less where a rank has fewer). It changes
-    memory and speed, never the result; the last micro-batch may be shorter. auto: the fastest that
-    fits, by its predicted size."""
+    """Samples per forward pass on a rank, or fewer if the rank has fewer. It changes memory and
+    speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, by
+    its predicted size."""
     kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = "auto"
-    """How many of the last micro-batches keep their graph and need no second forward. Each costs
-    one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by their
-    predicted size; on a CPU 1, unless memory_limit is set."""
+    """How many micro-batches, counted from the last, keep their graph and skip the second forward.
+    Each costs one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by
+    their predicted size; on a CPU 1, unless memory_limit is set."""
     memory_limit: Annotated[
         int | str | None,
         Allowed("bytes, a size such as 24GiB or 500MB, or null"),
@@ -107,7 +107,7 @@ class BatchSizes:
         return self.sizes[bisect.bisect_right(self.ends, step)]
 
     def steps_for(self, samples: float) -> int:
-        """The number of steps, at least one, whose samples come nearest to `samples`."""
+        """The number of steps, at least one, that use a number of samples closest to `samples`."""
         # The most whole steps that need no more than `samples`.
         whole = bisect.bisect_right(range(int(samples) + 1), int(samples), key=self.before) - 1
         return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
@@ -143,15 +143,16 @@ def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def num_chunks(largest: int, smallest: int, micro_size: int) -> int:
-    """k: enough for the largest share, and no more than the smallest has samples."""
+    """k: enough for the largest share, and at most the number of samples in the smallest."""
     return min(-(-largest // micro_size), smallest)
 
 
 def chunk_sizes(n: int, k: int, micro_size: int) -> list[int]:
-    """n samples in `k` chunks of `micro_size`, none empty: the last ones are shorter where need be.
+    """Cut n samples into `k` chunks of `micro_size`, none of them empty; the last ones may be
+    shorter.
 
-    With micro_size 1 and shares that differ there is one chunk less than the larger share has
-    samples: its last then has two.
+    If micro_size is 1 and shares differ, the larger share has one sample more than there are
+    chunks, so its last chunk has two.
     """
     sizes = []
     for behind in reversed(range(k)):
@@ -170,14 +171,14 @@ class BatchPlan:
     kept_graphs: int  # m, 1 <= m <= accum_steps
 
     def at(self, global_size: int) -> BatchPlan:
-        """The same for a global batch of at most as many samples."""
+        """The same plan for a global batch that is not larger."""
         plan = replace(self, global_size=global_size)
         plan = replace(plan, micro_size=min(self.micro_size, plan.per_rank))
         return replace(plan, kept_graphs=min(self.kept_graphs, plan.accum_steps))
 
     @property
     def per_rank(self) -> int:
-        """n: samples of a rank; where W does not divide G, of those that hold one more."""
+        """n: samples of a rank, or the larger share if W does not divide G."""
         return -(-self.global_size // self.world_size)
 
     @property
@@ -187,7 +188,7 @@ class BatchPlan:
 
     @property
     def forwards_per_sample(self) -> float:
-        """1 for the graphs that are kept, 2 for the others: the price of the cache."""
+        """1 for micro-batches whose graph is kept, 2 for the others: the cost of the cache."""
         chunks = chunk_sizes(self.per_rank, self.accum_steps, self.micro_size)
         return 2 - sum(chunks[-self.kept_graphs :]) / self.per_rank
 
@@ -195,8 +196,8 @@ class BatchPlan:
 def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     """The plan of the largest global batch on `world_size` ranks.
 
-    Where something is `auto` it is the smallest plan, until memory has been looked at
-    (`clip_train.memory.plan`). UserError if a rank would get no sample.
+    An `auto` value starts as the smallest plan; `clip_train.memory.plan` chooses later, once memory
+    has been measured. UserError if a rank would get no sample.
     """
     config.sizes.check_ranks(world_size)
     largest = max(config.sizes.sizes)

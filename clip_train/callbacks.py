@@ -1,4 +1,4 @@
-"""What looks at a run from the outside: progress, records, the watchdog, a user's own."""
+"""Callbacks, which observe a run: progress, records, the watchdog, a user's own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +21,8 @@ class Callback:
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
     ) -> None:
-        """record: the step as `metrics.jsonl` has it. Later callbacks see what this one adds.
-
-        keys, invalid: of this rank's batch, its `Batch.keys` and `Batch.bad_samples`.
+        """record: the step as written to `metrics.jsonl`. Later callbacks see the values that this
+        one adds. keys, invalid: `Batch.keys` and `Batch.bad_samples` of this rank's batch.
         """
 
     def before_save(self, state: dict[str, Any]) -> None:
@@ -33,7 +32,8 @@ class Callback:
         """record: the step, and the evaluation's numbers by name."""
 
     def on_error(self, error: BaseException | None) -> None:
-        """An error ends the loop, perhaps another rank's. All ranks call it at the same step."""
+        """An error on this rank or another ends the loop. All ranks call it at the same step."""
 
     def close(self) -> None:
-        """The run ends, with or without an error; the last checkpoint is committed or given up."""
+        """The run ends, with or without an error; the last checkpoint has been committed or
+        abandoned."""

@@ -146,10 +146,9 @@ def barrier() -> None:
 
 
 def agreed(action: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Run `action` with its arguments on every rank.
-
-    If it fails on any rank, it fails on all, and no rank is left waiting. The lowest rank that
-    failed raises its own error, and so prints it; the others raise `RemoteRankError`.
+    """Run `action` with its arguments on every rank. If it fails on one rank, it fails on all, so
+    no rank is left waiting. The lowest rank that failed raises and prints its own error; the others
+    raise `RemoteRankError`.
     """
     error: Exception | None = None
     result: Any = None
@@ -177,9 +176,8 @@ def raise_agreed(error: Exception | None) -> None:
 
 
 def is_agreed(error: Exception) -> bool:
-    """Whether all ranks have this error, so that they may continue together.
-
-    `raise_agreed` raised it, or it is a mistake that all ranks see alike.
+    """Whether all ranks have this error, so they can continue together: `raise_agreed` raised it,
+    or it is a mistake that every rank sees.
     """
     alike = isinstance(error, UserError) and not isinstance(error, RankError)
     return world_size() == 1 or alike or getattr(error, "agreed", False)

@@ -1,7 +1,8 @@
-"""One model with its optimizer on W ranks: what all engines share, and the engine on plain torch.
+"""One model with its optimizer on W ranks: the base class of all engines, and the engine on plain
+torch.
 
-`PlainEngine` is for tests, evaluation, export and for reading: every rank holds everything. It is
-also the specification of the engines in `launcher.engines`.
+`PlainEngine` keeps everything on every rank. It is for tests, evaluation, export, and for readers
+of this code. It is also the specification of the engines in `launcher.engines`.
 """
 
 import abc
@@ -31,7 +32,8 @@ from clip_train.task import (
     groups,
 )
 
-LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"  # where memory ends in the loss
+# the remedy if memory runs out in the loss
+LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"
 
 
 def surrogate(features: Features, gradients: Features) -> Tensor:
@@ -66,7 +68,7 @@ class MovingAverage:
         )
 
     def exchange(self) -> None:
-        """Weights for averages, and the other way round."""
+        """Swap the weights and their averages."""
         for held, average in self.of.items():
             weights = local(held).view(-1)
             before = weights.clone()
@@ -111,10 +113,10 @@ class Piece:
 
 
 class Engine(abc.ABC):
-    """What the trainer and the evaluation know of an engine. All ranks make the same calls.
+    """The interface of an engine for the trainer and the evaluation. All ranks make the same calls.
 
-    A subclass says which pieces of the parameters this rank holds, and has `_backward` and
-    `_update`.
+    A subclass defines which pieces of the parameters this rank holds, and implements `_backward`
+    and `_update`.
     """
 
     task: Task = IMAGE_TEXT  # what the model means for a step
@@ -161,7 +163,7 @@ class Engine(abc.ABC):
             [piece for piece in pieces if piece.numel and self.task.group(piece.name) == group]
             for group in (*self.task.group_names, None)
         ]
-        # what a step asks of a few pieces, found once among hundreds
+        # the few pieces that each step needs, found once among hundreds
         self._bounded = [piece for piece in pieces if piece.name in self.task.bounds]
         self._masters_here = {
             piece.name: piece
@@ -308,19 +310,18 @@ class Engine(abc.ABC):
                         self.device, torch.float32, non_blocking=True, copy=True
                     )
                 )
-                self._masters[name] = dist.all_reduce_sum(value)  # one rank has it
+                self._masters[name] = dist.all_reduce_sum(value)  # only one rank holds it
 
-    # -- where memory ends
+    # -- running out of memory
 
     def discard_gradients(self) -> None:
-        """As if no backward had been called since the last step, even in the midst of one."""
+        """Discard every backward since the last step, even an unfinished one."""
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 
     def remedy(self, phase: Phase) -> str | None:
-        """What a user can do where a rank that fails in `phase` leaves others waiting within it.
-
-        None: none waits, and `discard_gradients` makes it good."""
+        """The remedy for the user if a rank that fails in `phase` leaves others waiting. None: no
+        rank waits, and `discard_gradients` repairs the state."""
         return (
             LOSS_REMEDY if phase == "loss" and dist.world_size() > 1 else None
         )  # the loss gathers features
@@ -328,7 +329,7 @@ class Engine(abc.ABC):
     # -- saving and loading
 
     def state_fragments(self) -> Iterator[Fragment]:
-        """What this rank has to save; over all ranks every element comes exactly once."""
+        """The fragments that this rank saves. Over all ranks, every element occurs exactly once."""
         kept = [p for p in self.pieces if self.saves_frozen or p.held.requires_grad]
         for piece in (*kept, *self.buffers):
             if piece.saved_here and piece.numel:
@@ -369,12 +370,13 @@ class Engine(abc.ABC):
         self._masters_changed()
 
     def _masters_changed(self) -> None:
-        """Otherwise than by a step: what a subclass computes with follows. Collective."""
+        """Called after the master weights changed outside `step()`: refresh the copies used for
+        computation. Collective."""
         self._read_masters()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the weights are their average. Collective.
+        """Context manager: inside it, the weights are their moving average. Collective.
 
         After an error of some ranks only, which ends the run, the weights are not restored.
         """
@@ -428,7 +430,7 @@ class Engine(abc.ABC):
         return {"optimizer_steps": self.optimizer_steps}
 
     def close(self) -> None:  # noqa: B027  torch's own need nothing
-        """Free what is not the garbage collector's."""
+        """Free resources that the garbage collector does not."""
 
 
 class PlainEngine(Engine):

@@ -16,15 +16,15 @@ class ClipTrainError(Exception):
 
 
 class UserError(ClipTrainError, ValueError):
-    """A mistake in the recipe, the command or the data's place: names field, value and remedy."""
+    """A mistake in the recipe, the command or a path to data. The message names the field, the
+    value and the remedy."""
 
     exit_status = 2
     word: Word = "FATAL"
 
 
 class RankError(UserError):
-    """A mistake that this rank alone may see, and another node need not have: a wrong environment,
-    a missing GPU."""
+    """A mistake that may affect only this rank or its node: a wrong environment, a missing GPU."""
 
     word: Word = "FAILED"
     node_suspect = True
@@ -39,13 +39,13 @@ def unreadable(error: OSError, message: str) -> UserError:
 
 
 def missing(path: str | os.PathLike, what: str, remedy: str) -> UserError:
-    """The error for a missing file: the recipe's mistake. Where its folder is not there either it
-    may be a mount that this node lacks, so that another attempt may find it."""
+    """The error for a missing file: the recipe's mistake. If its folder is missing too, this node
+    may lack a mount, and another attempt may find the file."""
     folder = os.path.dirname(os.fspath(path))
     if not folder or os.path.isdir(folder):
         return UserError(f"{what}; {remedy}")
     return RankError(
-        f"{what}, and the folder does not exist either: {folder}: correct the path, or mount it on "
+        f"{what}, and its folder {folder} does not exist either. Correct the path, or mount it on "
         f"{socket.gethostname()}"
     )
 
@@ -65,7 +65,7 @@ class DivergedError(ClipTrainError):
 
 
 class OutOfMemoryError(ClipTrainError):
-    """No memory, and no smaller way to compute the step from here."""
+    """Out of memory, and the step cannot be computed in a smaller way."""
 
     word: Word = "FATAL"
 
@@ -75,8 +75,8 @@ class RemoteRankError(ClipTrainError):
 
 
 class RendezvousError(ClipTrainError):
-    """The ranks have not met, or their process group has not formed: a port, a name, a network, a
-    rank that never came.
+    """The process group did not form: a port, a host name, a network, or a rank that never
+    connected.
 
     node_suspect: this rank's node is to blame.
     """

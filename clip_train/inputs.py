@@ -1,4 +1,4 @@
-"""The named inputs of a sample, `data.inputs`. Those of one sample are the bytes of one row.
+"""The named inputs of a sample, `data.inputs`. One row of bytes holds all inputs of a sample.
 
 So shared memory, micro-batches and digests treat them as they treat images. The model gets them
 back as tensors, by name.
@@ -34,7 +34,7 @@ def layout_of(paths: Mapping[str, str] | None, image_size: int) -> tuple[Input, 
     import torch
 
     layout = []
-    # a tensor declares as much as a function does
+    # a tensor has these attributes too
     image = torch.empty(row_shape((), image_size), dtype=torch.uint8, device="meta")
     for name, path in (paths or {}).items():
         key = f"data.inputs.{name}"

@@ -1,4 +1,4 @@
-"""The two passes over any module with two sides, for a loop of your own: see docs/library.md."""
+"""The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
 import itertools
@@ -59,8 +59,8 @@ def contrastive_step(
             global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
             [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
             these, see `clip_train.contrastive.views`.
-        ids: int64, one for each text of this rank. Texts of one id are the same, on whatever ranks:
-            none is a negative of another's image. An id below 0 is an unknown text.
+        ids: int64, one for each text of this rank. Texts with the same id, on any rank, are equal,
+            so none is a negative of another's image. An id below 0 marks an unknown text.
         shares: samples of each rank, known to all ranks. None: all ranks have the same number. All
             ranks take the same number of micro-batches, at most the smallest share.
         scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call
@@ -171,16 +171,17 @@ def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
 
 
 def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
-    """What holds where `model`, or a module in it, cannot be stepped, and the message."""
+    """Conditions under which `model`, or a module in it, cannot be stepped, each with its
+    message."""
     engine: Any = model
     if hasattr(model, "set_gradient_accumulation_boundary"):
         yield (
             not hasattr(model, "coalesce_grad_reduction")
             or not engine.managed_gradient_accumulation()
             or engine.dp_world_size != dist.world_size(),
-            f"model is {type(model).__name__}, whose gradients cannot be reduced once a "
-            "step: it needs coalesce_grad_reduction, managed_gradient_accumulation true, and all "
-            "ranks as data-parallel ones",
+            f"model is {type(model).__name__}, which cannot reduce gradients once per step; set "
+            "coalesce_grad_reduction and managed_gradient_accumulation to true, and make all "
+            "ranks data-parallel",
         )
     for module in model.modules() if isinstance(model, nn.Module) else ():
         name, ranks = type(module).__name__, dist.world_size()
@@ -202,16 +203,15 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
 
 
 def is_sharded(module: nn.Module, kind: str = "FSDPModule") -> bool:
-    """Whether `fully_shard` made `module`, or the other class of torch.distributed.fsdp.
-
-    Its import takes half a second, so it is left to those who shard.
+    """Whether `module` comes from `fully_shard`, or is torch.distributed.fsdp's other class. Their
+    import takes half a second, so only users of FSDP pay for it.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, kind))
 
 
 def num_samples(name: str, inputs: Any) -> int:
-    """ValueError where the parts of a mapping do not agree, or something cannot be cut."""
+    """ValueError if the parts of a mapping have different sizes, or a value cannot be cut."""
     if not isinstance(inputs, Mapping):
         if isinstance(inputs, (str, bytes)) or not getattr(
             inputs, "ndim", hasattr(inputs, "__len__")
@@ -240,11 +240,11 @@ class ModuleEngine:
     A micro-batch's `images` are the positional inputs of a call, its `texts` the named ones.
 
     Modules under DDP or `fully_shard` may be anywhere in `model`: inside torch.compile's wrapper or
-    an adapter, one for each tower. What an adapter has beside them, often `logit_scale`, is summed
+    an adapter, one for each tower. Other parameters of an adapter, often `logit_scale`, are summed
     over ranks here.
 
-    most_graphs: that can be retained. DDP hangs its reduction on a forward that is followed by its
-    own backward at once, so one of several micro-batches goes forward again.
+    most_graphs: that can be retained. DDP reduces in a backward that directly follows its own
+    forward, so one of several micro-batches goes forward again.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class ModuleEngine:
         module.set_reshard_after_backward(not (deferred and whole), recurse=False)
 
     def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
-        """Always both towers: a module of any make may draw from torch's generators in either."""
+        """Always both towers, because either may draw from torch's generators."""
         with self._quiet():
             call = cast(Any, micro_batch)
             return as_features(self.model(*call.images, **call.texts), self.own_names)

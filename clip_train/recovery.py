@@ -1,10 +1,11 @@
-"""Recovers from out of memory: the attempt is discarded and repeated with half the micro-batch.
+"""Recover from running out of memory: discard the attempt at a step, and repeat it with half the
+micro-batch.
 
 The result of a step does not depend on the micro-batch size, so the loss curve does not show it. A
-rank repeats a forward pass alone, while the others wait for its features. After a backward pass
-that failed it tells the others with the step's flags, and all repeat the step. If another rank may
-be waiting in a collective inside the part that failed, neither is possible: the run ends, and the
-message says what to do.
+rank repeats a forward pass alone, while the others wait for its features. After a failed backward
+pass, it informs the others by the step's flags, and all ranks repeat the step. Neither is possible
+if another rank may be waiting in a collective inside the failed part. Then the run ends with a
+message that states the remedy.
 """
 
 import ctypes
@@ -39,7 +40,7 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The one place that knows what running out of memory looks like."""
+    """Whether this error means out of memory. No other function decides this."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     named = any(words in str(error) for words in OUT_OF_MEMORY)
@@ -97,7 +98,7 @@ def recovering_step(
             why = parts.failed or "out of memory in the backward pass of another rank"
         except _AttemptFailed as e:
             why = str(e)
-        # Out here nothing holds the failed attempt's tensors any more: its traceback is gone.
+        # At this point nothing holds the failed attempt's tensors: its traceback has been released.
         plan = _smaller(plan, why, log)
         engine.discard_gradients()
         restore_rng(start, engine.device)
@@ -105,7 +106,7 @@ def recovering_step(
 
 
 class _Parts:
-    """The parts of one attempt at a step, and what it means that memory ends in one of them."""
+    """The parts of one attempt at a step, and the consequence if one of them runs out of memory."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -151,7 +152,7 @@ class _Parts:
 
 
 def _zero_gradient(engine: Engine, batch: Batch) -> None:
-    """Compute a gradient of zero in place of one that is incomplete: the other ranks sum it."""
+    """Compute a zero gradient in place of the incomplete one, because the other ranks sum it."""
     engine.discard_gradients()
     release()
     features = engine.forward(batch.micro_batches(1)[0])
@@ -168,9 +169,9 @@ def _smaller(plan: BatchPlan, why: str, log: Callable[[str], None]) -> BatchPlan
             "batch.global_size"
         )
     log(
-        f"{why}: batch.micro_size from {plan.micro_size} to {smaller.micro_size}, retained "
-        f"graphs from {plan.kept_graphs} to {smaller.kept_graphs} from here on; the same "
-        "global batch again"
+        f"{why}: repeating the same global batch; from here on, batch.micro_size is "
+        f"{smaller.micro_size} instead of {plan.micro_size}, and retained graphs are "
+        f"{smaller.kept_graphs} instead of {plan.kept_graphs}"
     )
     return smaller
 
@@ -185,7 +186,7 @@ def halved(plan: BatchPlan) -> BatchPlan | None:
 
 
 def release() -> None:
-    """Give back what only a cycle or an allocator still holds."""
+    """Free memory that only a reference cycle or an allocator still holds."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

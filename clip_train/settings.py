@@ -1,7 +1,7 @@
-"""The base of every recipe section (frozen, no unknown keys, documented fields), and what its
-errors say.
+"""The base class of every recipe section (frozen, no unknown keys, documented fields), and its
+error messages.
 
-An error is pydantic's own message with the key, the value, the default and what to write:
+An error is pydantic's message with the key, the value, the default and the remedy:
 `optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
 """
 
@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 from clip_train.errors import UserError
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
-LARGEST = 10**18  # beyond it a number is a slip, and would be an overflow somewhere in torch
+LARGEST = 10**18  # a larger number is a typing error and would overflow somewhere in torch
 
 Matmul = Literal["highest", "tf32"]
 """How GPUs multiply float32 matrices: in full, or with factors rounded to 11 bits."""
@@ -46,7 +46,7 @@ Rules = Iterator[tuple[bool, str]]
 
 @dataclass(frozen=True)
 class AtResume:
-    """In a field's `Annotated`: what its change means to a run that resumes. A field without one is
+    """In a field's `Annotated`: the effect of a change on a resumed run. Without it, a change is
     reported.
 
     refused: it would be another run, whose gradient would not continue as this one's began; unless
@@ -67,8 +67,8 @@ Silent = AtResume("silent")
 
 @dataclass(frozen=True)
 class Allowed:
-    """In a field's `Annotated`: what it takes, where pydantic's message is hard to read, and an
-    example.
+    """In a field's `Annotated`: its allowed values, where pydantic's message is hard to read, and
+    an example.
     """
 
     words: str
@@ -92,7 +92,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_slips(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take and nobody means: true for 1, empty text, huge
+        """Reject values that pydantic accepts but nobody intends: true for 1, empty text, huge
         numbers.
         """
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
@@ -116,7 +116,7 @@ class Settings(BaseModel):
         return value
 
     def rules(self) -> Rules:
-        """What the values of several keys must satisfy together."""
+        """Rules that involve several keys."""
         return iter(())
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ def broken(rules: Iterable[tuple[bool, str]]) -> list[str]:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types in it: of `Annotated[int, ...] | str` both."""
+    """The types in an annotation: both for `Annotated[int, ...] | str`."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     inside = get_args(annotation)
@@ -144,7 +144,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 # -- a user's own code
 
-# What such a function is called with before its options; classes, but optimizers, with nothing.
+# Arguments of such a function before its options. Classes get none, except optimizers.
 POSITIONAL = {"loss.kind": 5, "schedule.name": 3, "optim.name": 2, "data.aug_own": 1}
 
 
@@ -156,7 +156,7 @@ def is_import_path(name: str) -> bool:
 def import_path(
     key: str, path: str, base: type = object, remedy: str = "install it, or correct the path"
 ) -> Any:
-    """What the import path `path`, the value of `key`, names.
+    """Import the object at `path`, the value of `key`.
 
     base: what it must be a subclass of; object: it may be anything. UserError.
     """
@@ -202,9 +202,9 @@ def options_model(key: str, path: str) -> type[BaseModel]:
     """The options that the function or class at `path`, the value of `key`, takes.
 
     They are its `Options`, or its keyword arguments, which are checked by their annotations. A
-    callable written in C takes any.
+    callable written in C accepts any options.
 
-    UserError for a path that leads to nothing.
+    UserError for a path that cannot be imported.
     """
     found = import_path(key, path)
     own = getattr(found, "Options", None)
@@ -341,7 +341,7 @@ def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it, text in quotes, cut where it is long."""
+    """A value as YAML, with text in quotes, shortened if it is long."""
     return clipped(repr(value) if isinstance(value, str) else as_yaml(value))
 
 
@@ -355,6 +355,6 @@ def as_yaml(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     try:
         text = yaml.safe_dump(plain, default_flow_style=True, width=1_000_000, allow_unicode=True)
-    except yaml.representer.RepresenterError:  # the default of an option, such as a tensor
+    except yaml.representer.RepresenterError:  # the default value of an option, such as a tensor
         return repr(value)
     return text.removesuffix("\n").removesuffix("\n...")

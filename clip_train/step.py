@@ -1,9 +1,9 @@
-"""One training step, in two passes. Read this to know what the project is about.
+"""One training step, in two passes. Read this module to understand the core idea.
 
-Every sample of the global batch is every other's negative, so the batch cannot be cut in pieces
-and the pieces' losses added. The features are computed piece by piece, and the loss once over all
-of them. Its gradient is then pushed back through the pieces (GradCache, arXiv 2101.06983; here with
-retained graphs, exact replay of random numbers, and the loss in closed form).
+Every sample of the global batch is a negative of every other, so the loss is not a sum over pieces
+of the batch. The features are computed piece by piece, and the loss once over all of them. Its
+gradient is then pushed back through the pieces (GradCache, arXiv 2101.06983; here with retained
+graphs, exact replay of random numbers, and the loss in closed form).
 """
 
 import math
@@ -35,11 +35,11 @@ from clip_train.task import (
     is_scalar,
 )
 
-Guard = Callable[[Phase], AbstractContextManager[Any]]  # around one part of a step
+Guard = Callable[[Phase], AbstractContextManager[Any]]  # wraps one part of a step
 
 
 class StepDiscarded(Exception):
-    """On all ranks, before the update, because of a flag that a rank has set."""
+    """Raised on all ranks before the update, because a rank has set a flag."""
 
     def __init__(self, flags: Flags) -> None:
         super().__init__(flags)
@@ -57,7 +57,7 @@ def train_step(
     flags: Callable[[], Flags] = Flags,
     guard: Guard = nullcontext,
 ) -> StepResult:
-    """Take one optimizer step on the global batch, of which `batch` is this rank's share.
+    """Take one optimizer step on the global batch; `batch` is this rank's share.
 
     batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
     result does not depend on `micro_size` or `kept_graphs` beyond rounding. flags: of this rank,
@@ -102,7 +102,8 @@ def train_step(
 def read_together(
     numbers: Mapping[str, Tensor | float], norms: Tensor, flags: Tensor
 ) -> tuple[dict[str, float], list[float], float]:
-    """The values of all three. The step's one wait for the device: all is queued."""
+    """The values of all three. This is the step's only wait for the device; all work has been
+    queued."""
     on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
     flat = [x.double().reshape(-1) for x in (*on_device.values(), norms, flags)]
     # norms of gradients that were offloaded are in the CPU's memory
@@ -143,7 +144,7 @@ def two_pass(
     gradients: list[Features] = [{} for _ in cache]
     for name, gradient in output.gradients.items():
         if is_scalar(gradient):
-            # Equal parts: under ZeRO-3 a parameter without a gradient in some micro-batch would
+            # Equal parts: under ZeRO-3, a parameter without a gradient in one micro-batch would
             # add to the previous step's.
             parts = [gradient / len(cache)] * len(cache)
         else:
@@ -218,8 +219,8 @@ def encode(
 ) -> list[CachedMicroBatch]:
     """Pass 1: features of every micro-batch, with the graphs of the last `kept_graphs`.
 
-    At least one graph is retained: it costs no more memory than pass 2 needs anyway, and makes a
-    single micro-batch an ordinary step without a second forward pass.
+    At least one graph is retained. It needs no more memory than pass 2 does, and a single
+    micro-batch becomes an ordinary step without a second forward pass.
     """
     cache = []
     first_retained = len(micro_batches) - max(kept_graphs, 1)
@@ -244,8 +245,8 @@ def replay(
 ) -> None:
     """Pass 2: retained graphs first, which frees them; then every other micro-batch again.
 
-    Each of those starts from its own random state. The state afterwards is the one after pass 1,
-    as if there had been one forward pass.
+    Each of those starts from its own random state. Afterwards the state after pass 1 is restored,
+    as after a single forward pass.
     """
     after = rng_state(engine.device)
     while cache and cache[-1].rng is None:
@@ -281,9 +282,9 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
 def rng_state(device: torch.device) -> dict[str, Tensor]:
     """States of torch's generators, uint8: the CPU's, and that of the model's device.
 
-    The second forward has to draw what the first one drew. The dropouts of this project's models
-    are functions of the sample and do not need it; anything else random in a model does. Without
-    replay the gradient is biased, not only noisy: its relative error is about one half.
+    The second forward has to draw the same numbers as the first. Dropouts of this project's models
+    are functions of the sample and do not need this; all other random operations do. Without replay
+    the gradient is biased, not only noisy: its relative error is about one half.
 
     ValueError for a device whose generator cannot be read.
     """

@@ -1,5 +1,5 @@
-"""A wish to stop: a signal, the clock, a file. All become one flag, on which the ranks agree in the
-next step, with its gradients (`clip_train.task.Flags`).
+"""Stop requests: a signal, a time limit, a file. All set one flag. The ranks exchange it with the
+gradients of the next step (`clip_train.task.Flags`).
 
 No torch here: signals are caught before the heavy imports, during which they would otherwise kill
 the rank.
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Why this rank wants to stop, if it does; the first reason stays."""
+    """The reason why this rank should stop, if any. The first reason stays."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -37,11 +37,11 @@ class StopRequest:
         return False
 
     def listen(self) -> None:
-        """Take over TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a terminal
-        that is closed) but under nohup.
+        """Handle TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a closed
+        terminal) unless nohup ignores it.
 
         A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing:
-        torchrun, Slurm and a batch script may each send one for the same event, and the save is to
+        torchrun, Slurm and a batch script may each send one for the same event, and the save must
         survive them.
         """
         if self._arrived is None:
@@ -57,8 +57,8 @@ class StopRequest:
         )  # whoever started this rank may have blocked them until now
 
     def look(self) -> str | None:
-        """The reason, if there is one; from any thread, also while the main thread is in C (a
-        rendezvous, a collective), where Python's handlers do not run."""
+        """The reason, if there is one. Works in any thread, even while the main thread is in C (a
+        rendezvous, a collective) and Python's handlers do not run."""
         if self._arrived is not None:
             with contextlib.suppress(BlockingIOError):
                 for number in os.read(self._arrived, 64):
@@ -67,7 +67,8 @@ class StopRequest:
         return self.reason
 
     def ignore(self) -> None:
-        """All is committed: a launcher's hurry must not look like a crash."""
+        """Ignore further signals: everything is committed, so a launcher's signal must not look
+        like a crash."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,7 +1,7 @@
-"""The interfaces of a training step: batches, features, fragments, what a model means, and a loss.
+"""The interfaces of a training step: batches, features, fragments, the task of a model, and a loss.
 
 A `Task` names the features that a model returns and the groups of its parameters. An `Objective` is
-the loss over the global batch. Nothing else asks what kind of model it is.
+the loss over the global batch. No other code depends on the kind of model.
 
 Capital letters, here and everywhere: `W` ranks, `k` micro-batches of `b` samples on each rank,
 `n` samples on a rank, `N` in the global batch, `D` the width of the features. If W does not divide
@@ -30,8 +30,8 @@ from clip_train.settings import Matmul
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
 EMA = "param_ema"  # the slot of a parameter's moving average
 Features: TypeAlias = dict[str, Tensor]
-"""What a model returns for a micro-batch, by name: rows [b, ...], one for each sample, and
-scalars [1].
+"""The output of a model for a micro-batch, by name: rows [b, ...], one for each sample, and scalars
+[1].
 
 CLIP has "image" and "text", [b, D] and normalized, and the scalars "logit_scale" (the factor
 itself, exp of the parameter) and, for a sigmoid loss, "logit_bias". They are float32 (or float64)
@@ -82,7 +82,7 @@ class Batch:
         return replace(self, **move)
 
     def repeated(self, n: int, shares: tuple[int, ...]) -> Batch:
-        """Its samples again and again, `n` in all, in place of a batch that could not be read."""
+        """A batch of `n` samples that repeats these, in place of a batch that could not be read."""
         if n == len(self):
             return replace(self, shares=shares)
         rows = torch.arange(n, device=self.images.device) % len(self)
@@ -102,9 +102,9 @@ class Batch:
     def micro_batches(self, micro_size: int) -> MicroBatches:
         """`micro_size` samples each, equally many micro-batches on every rank.
 
-        The last may be shorter (`chunk_sizes`). If text lengths are known, samples go from short
-        to long texts, so that little padding is left. Texts are cut where all of them have ended,
-        at one of few lengths, without asking the device.
+        The last may be shorter (`chunk_sizes`). If text lengths are known, samples go from short to
+        long texts, so that little padding is left. Texts are cut after the end of the longest, at
+        one of a few lengths, without reading from the device.
         """
         n, context = len(self.images), self.texts.shape[-1]
         counts = self.shares or (n,)
@@ -164,7 +164,7 @@ def text_lengths(texts: Tensor, end_id: int | None = None) -> list[Any]:
 
 @dataclass
 class MicroBatch:
-    """What goes through the model at once."""
+    """The samples of one forward pass."""
 
     images: Tensor  # uint8 [b, 3, H, W], or [b, B], as in `Batch`
     # int64 [b, L], or [T b, L], those of an image one after another; L at most context_length
@@ -193,11 +193,12 @@ FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53
 
 
 class Flags(NamedTuple):
-    """What a rank says about itself in a step. What one rank sets, all ranks see set.
+    """Flags by which a rank reports its state in a step. A flag set by one rank is set on all
+    ranks.
 
-    The flags are summed over the ranks together with the norm of the gradients, so that the ranks
-    agree without a message of their own. They travel as one number: gloo passes each element of a
-    short tensor around the ring separately.
+    The flags are summed over the ranks in the same collective as the norm of the gradients, so they
+    need no collective of their own. They travel as one number: gloo passes each element of a short
+    tensor around the ring separately.
     """
 
     failed: bool = False  # an error, and no new batch: the step is discarded and the run ends
@@ -221,7 +222,7 @@ NO_FLAGS = Flags()
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports, the same on all ranks."""
+    """The results of a step, the same on all ranks."""
 
     grad_norm: float  # global, before the clip
     skipped: bool = False  # fp16 only: the gradients overflowed, nothing was updated
@@ -256,7 +257,7 @@ class StateRange(NamedTuple):
 
 
 class FragmentSource(Protocol):
-    """Reads any range of any parameter's state, however the checkpoint was cut."""
+    """Reads any range of any parameter's state, whatever layout wrote the checkpoint."""
 
     def prepare(self, ranges: Iterable[StateRange]) -> None:
         """Fetch everything that this rank will read. Collective.
@@ -273,7 +274,7 @@ class FragmentSource(Protocol):
 
 
 class Task:
-    """What a kind of model means for a step: CLIP, unless a subclass says otherwise.
+    """How a step uses a kind of model. This class describes CLIP; subclasses describe others.
 
     CLIP has a tower of images, a tower of texts, a logit scale and perhaps a bias. The model is
     `model(images, texts, sample_seeds)` and returns `(image, text, exp(logit_scale), logit_bias)`,
@@ -307,7 +308,7 @@ class Task:
         return named_features(*model(images, texts, micro_batch.sample_seeds, *packed))
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:
-        """The features `name`, [b, D], of inputs of that kind alone: what evaluation needs.
+        """The features `name`, [b, D], from inputs of that kind only, for evaluation.
 
         name "image": uint8 [b, 3, H, W], or [b, B] as in `Batch`; "text": int64 [b,
         context_length].
@@ -359,7 +360,7 @@ def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """What a loss may need beside this rank's features."""
+    """Inputs of a loss other than this rank's features."""
 
     # N, sharded so that the first N % W ranks hold one more; or samples of each rank; None: every
     # rank holds n
@@ -419,8 +420,8 @@ def is_scalar(feature: Tensor) -> bool:
 
 
 class Objective(abc.ABC):
-    """A contrastive loss in closed form: its gradients need no autograd graph, and no collective
-    after the call.
+    """A contrastive loss in closed form: its gradients need neither an autograd graph nor a
+    collective after the call.
 
     All ranks make the same calls. Only `__call__` has to be overridden.
     """
@@ -435,7 +436,8 @@ class Objective(abc.ABC):
     """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 
     def prepare(self, micro_batch: MicroBatch) -> Features | None:
-        """Once for each micro-batch, in the first pass, without grad: a teacher's features."""
+        """Called for each micro-batch in the first pass, without grad, for instance to compute a
+        teacher's features."""
         return None
 
     @abc.abstractmethod
@@ -443,7 +445,7 @@ class Objective(abc.ABC):
         """features: those of this rank's n samples, detached; equal rows belong together."""
 
     def after_step(self) -> None:  # noqa: B027  most need nothing
-        """The optimizer has stepped."""
+        """Called after the optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint; the same on all ranks, and valid on any number of them."""

@@ -1,7 +1,7 @@
 """The loop: a batch, a step, a record; then, if they are due, a checkpoint and an evaluation.
 
-The trainer decides what happens at a step boundary. Everything that can end a run is agreed on by
-all ranks here. What only looks at the run is a `Callback`.
+The trainer decides what happens between steps. Here all ranks agree on everything that can end a
+run. Code that only observes the run is a `Callback`.
 """
 
 import time
@@ -48,7 +48,7 @@ class Trainer:
     evaluate: Callable[[], dict[str, float]] | None = None  # collective
     evaluate_every: int | None = None  # steps; None: after the last one
     log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
-    # what a resumed run compares itself with
+    # a resumed run compares itself with these
     run_state: dict[str, Any] = field(default_factory=dict)
     # failures of observers (metrics, evaluations, reports), which do not end a run
     skipped: Skipped = field(default_factory=Skipped)
@@ -100,7 +100,7 @@ class Trainer:
                 "run the same line again"
             )
         evaluated = self._evaluate()
-        dist.raise_agreed(self.failure)  # no boundary follows that would do so
+        dist.raise_agreed(self.failure)  # no later step would do so
         return evaluated
 
     def call(self, method: str, *args: Any) -> None:
@@ -111,7 +111,7 @@ class Trainer:
     def close(self) -> None:
         """Finish the pending save within `checkpoint.grace_seconds`, then close everything else.
 
-        A second call does nothing. Raises the first error that closing met.
+        A second call does nothing. Raises the first error of closing.
         """
         if self.closed:
             return
@@ -126,8 +126,8 @@ class Trainer:
             raise error
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch. If this rank has failed, the previous batch again, so that it can join
-        the collectives of the step; its flag makes all ranks discard the step."""
+        """The next batch. A rank that has failed gets its previous batch again to take part in the
+        step's collectives; its flag makes all ranks discard the step."""
         first = self.last is None  # no batch could be repeated
         if self.failure is None:
             try:
@@ -152,7 +152,8 @@ class Trainer:
         return Flags(failed=self.failure is not None, stop=self.stop.reason is not None)
 
     def _end_failed(self) -> NoReturn:
-        """Collective. The lowest rank that failed raises its own error, the others learn of it."""
+        """Collective. The lowest rank that failed raises its own error; the others raise
+        `RemoteRankError`."""
         self.call("on_error", self.failure)
         dist.raise_agreed(self.failure)
         raise AssertionError("no rank has failed")
@@ -160,7 +161,7 @@ class Trainer:
     def _step(self, batch: Batch, waited: float) -> bool:
         """One step, and the save and the evaluation that are due after it. waited: seconds.
 
-        True if any rank was asked to stop; then neither of them runs here."""
+        Returns True if any rank was asked to stop; then neither of them runs."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
@@ -185,7 +186,7 @@ class Trainer:
                 f"step {self.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
-        if fitting is not plan:  # memory ended: smaller from here on
+        if fitting is not plan:  # out of memory: smaller from here on
             kept = min(self.plan.kept_graphs, fitting.kept_graphs)
             self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
         self.step += 1
@@ -258,7 +259,8 @@ class Trainer:
         return evaluated
 
     def _on_this_rank(self, action: Callable[[], None]) -> None:
-        """Run what may fail on this rank alone without leaving the others in a collective."""
+        """Run an action that may fail on this rank only, without leaving the others in a
+        collective."""
         try:
             action()
         except Exception as e:

@@ -40,9 +40,9 @@ def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
 
 
 def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Finding]:
-    """What a run does before its model is built: is checkpoint.remote fit for checkpoints?
+    """Check that checkpoint.remote can hold checkpoints, as a run does before it builds its model.
 
-    patience_seconds: how long one operation is tried, which is less than a run tries it.
+    patience_seconds: how long one operation is tried; a run tries longer.
     """
     remote = config.checkpoint.remote
     if remote is None:
@@ -59,7 +59,7 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:
-    """Can the run be written, and is there room for it?"""
+    """Check that run.dir can be written and has enough space."""
     run_dir = config.run_dir.absolute()
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     probe = folder / f".doctor-{os.getpid()}"
@@ -73,7 +73,7 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
             "choose another, or correct its permissions",
         )
         return
-    # fp32 weights and two moments of each parameter, in the checkpoints that are kept and one more
+    # fp32 weights and two moments of each parameter, for all kept checkpoints and one more
     needed = 12 * count_parameters(config.model.architecture()) * (config.checkpoint.keep_last + 1)
     free = shutil.disk_usage(folder).free
     message = (
@@ -85,7 +85,7 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
-    """Folders that a node has for itself: a job that is requeued on another loses its
+    """Warn about node-local folders: a job that is requeued on another node loses its
     checkpoints."""
     places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
     if remote is not None and not is_remote(remote):
@@ -95,7 +95,7 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
         if local is not None:
             yield warning(
                 "disk",
-                f"{key} ({place}) is under {local}, which every node has for itself",
+                f"{key} ({place}) is under {local}, which is local to each node",
                 "choose a shared folder (or correct local_paths in the site file)",
             )
 
@@ -104,13 +104,14 @@ PLACES: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "disk": check_disk,
     "S3": check_store,
 }
-"""What `doctor` shows of a recipe's places, and `submit` and `train --dry-run` require."""
+"""The checks of a recipe's paths and stores: `doctor` shows them, `submit` and `train --dry-run`
+require them."""
 
 
 def require_places(config: RunConfig, *, store: bool = True) -> None:
-    """Raise what would only fail later: a disk that is full or refuses, a store that is not fit.
+    """Raise errors that would otherwise occur later: a full or read-only disk, an unsuitable store.
 
-    store: ask the store, too. UserError for the first error; warnings are logged.
+    store: check the store as well. UserError for the first error; warnings are logged.
     """
     for name, check in PLACES.items():
         for finding in check(config) if store or name != "S3" else ():

@@ -43,10 +43,10 @@ from launcher.weights import KEYS, weights_here
 def shared_index(
     config: RunConfig, key: str, spec: str, known: ShardIndex | None = None
 ) -> ShardIndex:
-    """The shards of `data.train` or `data.val` on every rank; one rank of each node lists them and
-    reads their index, which the others map into their memory.
+    """The shards of `data.train` or `data.val` on every rank. One rank of each node lists them and
+    reads their index; the others map it into their memory.
 
-    known: what this rank has found before.
+    known: the result if this rank has looked before.
     """
 
     def look() -> ShardIndex:
@@ -130,7 +130,7 @@ def build_loader(
 
 
 def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
-    """Picklable. UserError where it is another than CLIP's, and its files are missing."""
+    """Picklable. UserError if it is not CLIP's tokenizer and its files are missing."""
     if isinstance(architecture, OwnModel) and architecture.tokenizer is not None:
         return architecture.tokenizer
     if not isinstance(architecture, Architecture):
@@ -189,8 +189,8 @@ def base_of(config: RunConfig) -> str | None:
 
 
 def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective, str | None]:
-    """Collective: the loss; with frozen teachers, in the engine's precision, where the recipe
-    names some, and their digests. RankError where the nodes see different ones."""
+    """Collective: the loss, and the digests of teachers. If the recipe names teachers, they are
+    frozen and in the engine's precision. RankError if nodes see different teachers."""
     scales: list[Any] = config.loss.teacher_scales or [None] * len(config.model.teachers())
     teachers: list[Teacher] = []
     digests: list[str] = []

@@ -12,12 +12,12 @@ from clip_train.errors import UserError
 def averaged(
     found: Sequence[Resumed], weights: Sequence[float], ema: bool = False
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """`FragmentReader.whole` of the mean of these checkpoints, in fp32. Collective.
+    """Like `FragmentReader.whole`, for the mean of these checkpoints, in fp32. Collective.
 
-    It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to
-    the bit. Integers are those of the first. Memory: two tensors for any number of checkpoints.
-    weights: of each, greater than 0. ema: the mean of their moving averages.
-    UserError for checkpoints of models of different shapes; CheckpointError.
+    It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to the
+    bit. Integers come from the first. Memory: two tensors for any number of checkpoints. weights:
+    of each, greater than 0. ema: the mean of their moving averages. UserError for checkpoints of
+    models of different shapes; CheckpointError.
     """
     readers = [each.reader for each in found]
     for reader in readers:

@@ -1,8 +1,8 @@
 """The protocol of commits: who may write, how a checkpoint is committed, how it is read. No torch.
 
 Every writer takes the next epoch. Only the writer with the highest epoch may commit. Rank 0 commits
-a checkpoint once every rank has written its file. Ranks learn about each other's files from
-the rank manifests in the store, never through the collectives of the training.
+a checkpoint once every rank has written its file. Ranks learn about each other's files from the
+rank manifests in the store, never through collectives.
 """
 
 import contextlib
@@ -71,11 +71,11 @@ def epochs(storage: Storage) -> list[int]:
 
 
 def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
-    """Take the epoch after all that `storage` and `others` know; each of several racers gets its
-    own.
+    """Take the epoch after the highest in `storage` and `others`. Processes that race for it get
+    different epochs.
 
-    The lease is also written to `others`, where a process that is cut off from `storage` sees it.
-    CheckpointError for a store that cannot be written to.
+    The lease is also written to `others`, for processes that cannot reach `storage`.
+    CheckpointError if the store is not writable.
     """
     taken = [-1]
     with writable(storage):
@@ -100,8 +100,8 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
 def check(storage: Storage, held: Lease) -> None:
     """FencedError if another process has taken a higher epoch; OSError.
 
-    On a server that ignores If-None-Match another process may have taken the same epoch: the token
-    tells.
+    On a server that ignores If-None-Match, another process may have taken the same epoch; the token
+    distinguishes them.
     """
     epoch = max([held.epoch, *epochs(storage)])
     who, token = "another process", held.token
@@ -145,7 +145,8 @@ class SaveRequest:
 def put_rank_manifest(
     store: Storage, request: SaveRequest, error: BaseException | None = None
 ) -> None:
-    """Write this rank's manifest: its file and fragments, or why there is none. OSError."""
+    """Write this rank's manifest: its file and fragments, or the reason why they are missing.
+    OSError."""
     body: dict[str, Any] = {"rank": request.rank, "step": request.step}
     if error is not None:
         body |= {"error": explain(error), "superseded": isinstance(error, SupersededError)}
@@ -160,8 +161,8 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
     """On rank 0: wait for all ranks' manifests, then write layout, manifest and marker.
 
     Returns the URL of the attempt that is committed. timeout_seconds: from the snapshot until
-    waiting ends.
-    FencedError, RefusedError; OSError or CheckpointError for failures that may pass.
+    waiting ends. FencedError, RefusedError; OSError or CheckpointError for failures that may be
+    temporary.
     """
     prefix = request.prefix
     bodies = _rank_manifests(store, prefix, request.world_size, request.since + timeout_seconds)
@@ -186,7 +187,7 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
     ref = CommitRef(request.epoch, request.step)
     marker = Commit(*ref, prefix, manifest.sha256_of(data), held.token)
     if not store.put_bytes(ref.name, manifest.add_checksum(asdict(marker)), if_absent=True):
-        # a checkpoint writer of this process may have committed this step and died before it said
+        # a writer of this process may have committed this step and died before reporting it
         there = read_commit(store, ref)
         if there.token != held.token:
             raise FencedError(f"{store.url}/{ref.name} has been committed by another process")
@@ -197,7 +198,7 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
 def _rank_manifests(
     store: Storage, prefix: str, world_size: int, end: float
 ) -> list[dict[str, Any]]:
-    """All rank manifests of an attempt, by rank. end: until when to wait, by `time.monotonic`.
+    """All rank manifests of an attempt, by rank. end: how long to wait, in `time.monotonic`.
 
     RefusedError if one has an error or never comes; OSError.
     """
@@ -232,7 +233,7 @@ def _rank_manifests(
 
 @contextlib.contextmanager
 def readable(url: str) -> Iterator[None]:
-    """CheckpointError if it cannot be determined what a store holds."""
+    """CheckpointError if the contents of a store cannot be determined."""
     try:
         yield
     except FormatError as e:
@@ -248,7 +249,7 @@ def readable(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writable(storage: Storage) -> Iterator[None]:
-    """CheckpointError where the store cannot be written to."""
+    """CheckpointError if the store is not writable."""
     try:
         yield
     except OSError as e:
@@ -281,8 +282,8 @@ def read_small(
     start: int = 0,
     end: int | None = None,
 ) -> T:
-    """`parse` of a small file, or of bytes [start, end) of another; a ValueError may be a bit that
-    flipped on the way: it is read again.
+    """Read a small file, or bytes [start, end) of another one, and return `parse` of it. After a
+    ValueError, which a bit flipped in transit can cause, the file is read again.
 
     DamagedError, FormatError, OSError.
     """
@@ -314,7 +315,8 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
 
 
 def read_found(storage: Storage, ref: CommitRef) -> Found:
-    """The marker, the manifest and the layout that have their sha256; all files have their size.
+    """Read the marker, the manifest and the layout, check their sha256, and check the size of every
+    file.
 
     DamagedError, FormatError, OSError.
     """
@@ -349,7 +351,8 @@ def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> No
 
 
 def in_parallel(action: Callable[[J], T], jobs: Sequence[J], workers: int) -> Iterator[T]:
-    """The results of the jobs, in their order, `workers` at a time; the first error ends it."""
+    """Run the jobs, `workers` at a time, and return their results in order. The first error ends
+    them."""
     pool = ThreadPoolExecutor(min(workers, max(len(jobs), 1)))
     try:
         yield from pool.map(action, jobs)

@@ -19,16 +19,15 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 
 
 class CheckpointConfig(Settings):
-    """When to save and where, how much to keep, what to resume from."""
+    """When and where to save, how many checkpoints to keep, and where to resume from."""
 
     every_steps: int | None = Field(1000, ge=1)
-    """Save after every so many optimizer steps; null: never by steps. Where the disk still takes
-    the last snapshot then, as soon as it has it.
+    """Save after this many optimizer steps; null: never by steps. If the disk is still writing the
+    last snapshot, the save follows as soon as that is done.
     """
 
     every_minutes: float | None = Field(None, gt=0, le=1e6)
-    """Save when so many minutes have passed since the last save, by rank 0's clock; null: never by
-    time.
+    """Save this many minutes after the last save, by rank 0's clock; null: never by time.
     """
 
     remote: str | None = Field(None, min_length=1)
@@ -41,39 +40,39 @@ class CheckpointConfig(Settings):
     """How many of the newest complete checkpoints stay; the one resumed from stays too."""
 
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints at multiples of so many steps stay for good."""
+    """Checkpoints at multiples of this many steps are kept forever."""
 
     keep_best: str | None = Field(None, min_length=1)
-    """A number of the evaluation (`zero_shot_top1`): the checkpoint with the highest stays. With a
-    minus in front (`-image_to_text_median_rank`) the one with the lowest. It is the evaluation
-    at the step of the save that counts.
+    """A metric of the evaluation (`zero_shot_top1`): the checkpoint with the highest value is kept.
+    With a minus in front (`-image_to_text_median_rank`), the one with the lowest. Only evaluations
+    at the step of a save count.
     """
 
     resume: str = Field("auto", min_length=1)
     """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail
     rather than start fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one
-    checkpoint in it. Another run's is where this run begins: once it has a checkpoint of its
+    checkpoint in it. If it is another run's, this run starts there. Once it has a checkpoint of its
     own, it continues from that.
     """
 
     allow_changed_recipe: bool = False
-    """Resume although the data, the model or the global batch has changed since: then the curve is
-    another's.
+    """Resume even if the data, the model or the global batch has changed. The loss curve then
+    changes too.
     """
 
     max_failed_saves: int = Field(3, ge=1)
-    """The run stops after so many failed saves in a row; until then it tries again at the next
-    occasion.
+    """The run stops after this many failed saves in a row. Before that, it tries again when the
+    next save is due.
     """
 
     save_timeout_minutes: float = Field(60.0, gt=0, le=1e6)
-    """A save that is not committed after so long has failed."""
+    """A save that takes longer than this to be committed has failed."""
 
     grace_seconds: float = Field(240.0, ge=0, le=1e8)
-    """At the end, or when asked to stop: how long to wait for the last save to be committed."""
+    """How long to wait for the last save to be committed, at the end or after a stop request."""
 
     orphan_grace_minutes: float = Field(60.0, ge=0)
-    """Data of saves that were never committed are removed when they are older than this."""
+    """Files of saves that were never committed are removed when they are older than this."""
 
     @field_validator("remote")
     @classmethod
@@ -124,16 +123,17 @@ _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETO
 
 _IGNORES_CONDITIONS = (
     "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
-    "both take it for theirs. What still holds: a checkpoint is whole or is not one, and a run "
-    "that was started earlier stops at its next save; make sure that no two jobs use this "
+    "both take it for theirs. Checkpoints are still complete or do not exist, and a run that was "
+    "started earlier stops at its next save. Make sure that no two jobs use this "
     "checkpoint.remote at once"
 )
 
 
 def preflight(storage: Storage) -> list[str]:
-    """Try all that a run does with its store, and remove the files of it. Returns warnings.
+    """Try every operation that a run needs from its store, and remove the files made by the test.
+    Returns warnings.
 
-    UserError (a right, a bucket, a clock) or CheckpointError (anything that may pass): the first
+    UserError (a permission, a bucket, a clock) or CheckpointError (possibly temporary): the first
     operation that fails, and why.
     """
     folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()

@@ -1,4 +1,5 @@
-"""What the trainer calls: is a save due, save, what became of earlier saves, resume."""
+"""The trainer's interface to checkpoints: decide when to save, save, follow earlier saves,
+resume."""
 
 import contextlib
 import json
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saved(Enum):
-    """What `CheckpointManager.save` has done; the same on all ranks."""
+    """The result of `CheckpointManager.save`; the same on all ranks."""
 
     COMMITTED = auto()
     UNDER_WAY = auto()  # the snapshot is taken; `poll` reports the rest
@@ -56,14 +57,14 @@ class LastGood(NamedTuple):
 
 
 class CheckpointManager:
-    """Saves and resumes one run's checkpoints. All ranks make the same calls in the same order,
-    this one's constructor too.
+    """Save and resume one run's checkpoints. All ranks make the same calls in the same order,
+    including the constructor.
 
     `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
     folder: `<run.dir>/checkpoints`. log, warn: called on rank 0 with messages for the user; warn
-    gets failures. clock: in seconds. It decides when a save is due or has waited too long.
-    last_good: the newest checkpoint that this process has committed or resumed from.
+    gets failures. clock: in seconds. Decides when a save is due, or has waited too long. last_good:
+    the newest checkpoint that this process has committed or resumed from.
     """
 
     def __init__(
@@ -112,11 +113,10 @@ class CheckpointManager:
                 self._warn(warning)
 
     def resume(self) -> Resumed | None:
-        """The checkpoint that `checkpoint.resume` asks for, the same on all ranks; None: start
-        fresh.
+        """The checkpoint chosen by `checkpoint.resume`, the same on all ranks; None: start fresh.
 
-        CheckpointError when there must be one and none is whole, or when one cannot be read.
-        UserError for a path that holds no checkpoints.
+        CheckpointError if a checkpoint is required and none is complete, or if one cannot be read.
+        UserError for a path without checkpoints.
         """
         places = Places(self.storage if self._shared else None, self.remote)
         resumed = select(self.config.resume, places, self.storage, self._log)
@@ -133,8 +133,7 @@ class CheckpointManager:
         return resumed
 
     def begin(self) -> None:
-        """Take the lease, which an older process of this run loses, and start the checkpoint
-        writer.
+        """Take the lease away from any older process of this run, and start the checkpoint writer.
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
@@ -166,8 +165,8 @@ class CheckpointManager:
     def due(self, step: int) -> bool:
         """Whether to save after `step` (counted from 1); collective, once per step.
 
-        A save that is due while a disk still takes the previous snapshot is deferred. That is not a
-        failure until it has lasted for `checkpoint.save_timeout_minutes`.
+        If a disk is still writing the previous snapshot, a save that is due is deferred. That is
+        not a failure until it has lasted for `checkpoint.save_timeout_minutes`.
         """
         self._poll()
         if not self._schedule.due(step):
@@ -199,8 +198,8 @@ class CheckpointManager:
         """Save the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
         shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
-        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. A previous
-        snapshot that is being written is waited for; `due` does not let a save begin before. A
+        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. Waits for a
+        previous snapshot that is still being written; `due` does not let a save begin before. A
         step that is committed already is not saved again.
 
         CheckpointError after `max_failed_saves` failures in a row, or when another process has
@@ -285,10 +284,11 @@ class CheckpointManager:
         elif math.isfinite(values[name]):
             self._scores[CommitRef(self._policy.lease.epoch, step)] = values[name]
 
-    # -- what became of it
+    # -- results of saves
 
     def poll(self) -> dict[str, float]:
-        """At every step: what became of earlier saves, without waiting; numbers for the record.
+        """At every step: collect the results of earlier saves without waiting. Returns numbers for
+        the record.
 
         CheckpointError, on rank 0, after too many failures in a row, or when another process has
         taken over.
@@ -302,7 +302,8 @@ class CheckpointManager:
     def _poll(self, timeout: float = 0.0) -> None:
         """Take the checkpoint writer's messages; waits up to `timeout` seconds for the first.
 
-        If it has died, what it had under way has failed; the next save starts another one.
+        If the writer has died, its unfinished saves have failed, and the next save starts a new
+        one.
         """
         if self._writer is None:
             return
@@ -439,8 +440,8 @@ class CheckpointManager:
     def close(self) -> None:
         """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
 
-        The time that a last save was waited for counts. Not collective. The log says what became of
-        a save that was under way.
+        Time already spent waiting for the last save counts. Not collective. The log reports the
+        result of an unfinished save.
         """
         if self._writer is not None:
             end = self._end or time.monotonic() + self.config.grace_seconds

@@ -1,4 +1,4 @@
-"""The names and the small files of a checkpoint, and nothing that touches a disk. No torch.
+"""Names and small files of a checkpoint. Does not touch a disk, and does not import torch.
 
     lease/e000007.json                   who writes with epoch 7: put if absent
     ckpt/s0000001200/e000007-1/          one attempt
@@ -10,8 +10,8 @@
     tmp/ckpt/...                         an attempt fetched for a resume, kept until the next save
 
 The folder of an attempt is named by its step, the writer's epoch and the number of the snapshot in
-that process. Every process that is going to write takes the next epoch. A writer whose epoch is no
-longer the highest may not commit. The newest checkpoint has the highest (epoch, step).
+that process. Every process takes the next epoch before it writes. A writer whose epoch is no longer
+the highest may not commit. The newest checkpoint has the highest (epoch, step).
 """
 
 import hashlib
@@ -87,7 +87,7 @@ SHARED_KEY = "@shared|"
 
 
 def add_checksum(body: dict[str, Any]) -> bytes:
-    """JSON with its own sha256: readers notice a bit that flips on the way, and read again."""
+    """JSON with its own sha256: a reader notices a bit that flipped in transit and reads again."""
     body = {**body, "format": FORMAT_VERSION}
     return json.dumps({**body, "sha256": sha256_of(_canonical(body))}, sort_keys=True).encode()
 
@@ -123,7 +123,8 @@ def verified(data: bytes, sha256: str) -> bytes:
 
 
 class FormatError(Exception):
-    """Written by another version of this program: no damage, and not to be stepped over."""
+    """Written by another version of clip-train. The file is not damaged, so it must not be
+    skipped."""
 
 
 def check_format(body: Any) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint consists of."""
+    """All files of a checkpoint."""
 
     step: Natural
     epoch: Natural
@@ -196,7 +197,7 @@ class Commit:
 
 
 def blocks_of(files: Sequence[FileEntry]) -> list[list[Block]]:
-    """The blocks of each file. ValueError if a file has not as many as its size needs."""
+    """The blocks of each file. ValueError if a file's number of blocks does not match its size."""
     blocks: list[list[Block]] = []
     for number, entry in enumerate(files):
         starts = range(0, entry.size, BLOCK_BYTES)

@@ -39,7 +39,7 @@ class Schedule:
         return self.deferred is not None or by_steps or self._due_by_time(step)
 
     def overdue(self) -> bool:
-        """Whether a deferred save has waited for `save_timeout_minutes`; then the time starts
+        """Whether a deferred save has waited for `save_timeout_minutes`. If so, the time starts
         again.
         """
         late = self._clock() - self._since > 60 * self._config.save_timeout_minutes
@@ -48,12 +48,14 @@ class Schedule:
         return late
 
     def saved(self, step: int) -> None:
-        """A save has been tried: the minutes start again, and nothing is deferred any more."""
+        """Called after an attempt to save: the minutes start again, and nothing is deferred any
+        more."""
         self._since, self._since_step, self._next_look = self._clock(), step, 0
         self.deferred = None
 
     def _due_by_time(self, step: int) -> bool:
-        """Rank 0's clock decides, and also when to ask again: most steps cost no message."""
+        """Rank 0's clock decides this, and when the ranks ask again, so most steps need no
+        message."""
         if self._config.every_minutes is None or step < self._next_look:
             return False
         if self._since_step < 0:
@@ -115,7 +117,7 @@ class WriterProcess:
         return messages
 
     def close(self) -> None:
-        """It ends, whatever it is doing."""
+        """End the process, whatever it is doing."""
         self._connection.close()
         try:
             self._process.wait(_EXIT_SECONDS)

@@ -1,7 +1,7 @@
-"""Reads one checkpoint: any range of any parameter, however it was cut, bit for bit.
+"""Read any range of any parameter of a checkpoint, bit for bit, whatever layout wrote it.
 
 A rank reads local files, completed from the remote store. Every block is verified before a byte of
-it is given out. Where all ranks see one folder, they share hashing and fetching.
+it is returned. If all ranks see one folder, they share the hashing and fetching.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
 
     @property
     def blocks(self) -> slice:
-        """Which blocks of the file."""
+        """The file's blocks that contain this extent."""
         return slice(self.at // BLOCK_BYTES, -(-self.stop // BLOCK_BYTES))
 
 
@@ -80,8 +80,8 @@ def _natural(number: Any) -> int:
 def parse_layout(layout: bytes, sizes: list[int]) -> Layout:
     """The inverse of `manifest.build_layout`. sizes: of the files, bytes.
 
-    ValueError if a fragment or a tensor is not within its parameter and its file; for a forged one
-    any other error.
+    ValueError if a fragment or a tensor exceeds its parameter or its file. A forged layout may
+    cause any other error.
     """
     unpacked = zlib.decompressobj()
     data = unpacked.decompress(layout, LARGEST_LAYOUT)
@@ -184,11 +184,11 @@ class FragmentReader:
     # -- verifying and fetching
 
     def verify_all(self) -> str | None:
-        """Every block is verified by some rank, or fetched by it. Collective.
+        """Each block is verified or fetched by one rank. Collective.
 
-        Returns a description of the damage, the same on all ranks. None means that there is none;
-        if all ranks share the folder, the files are then in it. CheckpointError, on all ranks, if
-        one rank cannot read for another reason.
+        Returns a description of the damage, the same on all ranks. None means no damage; if all
+        ranks share the folder, it then has the files. CheckpointError, on all ranks, if one rank
+        cannot read for another reason.
         """
         rank, world_size = dist.rank(), dist.world_size()
         blocks = list(itertools.chain(*self._blocks))
@@ -223,7 +223,7 @@ class FragmentReader:
                 )
 
     def _ensure(self, block: Block) -> int:
-        """One block is whole on this disk, or fetched; returns the bytes that were fetched.
+        """Verify one block on this disk, or fetch it; returns the number of fetched bytes.
 
         DamagedError, CheckpointError.
         """
@@ -284,7 +284,7 @@ class FragmentReader:
                     yield Extent(lower, upper, dtype, int(row["file"]), at, stop)
 
     def prepare(self, ranges: Iterable[StateRange]) -> None:
-        """Verify and fetch what this rank is going to read. Collective; CheckpointError, on all
+        """Verify and fetch the blocks that this rank will read. Collective; CheckpointError, on all
         ranks.
         """
         pieces = (
@@ -335,8 +335,8 @@ class FragmentReader:
     def whole(
         self, ema: bool = False, here: bool = True
     ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-        """Every parameter as in the model's state dict, verified and fetched: its shape and type,
-        on `meta`, and what reads one of them (fp32). Collective.
+        """Verify and fetch every parameter of the model's state dict. Returns tensors on `meta`
+        with their shapes and types, and a function that reads one of them (fp32). Collective.
 
         ema: its moving average, if it has one (a frozen one has not). here: False on a rank that
         only waits for the others. UserError if no parameter has an average; CheckpointError.
@@ -375,8 +375,8 @@ class FragmentReader:
         return {name: read(name) for name in like}
 
     def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
-        """What rank `rank` saved for itself (its random state); None: what was the same on all
-        ranks (memory banks), readable on any number of them. CheckpointError.
+        """Tensors that rank `rank` saved for itself (its random state). None: tensors that were
+        equal on all ranks (memory banks), which any number of ranks can read. CheckpointError.
         """
         file, prefix = (0, manifest.SHARED_KEY) if rank is None else (rank, manifest.RANK_KEY)
         tensors: dict[str, Tensor] = {}
@@ -390,7 +390,7 @@ class FragmentReader:
 def _write_block(path: Path, size: int, start: int, data: bytes) -> None:
     """Write `data` at `start` of a file of `size` bytes, to which several ranks may write. OSError.
 
-    A file that is not complete yet does not have its hashes.
+    The hashes of an incomplete file do not match.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

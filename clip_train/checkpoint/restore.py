@@ -1,10 +1,10 @@
-"""Which checkpoint to resume from: the newest one, here or in the remote store, that proves whole.
+"""Choose the checkpoint to resume from: the newest complete one, here or in the remote store.
 
 Newest first: the marker is read; the manifest and the layout must have their sha256; every file its
 size; every block its sha256 (`reader.py`; the ranks share that work). At the first mismatch all
-ranks step back together to the next older one, and report why. Something that cannot be read for
-another reason (permission, network, a broken disk) is not damage: it stops the run, which would
-otherwise silently lose its work.
+ranks step back together to the next older one, and report why. A read error with another cause
+(permission, network, a broken disk) is not damage. It stops the run, which would otherwise silently
+lose work.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 
-SHARED_SECONDS = 40.0  # for a new file to be seen by all: NFS caches folders for 30 s
+SHARED_SECONDS = 40.0  # until all ranks see a new file: NFS caches folders for 30 s
 _LISTINGS = 5  # how often the selection is started again
 Log = Callable[[str], None]
 
@@ -83,7 +83,8 @@ class Resumed:
 
 
 def is_shared(storage: LocalStorage, *, required: bool) -> bool:
-    """Collective: whether all ranks see what rank 0 writes there. CheckpointError, on all ranks.
+    """Collective: whether all ranks see the files that rank 0 writes there. CheckpointError, on all
+    ranks.
 
     required: RankError where one of them does not, even after a while.
     """
@@ -125,12 +126,12 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
     mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
     only.
 
-    If it names another run, this run starts there. Once it has a checkpoint of its own, it
-    continues from that, because a requeued job has the same command. log: called with progress and
-    notices for the user.
+    If it names another run, this run starts there. Later it continues from its own checkpoints,
+    because a requeued job uses the same command. log: called with progress and notices for the
+    user.
 
-    CheckpointError when there must be a checkpoint and none is whole, or when one cannot be read.
-    UserError for a path that holds no checkpoints, or names one of this run's.
+    CheckpointError if a checkpoint is required and none is complete, or if one cannot be read.
+    UserError for a path without checkpoints, or with one of this run.
     """
     if mode == "never":
         return None
@@ -204,13 +205,12 @@ def resolve(
     cache: LocalStorage | None = None,
     log: Log = lambda text: None,
 ) -> tuple[Resumed | None, Skipped]:
-    """The newest whole checkpoint, and the newer ones that are not whole. Collective.
+    """The newest complete checkpoint, and the damaged ones that are newer. Collective.
 
-    Rank 0 looks, all ranks share hashing and fetching and get the same answer.
-    only: consider this checkpoint alone. cache: what the remote store has is fetched to
-    `places.local`, or else to this folder; None: it is only looked at, from the local disk or from
-    the store, and each block is verified when it is read.
-    CheckpointError, on all ranks, if one cannot read.
+    Rank 0 looks, all ranks share hashing and fetching and get the same answer. only: consider this
+    checkpoint alone. cache: what the remote store has is fetched to `places.local`, or else to this
+    folder; None: nothing is fetched; blocks are read from the local disk or the store and verified
+    when they are read. CheckpointError, on all ranks, if one cannot read.
     """
     local = places.local
     for _ in range(_LISTINGS):
@@ -286,9 +286,10 @@ def _folders(
 
 
 def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
-    """Those of each store, newest first, as JSON. verify: read every byte. CheckpointError.
+    """The checkpoints of each store, newest first, as JSON. verify: read every byte.
+    CheckpointError.
 
-    `problem` is null where the checkpoint is whole, as far as was looked. Unknown fields of a
+    `problem` is null if the checkpoint is complete, as far as it was checked. Unknown fields of a
     damaged one are null or empty: `num_bytes`, `created` (ISO 8601, UTC), `ranks`, and `engine`,
     the section of its recipe.
     """
@@ -303,7 +304,7 @@ def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
 
 
 def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any]:
-    """OSError where it cannot be determined whether the checkpoint is whole."""
+    """OSError if it cannot be determined whether the checkpoint is complete."""
     known = {"problem": None, "num_bytes": 0, "created": "", "ranks": None, "engine": None}
     try:
         found = read_found(storage, ref)

@@ -1,4 +1,4 @@
-"""What may be removed: old checkpoints, and what killed saves left behind. No torch."""
+"""Remove old checkpoints and the leftovers of killed saves. No torch."""
 
 import contextlib
 import shutil
@@ -20,7 +20,7 @@ HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other
 
 @dataclass(frozen=True)
 class Policy:
-    """What stays, and where: the first message to a checkpoint writer."""
+    """What to keep, and where: the first message to a checkpoint writer."""
 
     config: CheckpointConfig
     lease: Lease = NO_LEASE  # the writer's
@@ -32,7 +32,7 @@ class Policy:
 def kept(
     commits: list[CommitRef], policy: Policy, scores: dict[CommitRef, float]
 ) -> set[CommitRef]:
-    """The checkpoints that stay; the next save removes the others. commits: newest first.
+    """The checkpoints to keep; the next save removes the others. commits: newest first.
 
     scores: the evaluations of `keep_best` so far.
     """
@@ -58,9 +58,9 @@ def apply_retention(
     scores: as in `kept`. in_flight: attempts that may still be committed in another store, from
     their files here. OSError; FencedError.
 
-    The marker goes first and the data second, so a kill in between leaves an orphan for the next
-    time, not a broken checkpoint. Never removes anything with a higher epoch than this writer's:
-    the writer may have slept since it asked for its lease.
+    It removes the marker first and the data second, so a kill in between leaves an orphan, not a
+    broken checkpoint. Never removes anything with a higher epoch than this writer's: the writer may
+    have slept since it asked for its lease.
     """
     commits = list_commits(storage)
     if not commits:
@@ -93,8 +93,8 @@ def apply_retention(
 
 
 def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
-    """The files of each attempt, those that are being written too, by its commit marker and its
-    folder. OSError.
+    """The files of each attempt, by commit marker and folder. Includes attempts that are still
+    being written. OSError.
     """
     files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
     if isinstance(storage, LocalStorage):

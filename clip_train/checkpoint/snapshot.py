@@ -1,7 +1,7 @@
 """A rank's state as a safetensors file: its plan, and its copy for the checkpoint writer.
 
-The copy is the only thing that the training loop waits for. It is laid out as the file that it
-becomes, in memory that is allocated, touched and pinned before the first save.
+The training loop waits for this copy only. The copy has the layout of the file. Its memory is
+allocated, touched and pinned before the first save.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ def plan_file(
 
 
 class SharedMemory:
-    """Host memory behind a file descriptor that the checkpoint writer has too; kept from save to
-    save, it only grows.
+    """Host memory behind a file descriptor that is shared with the checkpoint writer. It is kept
+    between saves and only grows.
 
     Anonymous: it is freed when both processes have ended. Pinned for a GPU: then the copy
     runs at full speed.

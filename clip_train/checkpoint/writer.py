@@ -1,4 +1,4 @@
-"""The checkpoint writer: one process beside each rank, which writes its snapshots. No torch.
+"""The checkpoint writer: a process beside each rank that writes its snapshots. No torch.
 
 Its rank starts it and holds the other end of a socketpair; both processes have the memory with the
 snapshot. Three threads: messages; jobs for the local disk (file, rank manifest, commit, retention);
@@ -48,7 +48,7 @@ _HASHING_THREADS = 4
 
 
 class Event(Enum):
-    """What a checkpoint writer tells its rank."""
+    """A message from a checkpoint writer to its rank."""
 
     NOTE = auto()  # a line for the user
     WRITTEN = auto()  # the snapshot is on the disk, or cannot be: the memory is free
@@ -76,7 +76,7 @@ class Message:
 
 
 def main(connection_fd: int, memory_fd: int, parent: int) -> None:
-    """The process: until its rank asks it to finish, or is gone."""
+    """Run the process until its rank asks it to finish, or has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides when this ends
     os.nice(5)  # training comes first
@@ -174,7 +174,7 @@ class Writer:
             return ""
         return commit(self.remote, request, self.policy.lease, self._timeout)
 
-    # -- what became of it
+    # -- results of saves
 
     def _ended(self, request: SaveRequest, job: Future[Any]) -> None:
         """Report how a save has ended: it is not going to be committed any more, in any store."""

@@ -27,10 +27,10 @@ class LossConfig(Settings):
         Allowed("info_nce, sigmoid, memory_bank or the import path of a function or class"),
         Refused,
     ] = Field("info_nce", pattern=rf"^(info_nce|sigmoid|memory_bank|{IMPORT_PATH})$")
-    """info_nce: CLIP's symmetric cross-entropy, every other sample of the global batch a negative.
-    sigmoid: SigLIP's; every pair for itself; the model needs a bias (model.init_logit_bias).
-    memory_bank: info_nce with the features of past batches on top (ContAccum).
-    An import path names a function of all features, or a subclass of
+    """info_nce: CLIP's symmetric cross-entropy, where every other sample of the global batch is a
+    negative. sigmoid: SigLIP's loss, which treats each pair by itself; the model needs a bias
+    (model.init_logit_bias). memory_bank: info_nce with additional features from past batches
+    (ContAccum). An import path names a function of all features, or a subclass of
     `clip_train.task.Objective` (docs/extending.md)."""
     options: Annotated[dict[str, Any], Refused] = Field({})
     """With an import path: the keyword arguments of the function or class."""
@@ -46,8 +46,8 @@ class LossConfig(Settings):
     equal captions are a group; case and spaces do not count. json.x: equal values of the key x of
     the `.json` are a group. A sample without this key is in no group."""
     group_role: Annotated[Literal["leave_out", "positives"], Refused] = "leave_out"
-    """leave_out: a sample of the same group is neither negative nor positive. positives: it is a
-    positive, as the sample's own pair; info_nce takes the mean over them (SupCon)."""
+    """leave_out: a sample of the same group is neither a negative nor a positive. positives: it is
+    a positive, like the sample's own pair; info_nce takes the mean over them (SupCon)."""
     bank_size: PositiveInt = 4096
     """memory_bank: how many past pairs are kept, in samples. Each rank holds all: 2 x 4 x D bytes a
     pair."""
@@ -55,13 +55,13 @@ class LossConfig(Settings):
     """memory_bank: optimizer steps before the banks count; they fill from the first. Early features
     go stale quickly, and a bank of them can keep a model from learning at all."""
     bank_mode: Literal["negatives", "contaccum"] = "negatives"
-    """memory_bank: are past pairs only negatives of the current ones, or terms of the loss as well,
-    as in the paper (arXiv 2406.12356)?"""
+    """memory_bank: whether past pairs are only negatives of the current ones, or also terms of the
+    loss, as in the paper (arXiv 2406.12356)."""
     caption_weight: NonNegativeFloat = 2.0
-    """A CoCa's: the factor of its captions' cross-entropy, a mean over the tokens of the global
-    batch. 0 trains no decoder: also set model.freeze=['text_decoder.*']."""
+    """For a CoCa model: the factor of the captions' cross-entropy, a mean over the tokens of the
+    global batch. 0 trains no decoder: also set model.freeze=['text_decoder.*']."""
     contrastive_weight: NonNegativeFloat = 1.0
-    """A CoCa's: the factor of the contrastive loss; 0 trains the captions alone."""
+    """For a CoCa model: the factor of the contrastive loss; 0 trains the captions alone."""
     widths: Annotated[
         dict[PositiveInt, PositiveFloat] | None,
         Field(min_length=1),
@@ -71,9 +71,9 @@ class LossConfig(Settings):
         ),
         Refused,
     ] = None
-    """Matryoshka (arXiv 2205.13147): the loss over the first values of each feature, normalized
-    again, for each width with its weight, and their sum: {512: 1, 256: 1, 64: 0.5}. Evaluations
-    have the numbers of each width as well. null: all values, once."""
+    """Matryoshka (arXiv 2205.13147), such as {512: 1, 256: 1, 64: 0.5}. For each width, the loss
+    uses only the first values of each feature, normalized again. The total is their sum with these
+    weights. Evaluations report each width as well. null: all values, once."""
     distill_weights: Annotated[
         tuple[NonNegativeFloat, NonNegativeFloat], Allowed("a list of 2 numbers"), Refused
     ] = (1.0, 1.0)
@@ -87,8 +87,7 @@ class LossConfig(Settings):
     teacher_weights: Annotated[
         list[Factor] | None, Allowed("a list of numbers greater than 0, or null"), Refused
     ] = None
-    """How much each teacher counts in the average of their softmaxes, in proportion; null: all
-    equally."""
+    """The relative weight of each teacher in the average of their softmaxes; null: all equal."""
     tile: Annotated[PositiveInt | Literal["auto"], Rounding] = "auto"
     """Side of the largest piece of the N x N logits that exists at once (2 x 4 x tile^2 bytes). A
     rank with fewer rows takes longer pieces of the same area. auto: by the batch and the cache."""

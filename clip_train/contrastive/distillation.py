@@ -9,7 +9,7 @@ the teachers' softmaxes are averaged (arXiv 2311.17049). a = b = 1 with one teac
 
 `-sum_j q_ij log p_ij = (lse_i - S_ii) - sum_j (q_ij - 1_ij) S_ij`: the second half is InfoNCE
 again, minus something linear in S. So its gradient is InfoNCE's with p in place of 1 and q in place
-of p, and its value, too, falls out of a product with features.
+of p, and its value also follows from a product with features.
 """
 
 from collections.abc import Callable, Sequence

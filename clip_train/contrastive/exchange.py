@@ -1,4 +1,4 @@
-"""Which rank holds which samples of the global batch, and how ranks get each other's features."""
+"""Which samples of the global batch each rank holds, and how ranks exchange features."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from clip_train.task import Context, Features
 def share_counts(n: int, global_size: int | Sequence[int] | None) -> list[int]:
     """Samples of every rank. n: on this one. global_size: as in `Context`.
 
-    Ranks do not ask each other: with a size that W does not divide, the first N % W hold one more.
+    Needs no communication: if W does not divide the size, the first N % W ranks hold one more.
     """
     if isinstance(global_size, Sequence):
         return [*global_size]
@@ -46,9 +46,8 @@ def gathered_ids(context: Context, counts: Sequence[int], m: int = 1) -> Tensor 
 
 
 def group_places(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [N] -> of each sample the number of its group, below N, and the samples in the group.
-
-    An id below 0 is of a group of its own. The host does not wait for the device.
+    """int64 [N] -> for each sample, the number of its group (below N) and the size of the group. A
+    sample whose id is below 0 forms its own group. The host does not wait for the device.
     """
     ids = torch.where(ids < 0, -1 - torch.arange(len(ids), device=ids.device), ids)
     ordered = ids.sort().values
@@ -57,12 +56,12 @@ def group_places(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def have_negatives(ids: Tensor | None, columns: int) -> Tensor | bool:
-    """Whether rows have negatives: all do, or none does, since all columns are of one id."""
+    """Whether rows have negatives. Either all do, or none does because all columns have one id."""
     return columns > 1 if ids is None else group_places(ids)[1].max() < columns
 
 
 def grouped(ids: Tensor | None) -> dict[str, Tensor | float]:
-    """The metric: how many of the ids are others', too."""
+    """The metric: how many ids occur more than once."""
     return {} if ids is None else {"grouped_samples": (group_places(ids)[1] > 1).sum()}
 
 
@@ -157,11 +156,11 @@ def send_round(
     for hop in range(W):
         owner = (here - hop) % W
         next_rows = counts[(owner - 1) % W]
-        # on its way while this rank computes
+        # sent while this rank computes
         incoming = dist.pass_on(visitors, next_rows) if hop < W - 1 else None
         yield visitors, collected, first[owner]
         if W > 1:
-            collected = dist.pass_on(collected, next_rows)()  # the last hop brings our own home
+            collected = dist.pass_on(collected, next_rows)()  # the last hop returns this rank's own
         if incoming is not None:
             visitors = incoming()
     if W > 1:

@@ -1,12 +1,12 @@
-"""A loss that is a plain differentiable function, as people write one for a single GPU.
+"""A loss given as a plain differentiable function, as one would write it for a single GPU.
 
     loss(image, text, scale, bias, rows) -> [], the terms of the samples `rows`
 
 `image` and `text` are the features of the whole global batch, [N, D], float32 (float64 if they
 are). With m texts for each image `text` is [m N, D], the first of each m the positive. `scale` is
 [1]; `bias` is [1], or None where the model has no bias. `rows` is a slice of the batch. The
-function is called with all rows, unless it has the attribute `sums_over_rows`: then each rank
-computes the terms of its own samples, a piece of them at a time.
+function is called with all rows. If it has the attribute `sums_over_rows`, each rank computes only
+the terms of its own samples, piece by piece.
 
 Autograd differentiates the function with respect to the features alone, so micro-batches, ranks and
 engines stay as invisible as with a loss in closed form. Memory of a call: the function's own graph,
@@ -51,7 +51,7 @@ class FunctionLoss(Objective):
     def named(
         cls, path: str, function: Callable[..., Tensor], options: Mapping[str, Any], tile: int
     ) -> "FunctionLoss":
-        """`function` as the recipe names it, tried on four samples. UserError."""
+        """The function that the recipe names, after a trial with four samples. UserError."""
         loss = cls(function, checked_options("loss.kind", path, options), tile)
         here = f"loss.kind ({path}) with loss.options ({shown(dict(options))})"
         g = torch.Generator().manual_seed(0)

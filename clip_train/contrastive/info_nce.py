@@ -4,12 +4,12 @@
 
 Each rank computes the loss and the gradient of the *global mean* with respect to its own features:
 OpenCLIP's `--local-loss --gather-with-grad`, without its reduce-scatter in the backward and without
-an n x N matrix. What crosses the network, once per step: 2 N D features in one all-gather, N row
-sums and N column sums in one all-reduce.
+an n x N matrix. Communication per step: 2 N D features in one all-gather, N row sums and N column
+sums in one all-reduce.
 
 `Softmaxes` has the softmaxes over rows and columns of S, from sums over tiles and ranks. Memory
-banks and distillation need nothing else of the logits. The positive is kept outside the sums: loss
-and gradient then keep their digits when the loss is tiny.
+banks and distillation need nothing else from the logits. The sums exclude the positive, so loss and
+gradient stay precise when the loss is tiny.
 """
 
 from collections.abc import Callable
@@ -71,8 +71,8 @@ class Softmaxes:
         deferred: bool,
         competing: Tensor | bool = True,
     ) -> "Softmaxes":
-        """rows: this rank's blocks of S. Over all ranks they hold every negative of every pair
-        once, and one block holds all of a row. cols: the same for S^T.
+        """rows: this rank's blocks of S. Over all ranks, they contain every negative of every pair
+        once, and one block contains a whole row. cols: the same for S^T.
 
         B of every block is the same on all ranks. S may have more rows and columns than `positive`
         has entries. competing: by `have_negatives`.
@@ -117,7 +117,8 @@ class Softmaxes:
 
     @property
     def missing(self) -> Tensor:
-        """2 - p_xx - p'_xx: minus the loss's derivative by S_xx, but for its factor."""
+        """2 - p_xx - p'_xx: minus the loss's derivative with respect to S_xx, without its
+        factor."""
         return self.row_gap.sigmoid() + self.col_gap.sigmoid()
 
     def _lse(self, gap: Tensor) -> Tensor:
@@ -138,8 +139,9 @@ class Softmaxes:
         """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = P + P'` on negatives, else 0.
 
         P and P' are the softmaxes over rows and columns. transposed: the block is one of S^T.
-        values: stand for A and B in the two products, as in attention. Where they are `direct` one
-        exponential per entry serves both terms; else each takes its own, and any logits are safe.
+        values: stand for A and B in the two products, as in attention. If both are `direct`, one
+        exponential per entry serves both terms. Otherwise each term computes its own, which is safe
+        for any logits.
         """
         row_lse, col_lse = self._lse(self.row_gap), self._lse(self.col_gap)
         if transposed:
@@ -207,8 +209,8 @@ def add_cross_entropy_gradient(
 
     P and P' are the softmaxes over rows and over columns.
 
-    weight = 1 / 2N makes it the gradient of `softmaxes.loss()` but for the factor s. values: whose
-    features stand for I and T in the products; by default `pairs`.
+    With weight = 1 / 2N, this is the gradient of `softmaxes.loss()` without the factor s. values:
+    whose features stand for I and T in the products; by default `pairs`.
     """
     of, own_rows = values or pairs, pairs.own_rows
     along = (softmaxes.missing[own_rows, None] * -weight).to(d_image.dtype)  # [n, 1]
@@ -252,7 +254,7 @@ def info_nce_with_negatives(
     pairs = replace(pairs, text=pairs.text[:, :D], text_all=pairs.text_all[:, :D])
     rows = Block(pairs.image, torch.cat([pairs.text_all, negatives_all]), pairs.first, ids=ids)
     cols = Block(pairs.text, pairs.image_all, pairs.first, ids=ids and (ids[0], ids[0]))
-    # which of them, no softmax needs to know
+    # no softmax needs to know which ones
     further = Block(negatives, pairs.image_all, N, ids=ids_beyond)
     positive = row_dots(pairs.image_all, pairs.text_all) * scale
     softmaxes = Softmaxes.over(
@@ -302,8 +304,8 @@ def add_group_targets(output: LossOutput, pairs: Pairs, ids: Tensor, scale: Tens
 class InfoNCE(Objective):
     """The symmetric InfoNCE loss. With m texts for each image the first is its positive.
 
-    group_role: of texts whose `Context.ids` are equal: no negatives of each other's images, or all
-    of them positives.
+    group_role: for texts with equal `Context.ids`, whether they are left out as negatives of each
+    other's images, or are all positives.
     """
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once

@@ -10,7 +10,8 @@ current features only.
 
 The logarithm runs over all N + M columns in both. An entry whose row and column are the same sample
 by id is left out unless both are current: the past copy of a sample is not a negative of it. Flops
-on a rank beside the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M / W.
+on a rank in addition to the exact loss: `negatives` 16 n M D; `contaccum` 6 m M D more, with m = M
+/ W.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from clip_train.task import (
 
 @dataclass(eq=False)
 class MemoryBank(Objective):
-    """The exact InfoNCE of the global batch with `size` past pairs on top.
+    """The exact InfoNCE of the global batch and `size` past pairs.
 
     Until the banks count, and while they are empty, this is `InfoNCE`. The banks change in
     `after_step` only, so that a loss may be computed twice.
@@ -74,7 +75,7 @@ class MemoryBank(Objective):
         return output
 
     def after_step(self) -> None:
-        """This step's features become past ones. All ranks push the same."""
+        """Add this step's features to the banks. All ranks add the same."""
         for name, new in self.pending.items():
             both = torch.cat([self.past[name].to(new), new]) if name in self.past else new
             # a copy: the rows that leave do not stay alive

@@ -1,9 +1,10 @@
-"""InfoNCE where no rank holds the features of the global batch (Inf-CL, arXiv 2410.17243).
+"""InfoNCE without a gather: no rank holds all features of the global batch (Inf-CL, arXiv
+2410.17243).
 
-The texts of each rank visit every rank twice, and take along what they collect there. The first
-round sums over rows and columns of the logits, the second computes the gradients. A rank needs
-8 n N D flops (10 with `gather`), sends 3 N D values (2 N D), and holds the features and gradients
-of two ranks at a time.
+The texts of each rank visit every rank twice, together with the values that they collect. The first
+round sums over rows and columns of the logits, the second computes the gradients. A rank needs 8 n
+N D flops (10 with `gather`), sends 3 N D values (2 N D), and holds the features and gradients of
+two ranks at a time.
 """
 
 from dataclasses import dataclass

@@ -2,15 +2,14 @@
 
     L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, else -1
 
-as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. A pair needs nothing
-of any other, so one tiled pass gives value and gradient. Two ways to let every image meet every
-text:
+as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. Pairs are independent
+of each other, so one tiled pass gives the value and the gradient. There are two ways to combine
+every image with every text:
 
     gather  2 N D features cross the network once; each rank multiplies its images with all texts
             and its texts with all images (8 n N D flops). Gradients are not sent.
-    ring: texts go round from rank to rank, and the gradient that they collect goes with them and
-            comes home after W hops: 6 n N D flops, and no rank ever holds more than two ranks'
-            texts.
+    ring: texts travel from rank to rank with the gradient that they collect, and return after W
+    hops. 6 n N D flops, and no rank ever holds more than two ranks' texts.
 """
 
 from dataclasses import dataclass
@@ -99,9 +98,9 @@ def _tiled_pass(
 ) -> Tensor:
     """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = sigmoid(S + bias)` of negatives.
 
-    attract: entries of one id are positives, -sigmoid(-S - bias), but for those of a pair. Returns
-    the sums of `softplus(S + bias)`, or of `softplus(-S - bias)`, and of G, float64 [2] (zeros
-    without `with_sums`).
+    attract: entries with equal ids are positives, -sigmoid(-S - bias), except the pairs themselves.
+    Returns the sums of `softplus(S + bias)`, or of `softplus(-S - bias)`, and of G, float64 [2]
+    (zeros without `with_sums`).
     """
     sums = block.A.new_zeros(2, dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)

@@ -1,4 +1,4 @@
-"""Passes over the tiles of blocks of `S = scale * A B^T` that never hold more than one tile.
+"""Compute blocks of `S = scale * A B^T` tile by tile, never holding more than one tile.
 
 All logits of all objectives are made here. Rows of A are usually this rank's side,
 rows of B the other side of the whole global batch. Sums, exponentials and products are in float32
@@ -98,7 +98,8 @@ class Block:
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Each tile's rows, columns, `S = scale * a b^T - shift`, and a spare tile of memory.
 
-        scale, shift: [1], on the device: asking for their values would wait for it. None: no shift.
+        scale, shift: [1], on the device, because reading their values would wait for it. None: no
+        shift.
         """
         r, c = len(self.A), len(self.B)
         most_rows, most_cols = tile_shape(r, c, side)

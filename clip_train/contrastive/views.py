@@ -1,8 +1,8 @@
 """One loss over several views of the features: pairs of more than two towers, nested widths,
 several texts of an image.
 
-A view is a differentiable function of the features. The loss sees each view as a batch of its own,
-and autograd takes its gradients back through the view alone, which is cheap.
+A view is a differentiable function of the features. The loss treats each view as its own batch.
+Autograd propagates gradients through the view only, which is cheap.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -91,7 +91,7 @@ def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> Wei
 
 
 def of_pair(features: Features, pair: tuple[str, str]) -> Features:
-    """ValueError for a name that no feature has."""
+    """ValueError for a name that is not a feature."""
     scalars = {name: x for name, x in features.items() if is_scalar(x)}
     missing = [name for name in pair if name not in features or name in scalars]
     if missing:

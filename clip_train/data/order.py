@@ -143,8 +143,8 @@ class Source:
         return _cut(whole, ends[part], begin, end)
 
     def _draw(self, stream: int, epoch: int, size: int) -> list[Segment]:
-        """Whole shards, drawn with replacement. The first one begins at any of its samples and the
-        last one is cut short, so that every place holds every sample of the source with the same
+        """Whole shards, drawn with replacement. The first shard begins at any of its samples and
+        the last one is cut short, so every place gets every sample of the source with the same
         probability."""
         shards, _ = self._shuffle(0)
         begin = hash64(self.seed, epoch, stream, -2) % self.total
@@ -263,7 +263,7 @@ class Partition:
             yield shares
 
     def most(self) -> int:
-        """At least as many samples as are decoded here of any global batch."""
+        """An upper bound of the samples that are decoded here for one global batch."""
         bounds = []
         for G in set(self.sizes.sizes):
             of_streams = len(self._streams(G)) * -(-G // self.streams)
@@ -292,7 +292,7 @@ class Partition:
         ]
 
     def _streams(self, G: int) -> range:
-        """The streams that can have samples here in a global batch of G samples, wherever it
+        """The streams that can contribute samples here to a global batch of G samples, wherever it
         begins.
 
         With G = q L + g, the streams below l hold between q l + max(0, l + g - L) and q l + min(l,

@@ -1,8 +1,8 @@
-"""From places of the order to undecoded samples: reads the blocks of a stream, from any of its
-samples on. Before the first step it counts the shards that no index knows, on all ranks together.
+"""Read undecoded samples by their place in the order: the blocks of a stream, starting at any
+sample. Before the first step it counts the shards that no index knows, on all ranks together.
 
-An I/O error is retried and then ends the run: it is never an invalid sample. Damage of an archive
-is one, once it is there again when it is read again.
+An I/O error is retried and then ends the run; it never becomes an invalid sample. Damage of an
+archive does, if a second read finds it again.
 """
 
 import itertools
@@ -52,12 +52,11 @@ def read_shard(
     offset: int = 0,
     unread: float = 0,
 ) -> Generator[TarSample | Invalid]:
-    """The samples of a shard from byte `offset` on; the first `unread` of them without their
+    """The samples of a shard from byte `offset` on. The first `unread` samples come without their
     members.
 
-    Damage to the archive ends it, as one `Invalid`, if it is there again when it is read again. An
-    error of the disk or the network is retried, from the sample that it hit, and is never taken for
-    the end of the data.
+    If a second read finds the same damage, the shard ends with one `Invalid`. An error of the disk
+    or the network is retried from the affected sample, and never counts as the end of the data.
 
     Raises:
         DataError: the shard still cannot be read after the retries.
@@ -133,7 +132,7 @@ class SegmentReader:
         self._samples: Generator[TarSample | Invalid] | None = None
 
     def read(self, segment: Segment) -> list[Item]:
-        """As many items as the segment has samples: those that its shard lacks are invalid.
+        """One item per sample of the segment; samples missing from the shard are invalid.
         DataError."""
         shard, start, stop = segment
         url, entry = self.files.rows[self.files.first + shard]
@@ -174,7 +173,7 @@ class SegmentReader:
         return items
 
     def _seek(self, shard: int, number: int, url: str, entry: ShardEntry | None) -> None:
-        """To where reading stopped, or to the shard's last known place before `number`."""
+        """Move to where reading stopped, or to the shard's last known place before `number`."""
         places = entry.offsets if entry else ()
         mark = min(number // OFFSET_EVERY, len(places))
         if self._shard != shard or not mark * OFFSET_EVERY <= self._number <= number:
@@ -219,9 +218,9 @@ class StreamReader:
         self._ahead: list[tuple[int, int, list[Item]]] = [(0, -1, [])] * len(files)
 
     def at(self, count: int) -> Iterator[Item]:
-        """Sample number `count` of the stream, then, without end, the samples that may take its
-        place: its block from half a block on, then the blocks that follow in its source. The first
-        one that decodes is taken, which is the same one on any layout. DataError."""
+        """Yield sample number `count` of the stream, then endless replacements: its block from half
+        a block on, then the following blocks of its source. The caller takes the first one that
+        decodes, which is the same on any layout. DataError."""
         if count != self._next:
             self._taken = self.order.taken(count, self.order.streams, self.stream)
         self._next = count + 1
@@ -264,7 +263,7 @@ def count_missing(
     together: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> ShardIndex:
-    """The index with the counts of the shards that nobody has counted. DataError if one cannot be
+    """The index, completed with counts of the shards that had none. DataError if one cannot be
     read.
 
     Args:

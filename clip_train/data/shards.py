@@ -1,8 +1,6 @@
-"""Where shards are: from `data.train` to a list of paths or URLs. The one module that lists and
-opens them.
+"""Locate shards: from `data.train` to a list of paths or URLs. No other module lists or opens them.
 
-`pack_rows` is what a checkpoint keeps of that list, so that a resumed run notices that it has
-changed.
+A checkpoint stores `pack_rows` of that list, so a resumed run notices changes.
 """
 
 import base64

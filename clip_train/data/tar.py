@@ -1,5 +1,5 @@
-"""Tar files read as samples (ustar, GNU long names, pax; three times as fast as `tarfile`), and
-written.
+"""Read tar files as samples (ustar, GNU long names, pax; three times as fast as `tarfile`), and
+write them.
 
 Neighboring members that share a key (the name up to the first dot of its last part) make a sample,
 as in webdataset. Unlike there, a damaged or cut archive is an error.
@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = (
     1 << 22
 )  # before one member: a long name, a long link and a pax header; more is damage
 MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
-MAX_SAMPLE_BYTES = 1 << 28  # what a sample has beyond is not read: a block of them is in memory
+MAX_SAMPLE_BYTES = 1 << 28  # larger samples are not read, because a block of samples is in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = 64  # of a sample: a shard whose names share a dot would become one huge sample
 
@@ -153,7 +153,7 @@ def _number(digits: bytes) -> int:
 
 
 def _text(name: bytes) -> str:
-    """A name that can be written down and hashed, whatever bytes it is made of."""
+    """Decode a name so that it can be written and hashed, whatever its bytes."""
     return name.decode("utf-8", "backslashreplace")
 
 

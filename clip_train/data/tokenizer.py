@@ -32,8 +32,8 @@ LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only displace wor
 LONGEST_WORD = 4096  # bytes; the rest is dropped: merging takes quadratic time, here half a second
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# ftfy and html.unescape do not change such text. Not \x0b, \x1c-\x1f: blanks to str.split, but ftfy
-# drops them.
+# ftfy and html.unescape leave such text unchanged. It excludes \x0b and \x1c-\x1f, which str.split
+# treats as blanks and ftfy drops.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
 _WORDS = regex.compile(
     rf"{START}|{END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+",
@@ -162,7 +162,7 @@ class HFTokenizer:
 
 
 def _ids(chunk: str) -> list[int]:
-    """Ids of a cleaned text without blanks. Joins the neighbors that were merged first in training,
+    """Ids of a cleaned text without blanks. Join the neighbors that were merged first in training,
     until no pair is left to join."""
     symbols, _, ids, ranks = vocabulary()
     chunk_ids: list[int] = []

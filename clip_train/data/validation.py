@@ -1,5 +1,5 @@
-"""The data that is evaluated on, every sample on exactly one rank, in order. Shards, or a folder of
-images."""
+"""The evaluation data: shards or a folder of images. Each sample is on exactly one rank, in
+order."""
 
 import itertools
 import os

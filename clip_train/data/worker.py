@@ -39,7 +39,7 @@ from clip_train.task import sample_ids
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
 MAX_OPEN_STREAMS = 64
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
-MAX_TRIED = 10_000  # so many unusable samples in a row are not an accident
+MAX_TRIED = 10_000  # this many unusable samples in a row mean broken data
 
 
 def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ...]) -> Tensor:
@@ -47,8 +47,8 @@ def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ..
 
     Sent through the loader's queue, every piece would be copied once more, into fresh pages that
     the kernel has to clear: a quarter of the whole cost of a 256 px image. A worker fills its slots
-    in turn. It is asked for its k-th piece when the trainer has fetched piece k - prefetch, and the
-    trainer is done with that one before it fetches the next: prefetch + 1 slots are enough.
+    in turn. The trainer asks for piece k after it has fetched piece k - prefetch, and finishes with
+    that one before it fetches the next. So prefetch + 1 slots are enough.
 
     capacity: samples in the largest piece. row: as `PieceStream.row`. RankError without room.
     """
@@ -79,8 +79,8 @@ class Piece:
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error with where it happened. Else: those
-    of the rank."""
+    """In a worker: its pieces without end, packed, or one error and its origin. Otherwise: the
+    pieces of the rank."""
 
     order: Order
     files: Sequence[Files]
@@ -168,8 +168,8 @@ class PieceStream(IterableDataset):
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid], stored: list[Tensor]
     ) -> tuple[Tensor, list[str], str, str | None]:
         """Row, texts, key and group of the first one that decodes; its features go into `stored`.
-        The first of all goes into `invalid` if it cannot be used; the others have places of their
-        own, where they are counted."""
+        If the first of them cannot be used, it is added to `invalid`. The others are counted at
+        their own places."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
@@ -213,10 +213,10 @@ class PieceStream(IterableDataset):
 
 
 def packed(made: Piece | tuple[Exception, str]) -> Tensor:
-    """As bytes in shared memory, so that only its name goes through the workers' one pipe.
+    """Put the piece into shared memory, so that only its name goes through the workers' one pipe.
 
-    A message of more than PIPE_BUF is written in parts: a worker killed between two of them would
-    still hold the pipe's lock, and the trainer would wait for the rest without end.
+    A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep
+    the pipe's lock, and the trainer would wait forever.
     """
     return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
 

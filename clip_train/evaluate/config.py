@@ -18,8 +18,8 @@ class EvaluateConfig(Settings):
     """Samples that a rank encodes at once. Only val_loss depends on it: a mean over batches of this
     size."""
     retrieval: bool = True
-    """Recall of the images of data.val by their captions and of captions by their images, under
-    three rules."""
+    """Recall of data.val's images by their captions, and of captions by their images, under three
+    rules."""
     val_loss: bool = True
     """OpenCLIP's clip_val_loss on data.val."""
     zero_shot_classes: str | None = None

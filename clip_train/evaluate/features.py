@@ -1,5 +1,4 @@
-"""One pass of the model over a data set, every rank over its own part of it: what every metric
-reads.
+"""Encode a data set in one pass, each rank its own part. Every metric reads these features.
 
 `n` samples and `t` captions on this rank, `D` features. Under ZeRO-3 a forward is a collective:
 ranks that have run out of samples encode a blank one for as long as another rank has more.
@@ -56,9 +55,8 @@ def encode(
     *,
     with_text: bool,
 ) -> Encoded:
-    """All ranks call it, and it calls the engine equally often on all.
-
-    Raises UserError, on all ranks together, for a bad label, and where no rank has a sample.
+    """Collective: it calls the engine equally often on all ranks. Raises UserError on all ranks for
+    a bad label, or if no rank has a sample.
     """
     source, device = iter(batches), engine.device
     image, text, texts = [], [], []
@@ -102,8 +100,8 @@ def encode(
 
 
 def forward_together(engine: Engine, forward: Callable[[], T]) -> T:
-    """`forward()`. An error on one rank becomes an error on all, unless ranks wait for each other
-    within a forward."""
+    """`forward()`. An error on one rank becomes an error on all ranks, unless ranks wait for each
+    other inside a forward."""
     return forward() if engine.remedy("forward pass") else dist.agreed(forward)
 
 
@@ -134,7 +132,7 @@ def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch 
 
 
 def _blank(batch: ValBatch | None, device: torch.device) -> ValBatch:
-    """One image and one text of zeros, with the shape of another rank's batch. They are not a
+    """An image and a text of zeros in the shape of another rank's batch. They do not count as a
     sample. Collective."""
     shapes = dist.gather_objects(
         None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])

@@ -1,4 +1,4 @@
-"""The metrics of each data set: it is encoded once, and every metric reads its features."""
+"""Compute the metrics of each data set. It is encoded once, and every metric reads its features."""
 
 from collections.abc import Collection, Iterable
 from functools import partial

@@ -12,8 +12,8 @@ from clip_train.settings import import_path
 def own_metrics(paths: Sequence[str], encoded: Encoded) -> dict[str, float]:
     """Collective: the numbers that the functions of `evaluate.functions` return on rank 0.
 
-    They are called with an `Encoded` of all ranks' samples. UserError, on all ranks, if one cannot
-    be imported, raises, or returns anything but numbers by name.
+    They are called with an `Encoded` of all ranks' samples. UserError on all ranks if a function
+    cannot be imported, raises, or does not return numbers by name.
     """
     counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
     images, texts = ([count[i] for count in counts] for i in (0, 1))

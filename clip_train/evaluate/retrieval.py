@@ -1,4 +1,4 @@
-"""What captions give: retrieval under three rules, and OpenCLIP's validation loss.
+"""Metrics from captions: retrieval under three rules, and OpenCLIP's validation loss.
 
 `n` images and `t` captions on this rank, `N` and `T` on all, `D` features.
 """
@@ -36,7 +36,7 @@ def ranks_of_matches(
     """The rank, from 1, of each query's best match among the non-matching candidates, under each
     rule.
 
-    A place among ties is that of a stable sort, as OpenCLIP's on a CPU; with `ties_ahead` it does
+    Ties are ranked as by a stable sort, like OpenCLIP's on a CPU. With `ties_ahead`, the rank does
     not depend on the samples' order, and a collapsed model finds nothing. A NaN is never found.
 
     Args:

@@ -38,7 +38,7 @@ LOOK_AT = 200  # samples of the first shard whose labels are checked before trai
 class ZeroShotClasses(BaseModel):
     """The content of `evaluate.zero_shot_classes`.
 
-    The label of a validation sample is the first of these that it has: its `cls` (the `.cls`
+    The label of a validation sample is the first of these that exists: its `cls` (the `.cls`
     member, or that key of the `.json`); `label_key` of its `.json`; its first caption, if that is
     in `captions`, or is a class name or a prompt. `cls` and `label_key` hold a class name or an
     index, as a number or as text, alone or in a list of one. Text that is a class name is never an
@@ -185,7 +185,7 @@ def zero_shot_metrics(
 ) -> dict[str, float]:
     """Accuracies from 0 to 1 over the labelled images of all ranks, and their number.
 
-    A class that ties with the right one counts as guessed before it: a collapsed model scores 0.
+    A class that ties with the right one is ranked before it, so a collapsed model scores 0.
     UserError if no image has a label.
 
     prompts: of `prompt_features`. width: of how many values of the features; None: all.

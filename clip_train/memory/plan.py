@@ -1,7 +1,6 @@
-"""Micro-batch size and retained graphs: the least work among the layouts that fit into memory.
-
-The same function decides at the start of a run and in `clip-train plan`. `n` samples on a rank go
-through the model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
+"""Choose micro-batch size and retained graphs: the least work among the layouts that fit into
+memory. A run and `clip-train plan` use the same function. `n` samples on a rank go through the
+model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
 """
 
 import itertools
@@ -12,7 +11,7 @@ from clip_train.errors import UserError
 
 GIB = 2**30
 BACKWARD = 2.0  # forwards that a backward costs
-# of a forward, by activation checkpointing: each block's last product is not needed again
+# forwards by activation checkpointing: each block's last product is not needed again
 RECOMPUTED = 0.7
 CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
 # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
@@ -43,7 +42,7 @@ class Profile:
         )
 
     def bytes_for(self, plan: BatchPlan) -> float:
-        """At the highest point of a step: all retained graphs and one micro-batch at work."""
+        """At the peak of a step: all retained graphs, and one micro-batch being computed."""
         others = min(plan.kept_graphs - 1, plan.accum_steps - 1) * plan.micro_size
         return others * self.graph + plan.micro_size * max(self.peak, self.forward)
 
@@ -58,7 +57,7 @@ class Memory:
     buffers: float  # of the engine: gradients and parameters on their way
     # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
     features: float = 0.0
-    activations: float = 0.0  # of the retained graphs, and of the micro-batch at work
+    activations: float = 0.0  # of the retained graphs, and of the micro-batch being computed
 
     @property
     def total(self) -> float:
@@ -92,7 +91,7 @@ class Layout:
 
     @property
     def bytes(self) -> float:
-        """On one rank, at the highest point."""
+        """Bytes on one rank at the peak."""
         return self.room.fixed + self.profile.bytes_for(self.plan)
 
     @property
@@ -131,8 +130,8 @@ def choose(
 ) -> Layout:
     """The cheapest layout that fits, or the smallest of equally cheap ones. UserError: none fits.
 
-    `profiles`: activation checkpointing -> Profile. None for a number means: any. Micro-batches of
-    equal size only (up to one sample), unless a size is given.
+    `profiles`: activation checkpointing -> Profile. None allows any number. Micro-batches of equal
+    size only (up to one sample), unless a size is given.
     """
     n = -(-global_size // world_size)
     layouts = []
@@ -144,7 +143,7 @@ def choose(
     for b, (checkpointing, profile) in itertools.product(sizes, profiles.items()):
         one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room)
         k = one.plan.accum_steps
-        # all graphs: it and the cache would pay for the same forward twice
+        # with all graphs retained, the cache would only repeat their forward
         if checkpointing and (micro_size is None or kept_graphs is not None):
             counts = {k} if kept_graphs is None or kept_graphs >= k else set()
         elif kept_graphs is not None:
@@ -167,5 +166,5 @@ def choose(
 
 
 def gib(size: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Format a size with three digits and a suitable unit."""
     return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"

@@ -1,4 +1,4 @@
-"""Memory of one more sample: every tensor that torch makes in a step is counted while it lives.
+"""Measure the memory of one more sample: count every tensor of a step while it lives.
 
 The step runs on fake tensors: no memory, no arithmetic, no weights.
 """
@@ -16,7 +16,7 @@ from clip_train.engine import surrogate
 from clip_train.memory.plan import Profile
 from clip_train.task import IMAGE_TEXT, MicroBatch
 
-# Samples: beside so many, what does not grow with them (gradients of the weights) is negligible.
+# Samples: enough that constant parts (gradients of the weights) are negligible.
 FAKE_SIZE = 2**30
 
 

@@ -38,9 +38,9 @@ class LogConfig(Settings):
     memory. Traced steps are slower."""
 
     memory_snapshot: bool = False
-    """If the memory of a GPU ends, write what was allocated there and by which line, for
-    docs.pytorch.org/memory_viz: `memory/` in the run's folder. It slows each allocation down; on a
-    CPU it does nothing."""
+    """If a GPU runs out of memory, write its allocations and their source lines to `memory/` in the
+    run's folder, for docs.pytorch.org/memory_viz. It slows each allocation down; on a CPU it does
+    nothing."""
 
     callbacks: Annotated[
         list[ImportPath], Allowed("a list of import paths", example="'[my_package.probes.Probe]'")
@@ -49,8 +49,8 @@ class LogConfig(Settings):
     are called after a step, a save and an evaluation (docs/extending.md)."""
 
     strict_callbacks: bool = False
-    """An error in one of them ends the run. Otherwise the run continues, says so once, and lists it
-    in VERDICT."""
+    """An error in one of them ends the run. Otherwise the run continues, warns once, and lists the
+    error in VERDICT."""
 
     notify: str | None = None
     """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in

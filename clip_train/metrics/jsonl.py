@@ -46,7 +46,7 @@ class JsonlSink:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Cut off everything behind the last line of `step` or an earlier one: later steps, a torn
+    """Remove everything after the last line of `step` or an earlier step: later steps, a torn
     line."""
     if not path.is_file():
         return

@@ -1,5 +1,5 @@
-"""Measurements beside a step: the batch's digest, memory, time, the share of the device's peak,
-traces, collections of garbage."""
+"""Measurements of a step: the batch's digest, memory, time, the share of the device's peak, traces,
+garbage collection."""
 
 import gc
 import hashlib
@@ -94,7 +94,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 class Utilization(Callback):
     """Adds `mfu` (arXiv 2204.02311) to each record, null if it is not known, and on GPUs the memory
-    that PyTorch has reserved. For rank 0: all ranks are taken to have the same device."""
+    that PyTorch has reserved. For rank 0, assuming that all ranks have the same device."""
 
     def __init__(
         self, forward_flops: Callable[[], float], device: torch.device, skipped: Skipped
@@ -158,8 +158,8 @@ class Profiler(Callback):
 
 
 def record_memory(path: Path, skipped: Skipped) -> None:
-    """When the GPU's memory ends for the first time, `path` gets what is allocated, and by which
-    line: docs.pytorch.org/memory_viz opens it."""
+    """When the GPU first runs out of memory, write all allocations and their source lines to
+    `path`: docs.pytorch.org/memory_viz opens it."""
 
     def out_of_memory(
         *sizes: int,

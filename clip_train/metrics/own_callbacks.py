@@ -1,4 +1,4 @@
-"""Callbacks of a user's own. They only look: without them the run would be the same."""
+"""Callbacks of a user's own. They only observe: the run would be the same without them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a user watches: a progress bar, or a line of the log every so many seconds."""
+"""Progress for the user: a progress bar, or a line of the log every few seconds."""
 
 import logging
 import sys
@@ -22,8 +22,8 @@ _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
 class ProgressLine(Callback):
-    """A progress bar if stderr is a terminal; otherwise (a job's log) a line every so many seconds,
-    and at the last step. For rank 0 only.
+    """A progress bar if stderr is a terminal; otherwise (a job's log) a line every few seconds, and
+    at the last step. For rank 0 only.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Write `report.html`, one self-contained file with a run's curves; `report.html.j2` is its template.
+"""Write `report.html`, one self-contained file with a run's curves, from `report.html.j2`.
 
 It needs only the run's folder:
 
@@ -36,7 +36,7 @@ DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
 BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
 RECENT = 50  # steps that the ETA is made from
-SILENT_SECONDS = 300.0  # without a step, and twenty times as long as one lasts: something is wrong
+SILENT_SECONDS = 300.0  # without a step, and twenty times the duration of one: something is wrong
 CHARTS = {"loss": "loss", "lr": "learning rate", "samples_per_second": "samples per second"}
 DATA_WAIT = "data wait, % of the step"
 NO_CURVE = {"step", "num_samples", "zero_shot_samples"}  # of an evaluation
@@ -206,11 +206,11 @@ def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any])
             curve.values.append(value)
 
 
-# -- what the page says
+# -- the content of the page
 
 
 def _shown(run: Run) -> dict[str, Any]:
-    """What the page has of a run in words and tables."""
+    """The words and tables of a run's page."""
     latest = run.evaluations[: -SHOWN_EVALUATIONS - 1 : -1]
     names: dict[str, None] = {}  # in the order of their first appearance
     for evaluation in latest:
@@ -300,7 +300,7 @@ def ticks(low: float, high: float, num: int) -> list[float]:
 
 
 def number(value: Any) -> str:
-    """Short: 4 digits, 12.3k, 4.56M; as it is where it is none."""
+    """A short number: 4 digits, 12.3k, 4.56M. Other values stay as they are."""
     if value is None or isinstance(value, (bool, str)):
         return "-" if value is None else str(value)
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):

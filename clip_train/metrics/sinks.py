@@ -22,7 +22,7 @@ OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have a
 
 
 def numbers_of(record: dict[str, Any], kind: Kind) -> dict[str, float]:
-    """What a chart shows of a record, under `train/loss`, `eval/...`."""
+    """The values of a record that charts show, as `train/loss`, `eval/...`."""
     return {
         f"{kind}/{name}": value
         for name, value in record.items()
@@ -36,7 +36,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path | str, *, resume_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides what an earlier attempt wrote at this step and later
+        # TensorBoard hides events of an earlier attempt from this step on
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10)
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
@@ -81,8 +81,8 @@ Chart = TensorBoardSink | WandbSink
 class Sinks(Callback):
     """All sinks of a run; a no-op except on rank 0.
 
-    A failing `*.jsonl` raises, since it is part of the result. Another sink that fails, also while
-    it is opened, is dropped with a warning (`Skipped`).
+    A failing `*.jsonl` raises, because it is part of the result. Any other sink that fails, even
+    while it opens, is dropped with a warning (`Skipped`).
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Sinks(Callback):
         if kind == "invalid" and self._files:
             put = partial(self._folder.put_bytes, "invalid.json", json.dumps(record).encode())
             self._skipped.attempt("invalid.json", put, remedy="report.html lacks its table")
-        if kind in self._files:  # the charts have clocks of their own
+        if kind in self._files:  # charts record the time themselves
             stamp = {"time": round(time.time(), 3)} if kind == "train" else {}
             self._files[kind].write(record | stamp)
         for name, chart in list(self._charts.items()):

@@ -1,5 +1,5 @@
-"""Whatever only looks at a run cannot end it: an evaluation, a chart or a page that fails is
-skipped with a warning.
+"""Observers cannot end a run: an evaluation, a chart or a page that fails is skipped with a
+warning.
 
 The run continues. VERDICT and the last lines of the log list what was skipped.
 """

@@ -24,10 +24,9 @@ _updates: list[Update] | None = None  # None: updates are not collected
 
 @contextmanager
 def collect_updates() -> Iterator[list[Update]]:
-    """Collects the updates of running statistics that forwards in training ask for.
-
-    The caller applies or drops them. Outside of this context the statistics stay as they are: in
-    replayed forwards, in the recomputation of activations, in probes.
+    """Collect the updates of running statistics from forwards in training. The caller applies or
+    drops them. Outside of this context the statistics stay as they are: in replayed forwards, in
+    the recomputation of activations, in probes.
     """
     global _updates  # noqa: PLW0603  autograd recomputes activations in threads of its own
     before, _updates = _updates, []
@@ -56,7 +55,7 @@ class _Normalise(torch.autograd.Function):
             each.double() for each in torch.var_mean(x.to(weight.dtype), others, correction=0)
         )
         P = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
-        # in float64 nothing is lost to squares that cancel
+        # in float64, squares that cancel lose no precision
         sums = torch.cat([P, P * mean, P * (variance + mean.square())])
         if not isinstance(sums, FakeTensor):
             dist.all_reduce_sum(sums)
@@ -88,7 +87,7 @@ class _Normalise(torch.autograd.Function):
         total, product = sums / count
         centred.mul_((product * deviation.square()).view(column))
         out = wide.sub(centred).sub_(total.view(column)).mul_((weight * deviation).view(column))
-        # of the parameters this rank's share, as of every other: the engine sums it
+        # this rank's share of the parameters' gradient: the engine sums the shares
         return out.to(x.dtype), own[1] * deviation, own[0], None
 
 
@@ -139,8 +138,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 def adopt(
     model: nn.Module, where: str, more: Mapping[type[_BatchNorm], type[_BatchNorm]] | None = None
 ) -> None:
-    """Make the batch norms of someone else's model see all ranks, and let its first convolution
-    take pixels of fp32 whatever its precision.
+    """Replace the batch norms of a foreign model by ones over all ranks, and let its first
+    convolution take fp32 pixels in any precision.
 
     where: key and value, for messages. more: other classes of batch norms, and ours for each.
     UserError for a batch norm that cannot.

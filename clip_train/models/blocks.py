@@ -38,7 +38,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def outputs(model: Any, image: Tensor | None, text: Tensor | None) -> Outputs:
-    """What a model with `logit_scale` and `logit_bias` returns for its towers' features, [b, D]."""
+    """The return value of a model with `logit_scale` and `logit_bias`, from its towers' features,
+    [b, D]."""
     image = None if image is None else F.normalize(at_least_float32(image), dim=-1)
     text = None if text is None else F.normalize(at_least_float32(text), dim=-1)
     # a copy: an engine may take the parameter itself away when this returns
@@ -58,7 +59,7 @@ class QuickGELU(nn.Module):
 
 
 class Packing(NamedTuple):
-    """Where the tokens of b causal texts are if they follow one another: [P, 1, width].
+    """Positions of the tokens of b causal texts that are packed one after another: [P, 1, width].
 
     Linear layers and norms see no padding then. Attention sees none either if it has `starts`.
     """
@@ -218,7 +219,8 @@ class Attention(nn.Module):
         return self.out_proj(out if packing is None or token is not None else packing.packed(out))
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
-        """[..., width] -> [..., (last - first) width]: of queries, keys and values these."""
+        """[..., width] -> [..., (last - first) width]: the chosen ones of queries, keys and
+        values."""
         return linear(x, weight, bias)
 
     def _heads(self, joined: Tensor, packing: Packing | None = None) -> list[Tensor]:
@@ -250,7 +252,7 @@ class Block(nn.Module):
     def __init__(
         self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int
     ) -> None:
-        """dropout_id: of its two dropouts the first's, the other's is one more."""
+        """dropout_id: the id of its first dropout; the second one's is one higher."""
         super().__init__()
         self.causal = isinstance(cfg, TextConfig) and not cfg.no_causal_mask
         attention = projection = fc = None
@@ -289,7 +291,7 @@ class Block(nn.Module):
         attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token, packing))
         if token is not None:
             x = at(x, token, packing)
-        elif packing is not None:  # each token gets the mask that it has in its sample
+        elif packing is not None:  # each token gets the same mask as in its unpacked sample
             sample_seeds, token = packing.seeds, packing.places
         x = x + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
@@ -336,7 +338,8 @@ class Transformer(nn.Module):
 
 
 def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> Tensor:
-    """uint8 pixels of one channel, normalised in `wide`; float pixels are already normalised.
+    """Normalize uint8 pixels of one channel in the dtype `wide`; float pixels are already
+    normalized.
 
     The operations are torchvision's ToTensor and Normalize, in their order: equal to the last bit.
     """

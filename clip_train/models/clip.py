@@ -93,8 +93,8 @@ class CLIP(nn.Module):
 
         Args:
             images: uint8 [b, 3, H, W], normalized here, or float, already normalized.
-            texts: int64 [b, context_length], or [b, L]: cut where all of these texts have ended. Or
-                [T b, L], where those of an image follow one another.
+            texts: int64 [b, context_length], or [b, L]: cut after the longest of these texts. Or [T
+                b, L], where those of an image follow one another.
             sample_seeds: int64 [b], for the dropouts in training.
             num_tokens: of the texts up to their ends. Given, texts are computed without padding.
 
@@ -248,7 +248,8 @@ def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> n
 
 @torch.no_grad()
 def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
-    """What does not fit, by two samples on torch's meta device. UserError if it cannot be built."""
+    """Check the model with two samples on torch's meta device; yields what does not fit. UserError
+    if it cannot be built."""
     length = architecture.text_cfg.context_length
     where, D = f"model.name ({architecture.own})", architecture.embed_dim
     both = 2 * num_texts
@@ -310,9 +311,9 @@ def flops_per_sample(
 ) -> float:
     """Floating point operations of one image and its texts going forward: 2 for each MAC.
 
-    Counted by torch on tensors without data. Causal attention counts in full, as is the custom, and
-    so does the padding behind a text, which the model may skip. A step costs 3 of these for each
-    sample, and one more for each time the sample goes forward again.
+    Counted by torch on tensors without data. Causal attention counts in full, by convention. So
+    does the padding after a text, which the model may skip. A step costs 3 of these per sample, and
+    one more for each repeated forward of the sample.
     """
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
     length, sample = architecture.text_cfg.context_length, shape_of_sample(architecture)

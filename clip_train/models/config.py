@@ -1,4 +1,5 @@
-"""Which model: OpenCLIP's JSON schema, the presets, and the recipe's `model` section."""
+"""The description of a model: OpenCLIP's JSON schema, the presets, and the recipe's `model`
+section."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ from clip_train.storage.urls import is_remote, local_path
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
-# Values besides null, false and 0 at which keys that these towers do not have change nothing.
+# Values other than null, false and 0 at which keys unknown to these towers change nothing.
 NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
 NOT_IMPLEMENTED = (
     "not implemented in OpenCLIP's plain ViT and text transformer; correct it or take it out"
@@ -200,7 +201,7 @@ class Architecture(Described):
 
 
 class OwnModel(Architecture):
-    """A module that a function or class of the user's makes, which has the facts as attributes."""
+    """A module made by the user's function or class, which describes it by its attributes."""
 
     layered: ClassVar[bool] = False
     resize_mode: Literal["shortest"] = "shortest"
@@ -246,8 +247,8 @@ class OwnModel(Architecture):
         unsupported = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
         for key, value in unsupported.items():
             raise UserError(
-                f"model.{key} ({value}): {self.own} builds its module itself, without arguments; "
-                "take the key out, and change the module"
+                f"model.{key} ({value}): {self.own} builds its module without arguments; remove "
+                "the key, and change the module"
             )
         return self
 
@@ -301,11 +302,11 @@ class ModelConfig(Settings):
     """Start from these weights: a file in OpenCLIP's layout, an export, a run, each also at a URL:
     docs/weights.md."""
     init_image_from: str | None = None
-    """Only the image tower from these weights, of a whole model or of an image tower; the rest is
-    initialized at random, or from `init_from`."""
+    """Take only the image tower from these weights (of a whole model or of an image tower). The
+    rest is initialized at random, or from `init_from`."""
     init_text_from: str | None = None
-    """Only the text tower from these weights, of a whole model or of a text tower; the rest is
-    initialized at random, or from `init_from`."""
+    """Take only the text tower from these weights (of a whole model or of a text tower). The rest
+    is initialized at random, or from `init_from`."""
     teacher: Annotated[
         str | Annotated[list[str], Field(min_length=1)] | None,
         Allowed("a place, a list of places, or null"),
@@ -316,8 +317,8 @@ class ModelConfig(Settings):
     teacher_name: Annotated[
         str | list[str | None] | None, Allowed("a name, a list of names, or null")
     ] = None
-    """The teacher's architecture, as in `name`, or a list with each teacher's; none: by its tag, or
-    its folder's own open_clip_config.json."""
+    """The teacher's architecture, as in `name`, or a list with one for each teacher. none: from its
+    tag, or the open_clip_config.json in its folder."""
     init_logit_scale: Annotated[
         float | None,
         Field(ge=0, le=math.log(100)),
@@ -336,7 +337,9 @@ class ModelConfig(Settings):
             ("lock_text_unlocked_layers", "lock_text"),
         ):
             value = getattr(self, key)
-            message = f"model.{key} ({shown(value)}) without a lock; set model.{lock}=true"
+            message = (
+                f"model.{key} ({shown(value)}) has no effect without a lock; set model.{lock}=true"
+            )
             yield bool(value) and not getattr(self, lock), message
         starts = self.init_from or self.init_text_from
         yield (
@@ -363,7 +366,7 @@ class ModelConfig(Settings):
         return changed.model_copy(update={"lora": self.lora})
 
     def teachers(self) -> list[ModelConfig]:
-        """For each teacher this section, as if that one were alone."""
+        """For each teacher, this section as if that teacher were the only one."""
         places = [self.teacher] if isinstance(self.teacher, str) else self.teacher or []
         names = self.teacher_name
         names = names if isinstance(names, list) else [names] * len(places)
@@ -466,9 +469,8 @@ def parse_architecture(content: Any, source: str) -> Architecture:
 
 
 def _without_neutral(section: dict[str, Any], schema: type[Described]) -> dict[str, Any]:
-    """Without keys that these towers do not have, at values at which they change nothing.
-
-    At other values they stay, to be refused: ignoring them would build another model.
+    """Remove keys that are unknown to these towers, at values at which they change nothing. With
+    other values they stay and are rejected later, because ignoring them would build another model.
     """
     return {
         key: value

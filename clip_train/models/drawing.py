@@ -1,4 +1,4 @@
-"""What a model's constructor draws, tensor by tensor: the whole model is never in memory.
+"""Draw a model's initial weights tensor by tensor: the whole model is never in memory.
 
 The constructor runs twice. The first run draws nothing into large tensors: it records which
 operation on each of them is the last. The second run draws in the constructor's own order, so the

@@ -52,7 +52,7 @@ def draw_by(
 
 
 def current_seeds() -> Tensor:
-    """Those of the last `draw_by`. ValueError without any."""
+    """The seeds of the last `draw_by`. ValueError if there are none."""
     seeds = _of_micro_batch["seeds"]
     if seeds is None:
         raise ValueError("dropout needs sample_seeds in training: int64 [b], one for each sample")
@@ -62,8 +62,8 @@ def current_seeds() -> Tensor:
 def drop_rows(x: Tensor, dropped: int, layer_id: Tensor) -> Tensor:
     """`drop_elements` by the last `draw_by`.
 
-    x: all tokens of b samples, [b m, ...]; of each the token that is read, [b, 1, width]; or
-    packed tokens, [P, 1, width].
+    x: all tokens of b samples, [b m, ...]; or only the token that is read from each, [b, 1, width];
+    or packed tokens, [P, 1, width].
     """
     seeds, token, packed = current_seeds(), _of_micro_batch["token"], _of_micro_batch["packed"]
     if packed is not None and len(x) == len(packed[1]):

@@ -88,7 +88,8 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Before it goes into an engine, and before its optimizer is made."""
+    """Freeze the parameters. Call it before the model goes into an engine, and before its optimizer
+    is made."""
     parameters = dict(model.named_parameters())
     frozen = frozen_names(config, parameters)
     for name in frozen:

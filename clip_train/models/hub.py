@@ -28,8 +28,8 @@ def is_on_hub(place: str) -> bool:
 def fetch(place: str) -> Path:
     """The weights' file in the cache, with the repository's description beside it.
 
-    UserError for a name that is not understood, or without huggingface_hub; CheckpointError if it
-    cannot be fetched.
+    UserError for an unknown form of name, or without huggingface_hub; CheckpointError if it cannot
+    be fetched.
     """
     repository, revision = resolve(place)
     try:

@@ -1,7 +1,7 @@
 """Adapters of low rank (`model.lora`) in a model: new parameters, and names that stay.
 
-A linear layer adds `B A x` to its output. Where torch reads a weight itself
-(`nn.MultiheadAttention`), the module gives it W + B A. Both begin with B = 0, which changes no bit.
+A linear layer adds `B A x` to its output. If torch reads a weight directly
+(`nn.MultiheadAttention`), the module provides W + B A. Both start with B = 0, which changes no bit.
 `p` adapters in one weight [out, in], each for its part of the rows: A [p rank, in], B [out, rank].
 """
 
@@ -83,7 +83,7 @@ def adapted(kind: Any, layer: Any, name: str) -> type[nn.Module]:
 
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Each weight that can have adapters: its name, its module, and what the module becomes."""
+    """Each weight that can have adapters: its name, its module, and the module's new class."""
     inside = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -105,16 +105,17 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             ends = sorted({weight.removesuffix(".weight").split(".")[-1] for weight, *_ in found})
             near = difflib.get_close_matches(entry, ends, n=3, cutoff=0.4) or ends[:6]
             raise UserError(
-                f"model.lora.on ({shown(list(lora.on))}): {entry} is the end of no name of a "
-                f"layer; there are {', '.join(near)}; or give attention, mlp or linear"
+                f"model.lora.on ({shown(list(lora.on))}): no layer's name ends with {entry}; give "
+                f"one of {', '.join(near)}, or attention, mlp or linear"
             )
     for number, (weight, module, kind) in enumerate(found):
         if not any(covers(entry, weight) for entry in lora.on):
             continue
         if lora.dropout and kind is AdaptedWeight:
             raise UserError(
-                f"model.lora.dropout ({lora.dropout}): torch computes {weight} without a "
-                "place for it; set model.lora.dropout=0, or leave attention out of model.lora.on"
+                f"model.lora.dropout ({lora.dropout}) cannot be applied to {weight}, whose "
+                "product torch computes; set model.lora.dropout=0, or remove attention from "
+                "model.lora.on"
             )
         name = weight.split(".")[-1]
         p = module._parameters[name]

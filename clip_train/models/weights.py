@@ -1,7 +1,7 @@
-"""Weights in and out, in OpenCLIP's layout: those a run starts from, and exports.
+"""Read and write weights in OpenCLIP's layout: initial weights of a run, and exports.
 
-What a run starts from is the same at every ZeRO stage and number of ranks. Nothing is ever
-unpickled but tensors.
+A run starts from the same weights at every ZeRO stage and number of ranks. Only tensors are ever
+unpickled.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ class DrawnState(WholeState):
 
 
 def silent(text: str) -> None:
-    """A `Log` of the ranks that need not say what rank 0 says."""
+    """A `Log` for ranks that need not repeat rank 0's messages."""
 
 
 def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
@@ -147,7 +147,7 @@ def load_teacher(
 
 
 def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source: str) -> None:
-    """CheckpointError, in torch's words, where `state` is not the state of such a model."""
+    """CheckpointError with torch's message if `state` does not fit such a model."""
     with torch.device("meta"):
         model = build_model(architecture)
     try:
@@ -178,7 +178,7 @@ def resize_positions(
         old, size = state.get(name), parameter_sizes(architecture).get(name, 0)
         if old is None or old.ndim != 2 or not old.numel() or size % old.shape[1]:
             continue
-        context = size // old.shape[1]  # a token of the model's own may come on top
+        context = size // old.shape[1]  # the model may add a token of its own
         if context not in (0, len(old)):
             state[name] = stretched(old.float(), context, keep)
             kept = f", the first {keep} as they are" if keep else ""
@@ -188,7 +188,7 @@ def resize_positions(
 
 
 def stretched(old: Tensor, context: int, keep: int) -> Tensor:
-    """[L, width] -> [context, width]. UserError where L is too small to keep so many.
+    """[L, width] -> [context, width]. UserError if L is too small to keep this many.
 
     With `keep` as Long-CLIP does (arXiv 2403.15378): position `keep + j` is at `keep + j (L - keep)
     / (context - keep)` of the old ones, and the last ones follow the line through the last two.
@@ -247,7 +247,8 @@ def load_openclip(
         keep_positions: as `model.keep_positions`.
 
     Raises:
-        UserError: there is nothing at `path`; it has too few positions to keep so many.
+        UserError: `path` does not exist, or its weights have too few positions for
+            `keep_positions`.
         CheckpointError: the file is damaged, or does not fit the architecture.
     """
     file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
@@ -272,7 +273,7 @@ def load_openclip(
 
 
 def file_at(path: str | os.PathLike, key: str) -> Path:
-    """The weights file that `path` is, or that a folder holds. UserError."""
+    """The weights file at `path`, which is a file or a folder. UserError."""
     file = Path(path).expanduser()
     if file.is_dir():
         names = [name for name in WEIGHTS_NAMES if (file / name).is_file()]
@@ -326,9 +327,8 @@ def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tens
 
 
 def trained_with(file: Path) -> dict[str, Any]:
-    """`quick_gelu`, `image_mean` and `image_std` in the description beside weights; {} without one.
-
-    No name or shape of the weights tells these.
+    """`quick_gelu`, `image_mean` and `image_std` from the description beside the weights; {}
+    without one. Names and shapes of the weights do not reveal these.
     """
     try:
         keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
@@ -343,7 +343,8 @@ def trained_with(file: Path) -> dict[str, Any]:
 
 
 def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> None:
-    """UserError for another activation function: it fits by every name and shape, but not as well.
+    """UserError for another activation function: names and shapes would match, but the model would
+    be worse.
 
     Other pixels are only logged: `model.name` may be a JSON with the right ones.
     """

@@ -1,1 +1,1 @@
-"""Which parameters decay, how the learning rate moves, and which torch optimizer does the work."""
+"""Weight decay, the learning rate's schedule, and the torch optimizer."""

@@ -55,12 +55,12 @@ class OptimConfig(Settings):
     grad_clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null to leave gradients alone."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights with this decay, such as 0.9999, in fp32;
-    evaluated beside them as ema_..., and what `clip-train evaluate` and `export` take with --ema.
-    null: none."""
+    """Keep an exponential moving average of the weights in fp32 with this decay, such as 0.9999.
+    Evaluations report it as ema_...; `clip-train evaluate` and `export` use it with --ema. null:
+    none."""
     ema_warmup: bool = False
-    """Forget the initial weights: at step t the decay is at most 1 - t^(-2/3) (timm's
-    --model-ema-warmup)."""
+    """Make the average forget the initial weights: at step t the decay is at most 1 - t^(-2/3)
+    (timm's --model-ema-warmup)."""
 
     def rules(self) -> Rules:
         yield (

@@ -1,7 +1,8 @@
-"""Muon for matrices that ranks hold in pieces, beside AdamW for all else.
+"""Muon for matrices that are sharded over ranks, and AdamW for all other parameters.
 
-A matrix has an owner, which gathers it, orthogonalizes it whole and sends the pieces back. All else
-is done to each element where it is. So every engine, stage and number of ranks has one update.
+Each matrix has an owner, which gathers it, orthogonalizes it whole and sends the pieces back. All
+other work is elementwise on the local pieces. So the update is the same for every engine, stage and
+number of ranks.
 """
 
 import math
@@ -53,7 +54,7 @@ def assign_matrices(matrices: Matrices, cuts: Sequence[Mapping[str, int]]) -> li
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
-    """Each item after the next one has been started."""
+    """Yield each item after the next one has been started."""
     return (item for item, _ in pairwise(chain(work, [None])))  # type: ignore[misc]
 
 
@@ -71,7 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._adamw.state = self.state
 
     def place(self, pieces: Iterable[Piece], device: torch.device, group: Any) -> None:
-        """Say where the matrices are. Collective.
+        """Declare where the matrices are. Collective.
 
         group: the ranks that share one copy of the model. None: this rank has whole matrices.
         device: of the tensors that are sent.

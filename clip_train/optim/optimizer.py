@@ -23,7 +23,7 @@ find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 def probe_imported(config: OptimConfig) -> Needs:
     """Take two steps of an imported optimizer on a matrix and, as separate parameters, on its rows.
 
-    If the rows are updated alike, apart or together, it needs only elements.
+    If rows are updated in the same way apart and together, the optimizer is elementwise.
 
     UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
     may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
@@ -54,8 +54,8 @@ def probe_imported(config: OptimConfig) -> Needs:
             lost.append(slot)
     if lost:
         raise UserError(
-            f"optim.name ({path}) remembers {', '.join(lost)}, which does not have a parameter's "
-            "shape: a checkpoint could not hold it; choose another optimizer"
+            f"optim.name ({path}) keeps the state {', '.join(lost)}, which does not have a "
+            "parameter's shape and cannot be saved in a checkpoint; choose another optimizer"
         )
     alike = torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7)
     return "elements" if alike else "parameters"
@@ -87,9 +87,8 @@ def without_decay(config: OptimConfig, names: Collection[str]) -> set[str]:
 
 
 def muon_matrices(config: OptimConfig, shapes: Matrices) -> Matrices:
-    """Those of `shapes` that are a block's matrices, if optim.name is muon.
-
-    Neither embeddings nor a tower's projection.
+    """The blocks' matrices among `shapes`, if optim.name is muon. Embeddings and the towers'
+    projections are excluded.
     """
     return {
         name: shape
@@ -140,7 +139,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """`parameters`: (name, parameter) pairs, as from `named_parameters()`.
 
-    offloaded: what the optimizer updates will be in the CPU's memory, whatever has the GPU.
+    offloaded: the tensors that the optimizer updates will be in the CPU's memory.
     """
     groups = parameter_groups(config, parameters)
     lr, betas = config.lr, (config.beta1, config.beta2)

@@ -22,8 +22,8 @@ class ScheduleConfig(Settings):
     name: Annotated[
         str, Allowed("cosine, constant, constant-with-cooldown or the import path of a function")
     ] = Field("cosine", pattern=rf"^(cosine|constant|constant-with-cooldown|{IMPORT_PATH})$")
-    """A function is called as `function(peak, step, steps, **options)` and returns the rate of
-    step `step`, counted from 0, of `steps`. It must depend on nothing else."""
+    """A function is called as `function(peak, step, steps, **options)` and returns the rate of step
+    `step` (counted from 0) of `steps`. It may depend on these arguments only."""
     options: dict[str, Any] = Field({})
     """With an import path: the function's other arguments."""
     warmup_steps: NonNegativeInt = 2000

@@ -1,4 +1,4 @@
-"""The interface of all stores: what each call does and raises."""
+"""The interface of all stores: each call's effect and errors."""
 
 import os
 from abc import ABC, abstractmethod
@@ -46,14 +46,14 @@ class Storage(ABC):
 
     @abstractmethod
     def put_file(self, local_path: str | os.PathLike, name: str) -> None:
-        """Store a local file under `name`, whole or not at all, and replace what was there.
+        """Store a local file under `name`, completely or not at all, replacing an existing file.
 
         FileNotFoundError (the local file); OSError: then nothing was published.
         """
 
     @abstractmethod
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
-        """Store a small file, whole or not at all. Return True if it was stored.
+        """Store a small file, completely or not at all. Return True if it was stored.
 
         if_absent: only if the file does not exist. Exactly one of several racing writers gets True.
         Their `data` must differ: if the store holds these very bytes, an earlier try of this call

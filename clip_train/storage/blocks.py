@@ -1,5 +1,5 @@
-"""A file read in numbered blocks, the checksums that an index keeps of them, and blocks that
-processes share."""
+"""Read a file in numbered blocks, verify them by an index's checksums, and share blocks between
+processes."""
 
 import abc
 import fcntl
@@ -19,7 +19,8 @@ SUM_DIGITS = 16  # hexadecimal: 64 bits of the block's sha256, against accidents
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file must be: its size, and the sum of every `block_bytes` (the last are fewer)."""
+    """The expected content of a file: its size, and a checksum of every `block_bytes` (fewer in the
+    last block)."""
 
     size: int  # bytes
     block_bytes: int
@@ -27,7 +28,7 @@ class Checksums:
 
     def __post_init__(self) -> None:
         if len(self.sums) != SUM_DIGITS * -(-self.size // self.block_bytes):
-            raise ValueError(f"{len(self.sums)} digits are not the sums of {self.size} bytes")
+            raise ValueError(f"{len(self.sums)} digits do not match a file of {self.size} bytes")
 
     def of(self, block: int) -> str:
         return self.sums[SUM_DIGITS * block :][:SUM_DIGITS]
@@ -41,8 +42,8 @@ class BlockCache:
     """The latest blocks of a file that processes of a node read together: each is fetched once.
 
     A slot is a file in memory: one block, and the digest of its identity. It is locked while it is
-    filled. Locks end with their process, and the memory with the process that made it, which
-    must live while others read: pickled are the slots' paths under /proc.
+    filled. Locks end with their process. The memory ends with the process that made it, which must
+    live while others read, because a pickle holds the slots' paths under /proc.
     """
 
     def __init__(self, slots: int) -> None:
@@ -52,7 +53,8 @@ class BlockCache:
         self._slots = [f"/proc/{os.getpid()}/fd/{number}" for number in descriptors]
 
     def load(self, name: str, block: int, end: int, start: Callable[[int], Future[bytes]]) -> bytes:
-        """One block; those behind it, up to `end`, are fetched meanwhile if nobody does yet.
+        """Return one block. Meanwhile, blocks after it, up to `end`, are fetched if no other
+        process fetches them.
 
         Args:
             name: of the file and of its content.
@@ -81,7 +83,7 @@ class BlockCache:
             return data
 
     def slot(self, name: str, block: int) -> tuple[io.FileIO, bytes]:
-        """Where this block may be, and what it ends with if it is there."""
+        """The slot where this block may be, and the digest at the slot's end if it is there."""
         # neighbors have places of their own, mostly also where one file follows another
         path = self._slots[(zlib.crc32(name.encode()) + block) % len(self._slots)]
         return io.FileIO(path, "r+"), hashlib.sha256(f"{name} {block}".encode()).digest()

@@ -1,4 +1,4 @@
-"""How patiently remote files are read."""
+"""Limits and retries for reading remote files."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ class StorageConfig(Settings):
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
 
     patience_seconds: Seconds = 10.0
-    """How long an answer may take to begin; from then on `min_rate` counts."""
+    """Seconds until an answer must begin; after that, `min_rate` applies."""
 
     min_rate: Annotated[int, Field(ge=0)] = 65_536
     """Bytes per second below which a transfer is aborted and retried; 0 accepts any rate above

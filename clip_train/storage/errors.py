@@ -1,4 +1,4 @@
-"""What an error of a remote store means for the next attempt, and what the user can do about it.
+"""Classify errors of remote stores: whether to try again, and what the user can do.
 
 Reads the errors of obstore, of botocore (credentials, settings) and of fsspec's file systems.
 obstore has no typed error for most answers (for none to a listing): status and code are parsed.
@@ -80,19 +80,20 @@ class MissingError(StorageError, FileNotFoundError):
 
 
 class DeniedError(StorageError, PermissionError):
-    """The server refuses, with fresh credentials too."""
+    """The server refuses even fresh credentials."""
 
 
 class RefusedError(StorageError):
-    """The request is wrong, or goes to a wrong place: it will not pass by itself."""
+    """The request is wrong, or its target is. Another attempt cannot succeed."""
 
 
 class TransferError(OSError):
-    """An answer that is wrong, short or too slow: worth another attempt."""
+    """The answer was wrong, short or too slow; another attempt may succeed."""
 
 
 class ChangedError(OSError):
-    """Not what was opened, or nothing that can be read in ranges: another attempt cannot help."""
+    """The file has changed since it was opened, or cannot be read in ranges. Another attempt cannot
+    help."""
 
 
 # The error after the last attempt; StorageError if the cause may pass.
@@ -110,7 +111,7 @@ _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 
 
 def meaning(error: BaseException) -> Meaning:
-    """What the error of one attempt means for the next one."""
+    """The consequence of one attempt's error for the next attempt."""
     status, code, message = _answer(error)
     kind: Meaning = "again"
     if _STILL_EXPIRED in message:
@@ -181,7 +182,7 @@ def _answer(error: BaseException) -> tuple[int | None, str, str]:
 
 
 def _answer_in(kind: str, text: str) -> tuple[int | None, str, str]:
-    """The same from the text of an obstore error, which is all that it has."""
+    """The same from the text of an obstore error, which has no other information."""
     text, _, details = text.partition("\n\nDebug source:")
     status = re.search(r"status code: (\d{3})", text)
     tags = dict(re.findall(r"(?s)<(Code|Message)>(.*?)</", text))

@@ -71,6 +71,7 @@ class FsspecStorage(RemoteStorage):
         ]
 
     def glob(self, pattern: str) -> list[str]:
-        """By the file system's own search: a listing of all below a web page may have no end."""
+        """Uses the file system's own search, because a listing of everything below a web page may
+        never end."""
         found = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
         return sorted(self.url + key.removeprefix(self.root) for key in found)

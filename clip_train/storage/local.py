@@ -22,8 +22,8 @@ _PART = ".*.part"  # hidden files of unfinished writes: .NAME.RANDOM.part
 def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     """Open a file of a run's folder, unbuffered if binary. OSError.
 
-    UserError for a symbolic link, a folder or a pipe: whoever made the run's folder must not choose
-    what is written to, or who waits.
+    UserError for a symbolic link, a folder or a pipe. The creator of the run's folder must not
+    redirect writes or make them block.
     """
 
     def open_no_link(name: str, flags: int) -> int:
@@ -37,7 +37,7 @@ def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
         kinds = {errno.ELOOP: "symbolic link", errno.EISDIR: "folder", errno.ENXIO: "pipe"}
         if e.errno not in kinds:
             raise
-        what = f"{path} is a {kinds[e.errno]}, and clip-train writes to plain files alone"
+        what = f"{path} is a {kinds[e.errno]}, and clip-train writes only to plain files"
         raise UserError(f"{what}; remove it") from None
 
 

@@ -1,7 +1,7 @@
 """Object stores through obstore: S3 (s3://), Google Cloud (gs://) and Azure (az://).
 
-obstore uploads large files in parts and repeats each part by itself. For S3, botocore finds what
-obstore cannot: profiles, SSO and refreshed credentials.
+obstore uploads large files in parts and repeats each part by itself. For S3, botocore adds what
+obstore lacks: profiles, SSO and refreshed credentials.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class ObjectStorage(RemoteStorage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """An idle timeout would not notice a drip, so the average rate is watched."""
+        """An idle timeout would miss a very slow transfer, so the average rate is checked."""
         options: Any = {} if end is None else {"range": (begin, end)}
         request = obstore.get_async(self._client, key, options=options)
         answer = await pace.hold(request)
@@ -172,12 +172,12 @@ class S3Storage(ObjectStorage):
     """`Storage` over `s3://bucket/prefix`, opened anew if its credentials are refused."""
 
     def open(self, **options: Any) -> S3Store:
-        """ValueError, or an error of botocore, if the settings make no sense."""
+        """ValueError, or an error of botocore, for invalid settings."""
         session = Session()  # with files and environment as they are now
         scoped = session.get_scoped_config()
         region = session.get_config_variable("region") or "us-east-1"
         endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
-        if endpoint is None and region.startswith("cn-"):  # obstore does not know these
+        if endpoint is None and region.startswith("cn-"):  # obstore does not support these
             endpoint = f"https://s3.{region}.amazonaws.com.cn"
         virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
         options["virtual_hosted_style_request"] = virtual
@@ -199,7 +199,7 @@ class S3Storage(ObjectStorage):
         return S3Store(
             self.host,
             region=region,
-            disable_bulk_delete=True,  # which other servers may not know
+            disable_bulk_delete=True,  # which other servers may not support
             checksum_algorithm="sha256",
             **options,
         )

@@ -9,8 +9,8 @@ from clip_train.storage.errors import StorageError, TransferError
 from clip_train.storage.remote import Pace, RemoteStorage
 
 _DAMAGED = (
-    "the bytes are not those that the index was made from: if it is stored like this, restore it, "
-    "or run `clip-train index` again for the new content"
+    "the content has changed since the index was made: restore the file, or run `clip-train "
+    "index` again if the new content is right"
 )
 
 
@@ -22,8 +22,8 @@ class RangedFile(BlockFile):
 
     Blocks are fetched as needed. Once the reader moves from one block to the next, up to
     `config.read_ahead` more are fetched ahead, as far as the process's budget allows. With
-    checksums, a block is verified before any of its bytes is returned. With a cache, blocks come
-    from there, and go there.
+    checksums, a block is verified before any of its bytes is returned. With a cache, blocks are
+    read from it and added to it.
 
     Raises (all of them `StorageError`, final, with the file, the bytes and the attempt):
         MissingError: the object does not exist. DeniedError: refused twice, the second time with

@@ -55,7 +55,7 @@ _HEADER = re.compile(
 
 
 def redact(value: T) -> T:
-    """Return a text with every URL in it as it may be shown and kept; JSON: all texts in it."""
+    """Return a text with the secrets removed from every URL in it; JSON: all texts in it."""
     if isinstance(value, dict):
         return cast(T, {redact(key): redact(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):

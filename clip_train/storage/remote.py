@@ -1,6 +1,6 @@
-"""What all remote stores share: names, time limits, and retries around single requests.
+"""The base of all remote stores: names, time limits, and retries of single requests.
 
-A request is repeated until it succeeds, is refused for good, or time is up.
+A request is repeated until it succeeds, is refused finally, or runs out of time.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
 _MIN_ATTEMPTS = 3  # even if each took long, unless no answer came
 LONGEST_BACKOFF_SECONDS = 20.0
-LOUD_ATTEMPT = 3  # fewer failures than this are everyday life on S3
+LOUD_ATTEMPT = 3  # fewer failures than this are normal on S3
 _log = logging.getLogger("clip_train.storage")
 reached: set[str] = set()  # hosts and buckets that have answered this process
 _random = random.Random()  # its own: jitter must not shift any other draws
@@ -50,7 +50,7 @@ _random = random.Random()  # its own: jitter must not shift any other draws
 
 @dataclass(frozen=True)
 class Pace:
-    """How slow an answer may be, and how often its request is repeated."""
+    """Limits for the duration of an answer, and for the number of attempts."""
 
     seconds: float  # until the answer begins
     rate: float  # bytes per second on average from then on; 0: any
@@ -61,7 +61,7 @@ class Pace:
     limit: str = ""  # the key for the number of attempts, or for their time, for messages
 
     async def hold(self, answer: Awaitable[T], num_bytes: int = 0, so_far: str = "no answer") -> T:
-        """Return the answer to a request of so many bytes. TransferError if it takes too long."""
+        """Return the answer to a request of this many bytes. TransferError if it takes too long."""
         seconds: float | None = self.seconds
         if num_bytes:
             seconds = self.seconds + num_bytes / self.rate if self.rate else None
@@ -150,7 +150,8 @@ class RemoteStorage(Storage):
             future.cancel()  # if a handler has raised
 
     async def _repeat(self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace) -> T:
-        """What `request` returns. StorageError with the URL, `what`, the reason and the remedy."""
+        """Return the result of `request`, with retries. StorageError with the URL, `what`, the
+        reason and the remedy."""
         end, renewed = time.monotonic() + (pace.total_seconds or 0.0), False
         for attempt in itertools.count(1):
             try:
@@ -182,7 +183,8 @@ class RemoteStorage(Storage):
                 pace = replace(pace, seconds=patient, rate=pace.rate / 4)
             longest = pace.backoff_seconds * 2.0 ** min(attempt - 1, 64)
             longest = min(LONGEST_BACKOFF_SECONDS, longest)
-            pause = _random.uniform(longest / 2, longest)  # so that workers do not march in step
+            # random, so that workers do not retry at the same time
+            pause = _random.uniform(longest / 2, longest)
             await asyncio.sleep(min(pause, left) if left > 0 else pause)
         raise AssertionError("unreachable")
 
@@ -231,5 +233,5 @@ class RemoteStorage(Storage):
 
 def whole(data: bytes, num_bytes: int) -> bytes:
     if len(data) != num_bytes:
-        raise TransferError(f"{len(data)} bytes came instead of {num_bytes}")
+        raise TransferError(f"received {len(data)} bytes instead of {num_bytes}")
     return data

@@ -23,7 +23,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a file will hold and where; nothing is copied yet."""
+    """The planned content and layout of a file; nothing is copied yet."""
 
     head: bytes  # the start of the file, its length a multiple of 8
     places: list[tuple[int, Tensor]]  # byte offset in the file -> tensor, still the training's own

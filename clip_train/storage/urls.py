@@ -1,4 +1,4 @@
-"""From a path or URL, as a user writes it, to an open file or a storage."""
+"""Open a file or a storage by the path or URL that a user writes."""
 
 import glob as local_glob
 import io

@@ -28,7 +28,7 @@ LEAST = (
 
 
 def entry() -> NoReturn:
-    """The console script: `main`, and then out at once, however it went.
+    """The console script: run `main`, then exit at once, whatever the result.
 
     All files are closed and the process group is gone by now. Only the teardown of C++ threads
     remains. It sometimes races ("terminate called without an active exception"), and would turn the
@@ -36,7 +36,7 @@ def entry() -> NoReturn:
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # else C++ stacks whenever another rank ends
+    )  # otherwise C++ stacks appear whenever another rank ends
     # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans
     # up all the same
     ignored = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")]
@@ -57,7 +57,7 @@ def entry() -> NoReturn:
         status = main(stop=stop)
     except SystemExit as e:  # of argparse, which has printed why
         status = e.code if isinstance(e.code, int) else 2
-    except KeyboardInterrupt:  # one more Ctrl-C, while the end was being put in words
+    except KeyboardInterrupt:  # one more Ctrl-C while the final message was written
         status = 130
     except BaseException:
         traceback.print_exc()

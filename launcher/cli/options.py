@@ -39,7 +39,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "help": "as data.train: paths, URLs, braces, globs",
     },
-    "checkpoints": {"metavar": "PLACE@STEP,...", "help": "runs' folders or URLs, each with a step"},
+    "checkpoints": {
+        "metavar": "PLACE@STEP,...",
+        "help": "folders or URLs of runs, each with a step",
+    },
     "run": {"metavar": "RUN", "help": "a run's folder, or its recipe"},
     "runs": {"metavar": "RUN", "nargs": "+", "help": "runs' folders, or their recipes"},
     "overrides": {
@@ -97,7 +100,7 @@ VERBS = {
     "keys": Verb(
         "clip_tools.keys:run",
         "every key that a recipe can hold",
-        "Print each key with its default, what may stand there, and what it means; one line each.",
+        "Print one line for each key: its default, its allowed values and its meaning.",
         """\
     clip-train keys                                         all of them
     clip-train keys optim                                   those that begin with it
@@ -127,7 +130,7 @@ VERBS = {
                 "SPEED",
                 "with --gpu: Gbit/s of a node, all of its adapters together: 400Gb, 8x400Gb",
             ),
-            ("gpus-per-node", "N", "each with a rank (default: 8)"),
+            ("gpus-per-node", "N", "one rank per GPU (default: 8)"),
             JSON,
         ),
     ),
@@ -144,12 +147,12 @@ VERBS = {
     clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100""",
         options=(
             ("nodes", "N", "(default: the site's, else 1)"),
-            ("gpus-per-node", "N", "each with a rank (default: the site's, else 8)"),
+            ("gpus-per-node", "N", "one rank per GPU (default: the site's, else 8)"),
             ("tasks-per-node", "N", "ranks per node, where --gpus-per-node is 0"),
             ("cpus-per-task", "N", "cores per rank (default: the site's, else 8)"),
-            ("time", "HH:MM:SS", "limit of one attempt (default: the site's, else 24:00:00)"),
-            ("partition", "NAME", "where to (default: the site's, else the cluster's)"),
-            ("account", "NAME", "whom to charge"),
+            ("time", "HH:MM:SS", "time limit of one attempt (default: the site's, else 24:00:00)"),
+            ("partition", "NAME", "partition of the job (default: the site's, else the cluster's)"),
+            ("account", "NAME", "account to charge"),
             (
                 "template",
                 ["train", "torchrun"],
@@ -161,7 +164,7 @@ VERBS = {
                 "the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)",
             ),
             ("dry-run", None, "check, print the batch script, and submit nothing"),
-            ("offline", None, "look neither at shards nor at checkpoint.remote"),
+            ("offline", None, "skip the checks of shards and checkpoint.remote"),
         ),
     ),
     "doctor": Verb(
@@ -169,8 +172,7 @@ VERBS = {
         "check this machine, the recipe and the cluster",
         """\
     One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit
-    status 1 with an error. Nothing is changed: what is written to try a disk or a bucket is
-    removed.""",
+    status 1 with an error. Nothing is changed: test files on a disk or in a bucket are removed.""",
         """\
     clip-train doctor                                       this machine and its cluster
     clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
@@ -234,15 +236,15 @@ VERBS = {
         options=(
             ("teacher", "PLACES", "the teachers, separated by commas"),
             ("to", "PLACE", "the folder or URL for the shards"),
-            ("augmentations", "N", "of each image (default: 10)", 10),
-            ("crop", "AREA", "the least part of an image in a crop (default: 0.08)", 0.08),
+            ("augmentations", "N", "augmentations of each image (default: 10)", 10),
+            ("crop", "AREA", "the smallest fraction of an image in a crop (default: 0.08)", 0.08),
             (
                 "synthetic-key",
                 "NAME",
                 "where synthetic captions are, as data.caption_key (default: syn.json)",
                 "syn.json",
             ),
-            ("half", None, "features of 16 bits; a curve then differs by their rounding"),
+            ("half", None, "write features with 16 bits; loss curves then differ by this rounding"),
         ),
     ),
     "caption": Verb(
@@ -283,11 +285,11 @@ VERBS = {
     ),
     "branch": Verb(
         "clip_tools.branch:run",
-        "a new run that cools down from a checkpoint of another",
+        "a new run that starts from another run's checkpoint and cools down",
         """\
     Write the recipe of a run that begins at a checkpoint of PLACE and lowers the rate from there:
-    a name, a run directory and a checkpoint.remote of its own. The source can continue. It has a
-    constant rate there. Overrides are of the new run.""",
+    a name, a run directory and a checkpoint.remote of its own. The source can continue; it must have
+    a constant rate at that step. Overrides apply to the new run.""",
         """\
     clip-train branch runs/clip --at 20000 --cooldown 4000
     clip-train branch runs/clip run.name=try schedule.final_lr=1e-6""",
@@ -345,7 +347,7 @@ VERBS = {
                 ".json",
             ),
             ("keep-columns", "NAMES", "further columns, separated by commas, for the .json"),
-            ("images", "DIR", "where relative paths begin (default: SOURCE's folder)"),
+            ("images", "DIR", "base folder of relative paths (default: SOURCE's folder)"),
             ("per-shard", "N", "rows in a shard (default: 1000)"),
             ("workers", "N", "processes (default: one for each CPU)"),
         ),
@@ -356,7 +358,7 @@ VERBS = {
         "Read shards once and write clip_train_index.json beside them, on disk or on S3.",
         """\
     clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
-    clip-train index shards/*.tar --check                   have they changed, or been damaged?""",
+    clip-train index shards/*.tar --check                   check for changes and damage""",
         positions=("shards",),
         options=(
             (
@@ -370,10 +372,10 @@ VERBS = {
     ),
     "checkpoints": Verb(
         "clip_tools.inspect:list_run",
-        "what checkpoints there are, whole or not, and which will stay",
+        "list checkpoints, their state, and which will be kept",
         """\
-    List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 where a
-    committed one is not whole.""",
+    List the checkpoints of a run, on its disk and in checkpoint.remote. Exit status 1 if a
+    committed checkpoint is damaged.""",
         """\
     clip-train checkpoints runs/clip
     clip-train checkpoints s3://bucket/run --verify         read all of them""",
@@ -382,9 +384,9 @@ VERBS = {
     ),
     "report": Verb(
         "clip_tools.report:write",
-        "a run as a page",
-        "Write report.html of a run, also while it trains; its end writes it by itself: health, "
-        "curves, evaluations, attempts, what differs from the defaults.",
+        "write an HTML report of a run",
+        "Write report.html of a run: health, curves, evaluations, attempts, and differences from "
+        "the defaults. It works while the run trains; at its end, a run writes the page itself.",
         """\
     clip-train report runs/clip
     clip-train report my.yaml                               the run of that recipe""",
@@ -406,8 +408,7 @@ VERBS = {
         "an OpenCLIP command line as a recipe",
         """\
     Print the recipe for an OpenCLIP command line. Comments above it explain flags with another
-    meaning here. The command comes from the command line alone: put in the
-    values of a script's variables.""",
+    meaning here. Replace the variables of a script by their values first.""",
         """\
     clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar" > my.yaml
     clip-train import-args "python -m main --train-data a.tar" --world-size 16""",
@@ -416,7 +417,7 @@ VERBS = {
             (
                 "world-size",
                 "N",
-                "GPUs, where the command does not say (default: torchrun's, else 1)",
+                "GPUs, if the command does not say (default: torchrun's, else 1)",
             ),
         ),
     ),
@@ -431,12 +432,12 @@ VERBS = {
     clip-train demo
     clip-train demo run.steps=100 data.num_samples=5000     shorter""",
         positions=("overrides",),
-        options=(("dir", "DIR", "where data and runs go (default: runs)", "runs"),),
+        options=(("dir", "DIR", "folder for data and runs (default: runs)", "runs"),),
     ),
     "completion": Verb(
         "clip_tools.keys:complete",
-        "completion of this command by your shell",
-        "Print a script by which bash or zsh completes verbs, options and the keys of a recipe.",
+        "shell completion for this command",
+        "Print a script for bash or zsh that completes verbs, options and recipe keys.",
         """\
     clip-train completion bash > ~/.local/share/bash-completion/completions/clip-train
     clip-train completion zsh > ~/.clip-train.zsh           in .zshrc: source ~/.clip-train.zsh""",
@@ -480,9 +481,9 @@ def build_parser() -> argparse.ArgumentParser:
             )
         loudness = sub.add_mutually_exclusive_group()
         loudness.add_argument(
-            "--quiet", action="store_true", help="log warnings and errors alone, and no progress"
+            "--quiet", action="store_true", help="log only warnings and errors, no progress"
         )
         loudness.add_argument(
-            "--verbose", action="store_true", help="log what is tried again, and other details"
+            "--verbose", action="store_true", help="log retries and other details"
         )
     return parser

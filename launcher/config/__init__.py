@@ -1,3 +1,1 @@
-"""The recipe: its sections, what is wrong with it, what may change at a resume, the memory it
-needs.
-"""
+"""The recipe: its sections, its errors, the changes allowed at a resume, the memory it needs."""

@@ -1,5 +1,4 @@
-"""How a run is cut to the memory that there is: what is fixed, what a sample needs, what `auto`
-becomes.
+"""Fit a run into the available memory: fixed parts, memory per sample, and the values of `auto`.
 
 `clip-train plan` and `clip-train train` both call `choose_layout`, before an engine is built. It
 knows sizes only (fake tensors).
@@ -35,7 +34,7 @@ from launcher.engines.config import EngineConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GPU_MARGIN = 0.1  # of the free memory: fragments, workspaces of libraries
-# and where the run cannot recover from a full memory, because other ranks wait within the step
+# if the run cannot recover from running out of memory, because other ranks wait inside the step
 UNRECOVERED_MARGIN = 0.2
 
 
@@ -103,9 +102,10 @@ def _profile(
     frozen: frozenset[str] = frozenset(),
     num_texts: int = 1,
 ) -> Profile:
-    """By fake tensors; of shallow towers, and what one block more takes of either: those of a large
-    model take half a minute. OpenCLIP's stay whole. frozen: towers without a graph, which take
-    no more the deeper they are; one that is frozen in part is taken for a trained one."""
+    """Measured with fake tensors on shallow towers, plus the cost of one more block in each.
+    Measuring a large model would take half a minute. OpenCLIP's towers stay whole. frozen: towers
+    without a graph, whose memory does not grow with depth; a partly frozen tower counts as
+    trained."""
     towers, blocks = {}, SHALLOW  # those whose blocks are alike
     if isinstance(architecture, Architecture):
         towers["text_cfg", "text"] = architecture.text_cfg.layers
@@ -163,8 +163,8 @@ def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
 def choose_layout(
     resolved: Resolved, limit: float | None, activations: float = float("inf")
 ) -> Resolved:
-    """With every `auto` decided: the layout of least work within `limit` bytes a rank, of which
-    `activations` may be activations.
+    """Decide every `auto`: the layout with the least work within `limit` bytes per rank, at most
+    `activations` of them for activations.
 
     The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
     graph is kept where more cannot fit, or where the limit is unknown (None).
@@ -217,8 +217,8 @@ def usable(resolved: Resolved, free: float) -> float:
 
 
 def memory_limit(resolved: Resolved, device: torch.device | None) -> float | None:
-    """Bytes a rank may use: the recipe's, else the free ones of `device`, the least of all ranks.
-    None if it is unknown and no key needs it; UserError if one does.
+    """Bytes that a rank may use: from the recipe, else the smallest free memory of `device` over
+    all ranks. None if it is unknown and no key needs it; UserError if one does.
 
     device None: nobody may look at one.
     """

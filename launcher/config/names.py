@@ -1,4 +1,4 @@
-"""Names that users of other trainers write, and the key of a recipe that each stands for."""
+"""Names that users of other trainers write, each with the corresponding recipe key."""
 
 # OpenCLIP's flag -> key, where the value is the same.
 SAME = {

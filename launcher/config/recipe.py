@@ -57,7 +57,8 @@ class RunSection(Settings):
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
     dir: Annotated[str | None, Silent] = None
-    """Everything the run writes lies here; null: runs/<run.name>. All ranks must see it."""
+    """The folder for everything that the run writes; null: runs/<run.name>. All ranks must see
+    it."""
     seed: Annotated[NonNegativeInt, Refused] = 0
     """The seed of the initial weights, the order of the data, augmentation and dropout."""
     steps: Annotated[
@@ -179,7 +180,7 @@ class RunConfig(Settings):
         initial = decay**self.steps
         yield (
             initial > 0.5 and self.model.init_from is None,
-            f"optim.ema_decay ({decay}): after all {self.steps} steps {initial:.0%} of the "
+            f"optim.ema_decay ({decay}) is too high for {self.steps} steps: {initial:.0%} of the "
             "average would be the initial weights; lower it, or set optim.ema_warmup=true",
         )
 
@@ -242,7 +243,8 @@ class RunConfig(Settings):
 
     @property
     def counted(self) -> list[str]:
-        """Overrides for the ranks of this recipe, lest each of them asks the storage for them."""
+        """Overrides for the ranks of this recipe, so that not every rank has to query the
+        storage."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
     def updated(self, **sections: dict[str, Any]) -> "RunConfig":
@@ -328,7 +330,7 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """`raw` with each `key.path=value` laid over it."""
+    """`raw` with each `key.path=value` applied."""
     out = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -383,7 +385,7 @@ def with_samples(config: RunConfig) -> RunConfig:
 
 
 def nearest(path: str) -> str:
-    """To a key that does not exist: what may have been meant."""
+    """Suggestions for a key that does not exist."""
     inside: dict[str, type[BaseModel]] = {"batch.schedule": BatchStage, "model.lora": Lora}
     for key, inner in inside.items():
         if path.startswith(f"{key}."):

@@ -1,5 +1,5 @@
-"""A recipe resolved for a number of ranks on this machine: all its mistakes at once, or a value for
-every `auto`.
+"""Resolve a recipe for a number of ranks on this machine: report all mistakes at once, or give
+every `auto` a value.
 """
 
 import math
@@ -54,7 +54,8 @@ class Resolved:
 
     @property
     def kept(self) -> RunConfig:
-        """What a checkpoint keeps and a resume compares: without what memory has decided."""
+        """The recipe that a checkpoint stores and a resume compares, without values chosen by
+        memory."""
         return self.recipe.updated(
             engine=self.config.engine.model_dump(
                 include={"kind", "precision", "reduce_dtype", "compile"}
@@ -72,8 +73,8 @@ class Resolved:
 
     @property
     def padded_because(self) -> str | None:
-        """Why texts are computed with their padding; None: they are not. It holds for all ranks and
-        steps: ZeRO 2 sums gradients in the order of the graph."""
+        """The reason why texts are computed with their padding; None: they are packed. It holds for
+        all ranks and steps: ZeRO 2 sums gradients in the order of the graph."""
         engine, model = self.config.engine, self.config.model
         reasons = {
             "engine.pack_texts is false": not engine.pack_texts,
@@ -93,7 +94,7 @@ def resolve(
     read_data: bool = True,
     is_rank: bool = False,
 ) -> Resolved:
-    """What a recipe means for so many ranks on this machine. UserError: all mistakes that one
+    """Resolve a recipe for this many ranks on this machine. UserError: all mistakes that one
     process can find.
 
     per_node: ranks on a node. is_rank: this process will train, so the recipe must fit its devices.
@@ -174,7 +175,7 @@ def resolve(
 def look_at_data(
     config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
 ) -> SourceSummary | None:
-    """The first shard of data.train, and what is evaluated on."""
+    """Check the first shard of data.train, and the evaluation data."""
     source = collect(check_source, config.data, config.storage)
     if config.evaluate.zero_shot_classes is not None:
         collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
@@ -214,7 +215,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
         (
             widest > architecture.embed_dim,
             f"loss.widths ({shown(config.loss.widths)}): {widest} is more than the "
-            f"{architecture.embed_dim} values of a feature of {name}; take it out",
+            f"{architecture.embed_dim} values of a feature of {name}; remove it",
         ),
         (
             takes_bias and bias is None,

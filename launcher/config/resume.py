@@ -1,5 +1,5 @@
-"""Is the checkpoint one of this recipe's run? The field itself declares the meaning of a change
-(`AtResume`).
+"""Check that a checkpoint belongs to this recipe's run. The field itself declares the meaning of a
+change (`AtResume`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from launcher.engines import describe
 
 
 def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
-    """What a difference in this key means: see `AtResume`. metadata: of its field."""
+    """The effect of a difference in this key: see `AtResume`. metadata: of its field."""
     if path.startswith("loss.bank_") and config.loss.kind == "memory_bank":
         return "refused"
     section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
@@ -41,8 +41,8 @@ class Change:
 def changes(
     config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """Every key that differs from a recipe as resolved then, which may lack newer keys; with the
-    architecture of then also all of the model that does."""
+    """Every key that differs from the checkpoint's resolved recipe, which may lack newer keys. With
+    its architecture, also every difference of the model."""
     now, then = config.to_keep(), redact(then)  # a URL that was signed again is the same
     others = [] if architecture is None else other_architecture(config, architecture)
     found = []
@@ -61,7 +61,7 @@ def changes(
 
 
 def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
-    """What of the model itself differs, whatever it is called."""
+    """Differences of the model itself, whatever its name."""
 
     def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
         towers = {
@@ -93,8 +93,8 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 def compare_with(
     config: RunConfig, resumed: Resumed, world_size: int, digests: Mapping[str, str | None] = {}
 ) -> list[str]:
-    """What to report about resuming from this checkpoint, below where it is from. UserError where
-    it is another run's, but with `checkpoint.allow_changed_recipe`."""
+    """The report about resuming from this checkpoint, after the line with its source. UserError if
+    it belongs to another run, unless `checkpoint.allow_changed_recipe` is set."""
     found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
     for key, digest in digests.items():  # the content of a place may change
         before, place = resumed.state.get(key), getattr(config.model, key)

@@ -47,16 +47,17 @@ class Facts:
 
 
 class EngineKind(abc.ABC):
-    """An engine as the launcher sees it, before it is built."""
+    """The launcher's view of an engine, before it is built."""
 
-    name: str  # how it holds a model, in one word: "ZeRO"
+    name: str  # the name of its sharding, in one word: "ZeRO"
     module: str
     """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
-    It alone imports what holds the model."""
+    Only this module imports the library of the engine."""
 
     @abc.abstractmethod
     def mistakes(self, config: EngineConfig, facts: Facts) -> list[str]:
-        """Why this recipe cannot run; each message has the field, the value and the remedy."""
+        """Reasons why this recipe cannot run. Each message has the field, the value and the
+        remedy."""
 
     @abc.abstractmethod
     def memory(
@@ -71,9 +72,9 @@ class EngineKind(abc.ABC):
     def traffic(
         self, config: EngineConfig, plan: BatchPlan, shapes: Shapes
     ) -> Iterator[Collective]:
-        """What each rank sends in a step for parameters and gradients.
+        """The collectives of each rank in a step, for parameters and gradients.
 
-        Calls that are not made may be among them: of one rank, of no element, or no times.
+        The list may include calls that are not made: with one rank, no elements, or zero times.
         """
 
 
@@ -85,8 +86,8 @@ def find_engine(kind: str) -> EngineKind:
 
 
 def describe(config: EngineConfig | Mapping[str, Any]) -> str:
-    """How the model is held, in few words. config: also an engine section as a checkpoint has
-    it."""
+    """A short description of how the model is sharded. config: an engine section, also from a
+    checkpoint."""
     section = config.model_dump() if isinstance(config, EngineConfig) else config
     groups = f" in groups of {section['shard_ranks']}" if section.get("shard_ranks") else ""
     name = find_engine(section.get("kind", "deepspeed")).name  # the default of early checkpoints
@@ -94,7 +95,8 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
 
 
 def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) -> EngineConfig:
-    """With values for `auto`, for so many ranks, `per_node` on a node, with devices as here."""
+    """The section with values for `auto`, for this many ranks, `per_node` on each node, with
+    devices like this machine's."""
     import torch
 
     if not torch.cuda.is_available():
@@ -117,8 +119,8 @@ def build(
 ) -> Engine:
     """The engine that `config.kind` names, around `make_model()`, on every rank.
 
-    The weights are what `make_model` drew, or undefined: `load_fragments` sets them. UserError for
-    a model that the engine cannot hold.
+    The weights are those drawn by `make_model`, or undefined; `load_fragments` sets them. UserError
+    for a model that the engine cannot hold.
     """
     import torch
 

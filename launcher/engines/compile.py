@@ -46,7 +46,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def towers_without_units(model: nn.Module, task: Task) -> dict[str, int]:
-    """Parameters of each of the task's groups of which no parameter is in a unit."""
+    """Parameters of each of the task's groups that have no parameter in a unit."""
     in_units = {id(p) for unit in units(model) for p in unit.parameters()}
     towers: Counter[str] = Counter()
     found = set()
@@ -110,7 +110,8 @@ def _compiled(
 
 
 def _owned(value: Any) -> Any:
-    """A view that went through an engine's hooks is none, but begins in the midst of its memory."""
+    """A view that passed through an engine's hooks no longer counts as one, but it starts inside
+    its memory."""
     if isinstance(value, torch.Tensor) and (value._is_view() or value.storage_offset()):
         return value.clone()
     return value

@@ -1,5 +1,5 @@
-"""The `engine` section of a recipe, the same for every engine; what one of them cannot do, its own
-package refuses."""
+"""The `engine` section of a recipe, the same for every engine. Each engine's package rejects values
+that it does not support."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,8 +9,8 @@ from clip_train.settings import Layout, Rounding, Rules, Settings
 
 
 class EngineConfig(Settings):
-    """The `engine` section: how the model is held and computed. It never changes the result beyond
-    rounding."""
+    """The `engine` section: how the model is sharded and computed. It never changes the result
+    beyond rounding."""
 
     kind: Annotated[Literal["auto", "deepspeed", "fsdp"], Layout] = "auto"
     """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. A checkpoint of one continues under the
@@ -32,12 +32,12 @@ class EngineConfig(Settings):
     or AMX-FP16, and fp16 with engine.kind=fsdp is refused."""
     matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
     """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits
-    (TF32), 7 times as fast. The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 know
-    no difference."""
+    (TF32), 7 times as fast. The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 are
+    unaffected."""
     linear: Literal["int8", "fp8"] | None = None
-    """How GPUs multiply within linears: null in engine.precision; int8 or fp8 with factors rounded
-    to 8 bits, each row scaled by itself, of bf16 activations. With `pip install
-    'clip-train[torchao]'`; int8 needs an A100, fp8 an H100."""
+    """How GPUs multiply in linear layers. null: in engine.precision. int8 or fp8: factors are
+    rounded to 8 bits, each row with its own scale, from bf16 activations. With
+    `pip install 'clip-train[torchao]'`; int8 needs an A100, fp8 an H100."""
     activation_checkpointing: Annotated[bool | Literal["auto"], Rounding] = False
     """Recompute every block's activations in the backward: a quarter more arithmetic, a fraction of
     the memory. auto: where that is faster than the cache, within the memory that there is (see
@@ -61,8 +61,8 @@ class EngineConfig(Settings):
     its end. The log then says why."""
     deterministic: Annotated[bool, Rounding] = False
     """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
-    takes algorithms without atomics, in attention too, and refuses an operator that has none; NCCL
-    sums in one order (a ring). docs/numerics.md says what holds without it."""
+    uses algorithms without atomics, also in attention, and raises an error for an operator that has
+    none; NCCL sums in one order (a ring). docs/numerics.md describes the guarantees without it."""
     ds_config: str | None = None
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
     ds_configs/zero<stage>.json."""

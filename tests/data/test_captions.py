@@ -184,7 +184,7 @@ def test_the_check_before_a_run_goes_by_the_names(folder):
     check = lambda key: check_source(DataConfig(train=f"{folder}/*.tar", caption_key=key))  # noqa: E731
     assert check(["nowhere", "original"]).first_caption == "0 0 0"
     with pytest.raises(
-        UserError, match=r"no caption.*\(now \[nowhere, txt\]\).*which are here: original"
+        UserError, match=r"no caption.*\(now \[nowhere, txt\]\).*one of its keys: original"
     ):
         check(["nowhere", "txt"])
 

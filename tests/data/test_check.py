@@ -148,7 +148,7 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     """So a job tries again, perhaps elsewhere; a shard that is missing from its folder is one."""
     with pytest.raises(
         RankError,
-        match=r"000000.tar, and the folder does not exist either: .*/unmounted: .* mount it on \w",
+        match=r"000000.tar, and its folder .*/unmounted does not exist either. .* mount it on \w",
     ):
         check_source(DataConfig(train=f"{tmp_path}/unmounted/{{000000..000005}}.tar"))
     with pytest.raises(UserError, match="6 of 6 shards do not exist") as e:
@@ -158,7 +158,7 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
 
 def test_a_pattern_in_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     with pytest.raises(
-        RankError, match=r"the folder does not exist either: .*/missing: .* mount it on \w"
+        RankError, match=r"its folder .*/missing does not exist either. .* mount it on \w"
     ):
         check_source(DataConfig(train=f"{tmp_path}/missing/*.tar"))
     with pytest.raises(UserError, match="matches no shard") as found:

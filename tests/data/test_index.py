@@ -171,7 +171,7 @@ def test_any_flipped_byte_of_a_remote_shard_stops_the_run(folder: Path, at: int)
     block = at % (folder / "001.tar").stat().st_size // BLOCK
     config = DataConfig(train=train, workers=0, lanes=2, shuffle_block=4)
     at_once = StorageConfig(backoff_seconds=0)
-    reason = rf"001\.tar: bytes {block * BLOCK}-\d+, .*index was made from"
+    reason = rf"001\.tar: bytes {block * BLOCK}-\d+, .*since the index was made"
     with (
         TrainLoader(
             config, image_size=16, context_length=8, global_size=4, seed=1, storage=at_once

@@ -357,7 +357,7 @@ def test_other_verbs_take_both(recipe, verb, capsys):
             ("model.name=torch.nn.Linear",),
             "model.name (torch.nn.Linear): embed_dim: Field required; give",
         ),
-        ((MODEL,), "model.patch_dropout (0.25): examples.towers.Towers builds its module itself"),
+        ((MODEL,), "model.patch_dropout (0.25): examples.towers.Towers builds its module without"),
         (
             (*OWN, "model.lock_image=true", "model.lock_image_unlocked_groups=1"),
             "_groups (1): examples.towers",

@@ -128,7 +128,7 @@ def test_shells_accept_it(script):
         (["--nodes=0"], "nodes (0) must be greater than 0"),
         (["--cpus-per-task=0"], "cpus_per_task (0) must be greater than 0"),
         (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
-        (["run.dir=/dev/shm/run"], "under /dev/shm, which every node has for itself"),
+        (["run.dir=/dev/shm/run"], "under /dev/shm, which is local to each node"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
         (["checkpoint.resume=never"], "every requeued attempt would start from step 0"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
@@ -140,7 +140,7 @@ def test_shells_accept_it(script):
         (["run.dir=recipe.yaml/run"], "cannot be written"),
         (
             ["checkpoint.remote=/dev/shm/all"],
-            "checkpoint.remote (/dev/shm/all) is under /dev/shm, which every node",
+            "checkpoint.remote (/dev/shm/all) is under /dev/shm, which is local",
         ),
         (
             ["checkpoint.remote=recipe.yaml"],

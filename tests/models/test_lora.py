@@ -94,8 +94,8 @@ def test_dropout_belongs_to_the_sample():
 
 def test_mistakes_name_what_is_near():
     for on, message in {
-        "c_fcc": r"model.lora.on \(\[c_fcc\]\): c_fcc is the end of no name .* there are c_fc;",
-        "q_proj": r"there are c_proj, out_proj, in_proj_weight; or give attention, mlp or linear",
+        "c_fcc": r"model.lora.on \(\[c_fcc\]\): no layer's name ends with c_fcc; give one of c_fc,",
+        "q_proj": r"give one of c_proj, out_proj, in_proj_weight, or attention, mlp or linear",
     }.items():
         with pytest.raises(UserError, match=message):
             adapted(Lora(on=(on,)))

@@ -44,7 +44,7 @@ def test_a_tokenizer_brings_no_code_of_its_own():
     options["trust_remote_code"] = True
     with pytest.raises(
         UserError,
-        match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code: known are .*clean, .*leave",
+        match=r"text_cfg\.tokenizer_kwargs: .*trust_remote_code is unknown; remove it, or use .*clean",
     ):
         parse_openclip({**SMALL, "text_cfg": text}, "here")
     with pytest.raises(CheckpointError, match="trust_remote_code"):
@@ -116,7 +116,7 @@ def test_resnets_by_name_and_in_files_are_built_by_openclip(tmp_path: Path, monk
             build_model(architecture)
     with pytest.raises(UserError, match=r"model\.patch_dropout \(0\.5\): RN50 is a ResNet"):
         ModelConfig(name="RN50", patch_dropout=0.5).architecture()
-    with pytest.raises(UserError, match=r"norm \(group\) is a ResNet's"):
+    with pytest.raises(UserError, match=r"norm \(group\) applies to ResNets only"):
         small(vision_cfg={**SMALL["vision_cfg"], "norm": "group"})
 
 

@@ -99,7 +99,9 @@ def test_preflight_says_what_to_fix(
     proxy.faults = [Fault("unconditional", method="PUT", key="preflight")]
     run = Run(tmp_path, url)
     run.manager.preflight()
-    assert "ignores If-None-Match" in run.said[0] and "What still holds" in run.said[0]
+    assert (
+        "ignores If-None-Match" in run.said[0] and "Checkpoints are still complete" in run.said[0]
+    )
 
 
 def test_no_secret_is_told_or_kept(

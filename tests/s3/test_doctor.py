@@ -78,7 +78,7 @@ def test_a_healthy_bucket(view: Bucket) -> None:
         (
             Fault("unconditional", method="PUT", key="preflight"),
             "warning",
-            "ignores If-None-Match.*What still holds: a checkpoint is whole",
+            "ignores If-None-Match.*Checkpoints are still complete",
         ),
         full(
             Fault("status", method=EVERY, key="", code=403, s3code="RequestTimeTooSkewed"),
@@ -216,4 +216,8 @@ def test_submit_tries_the_store(
     proxy.faults = [Fault("unconditional", method="PUT", key="preflight")]
     assert submit(f"checkpoint.remote={view.url}/run") == 0
     told = capsys.readouterr()
-    assert told.out == script.out and "warning: " in told.err and "What still holds" in told.err
+    assert (
+        told.out == script.out
+        and "warning: " in told.err
+        and "Checkpoints are still complete" in told.err
+    )

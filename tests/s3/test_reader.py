@@ -78,7 +78,7 @@ def test_wrong_bytes_are_seen_by_their_checksum(url: str, proxy: FaultyProxy, ac
         (Fault("hang", skip=2), "no answer within"),
         (Fault("stall", skip=2, at=0), r"only \d+ bytes within .*storage\.min_rate"),
         (Fault("drip", skip=2), r"only \d+ bytes within .*storage\.min_rate"),
-        (Fault("flip", skip=2), "not those that the index was made from"),
+        (Fault("flip", skip=2), "has changed since the index was made"),
     ],
     ids=lambda v: v.action if isinstance(v, Fault) else "",
 )

@@ -66,7 +66,7 @@ def test_an_export_is_fetched_and_compared(
     )
     assert same(started_from(f"{view.url}/ours/", model), saved)
     assert "has no sha256" in caplog.text
-    with pytest.raises(UserError, match=r"nothing\.pt: there is no such file"):
+    with pytest.raises(UserError, match=r"nothing\.pt: this file does not exist"):
         started_from(f"{view.url}/ours/nothing.pt", model)
     proxy.faults = [Fault("status", key="", code=403, s3code="AccessDenied", method="GET|HEAD")]
     with pytest.raises(CheckpointError, match=r"model.init_from \(s3://.*\) cannot be read: "):

@@ -1,6 +1,6 @@
 """`open_clip:NAME`: the description of one of OpenCLIP's models, as checkpoints hold it.
 
-Its sizes have the names that they have in `clip_train.models.config`.
+Sizes have the same names as in `clip_train.models.config`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class VisionKeys(Described):
                 )
             keys = {**keys, "image_size": size[0]}
         if keys.get("norm") == "group" and not isinstance(keys.get("layers"), list | tuple):
-            raise ValueError("norm (group) is a ResNet's, and this is another tower; leave it out")
+            raise ValueError(
+                "norm (group) applies to ResNets only, and this is another tower; remove it"
+            )
         return keys
 
     @property
@@ -122,8 +124,8 @@ class TextKeys(Described):
         foreign = sorted(set(options or ()) - TOKENIZER_OPTIONS)
         if foreign:
             raise ValueError(
-                f"{', '.join(foreign)}: known are {', '.join(sorted(TOKENIZER_OPTIONS))}; leave it "
-                "out"
+                f"{', '.join(foreign)} is unknown; remove it, or use "
+                f"{', '.join(sorted(TOKENIZER_OPTIONS))}"
             )
         return options
 
@@ -151,7 +153,7 @@ class OpenCLIPArchitecture(Described):
         """OpenCLIP's `model_cfg`."""
         ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode", "lora"}
         ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
-        config = self.model_dump(exclude=ours)  # none is a value: of timm_proj not its default
+        config = self.model_dump(exclude=ours)  # a null stays: timm_proj's default differs
         if self.vision_cfg.norm == "batch":
             del config["vision_cfg"]["norm"]
         if self.text_cfg.tokenizer_kwargs is None:  # which OpenCLIP's get_tokenizer cannot take
@@ -201,8 +203,8 @@ class OpenCLIPArchitecture(Described):
         rules = [
             (
                 config.dropout > 0,
-                f"model.dropout ({config.dropout}) is not OpenCLIP's, whose towers have dropouts "
-                "of their own (timm_drop, timm_drop_path); set model.dropout=0",
+                f"model.dropout ({config.dropout}) does not apply to OpenCLIP's models, whose "
+                "towers have their own dropouts (timm_drop, timm_drop_path); set model.dropout=0",
             ),
             (
                 self.vision_cfg.is_resnet and bool(config.patch_dropout),

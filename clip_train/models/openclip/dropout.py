@@ -1,8 +1,8 @@
 """The dropouts of OpenCLIP's models, drawn by the sample's seed.
 
-Modules of known classes get another forward. What draws in another way, such as the attention of a
-Hugging Face tower, is found by one forward on the meta device, and intercepted; a model that draws
-otherwise is refused. `b` samples in a micro-batch; the rows of a tensor, [b m, ...], belong to
+Modules of known classes get another forward. Other random draws, such as in the attention of a
+Hugging Face tower, are found by one forward on the meta device and intercepted. A model with
+unknown draws is rejected. `b` samples in a micro-batch; the rows of a tensor, [b m, ...], belong to
 samples in their order.
 """
 

@@ -139,8 +139,8 @@ class Captioner(Contrastive, open_clip.CoCa):
 def build(
     architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False
 ) -> Contrastive:
-    """UserError if OpenCLIP cannot build it, and for batch norms that cannot see all ranks, and
-    random numbers that do not belong to a sample.
+    """UserError if OpenCLIP cannot build it, if a batch norm cannot see all ranks, or if random
+    numbers do not belong to a sample.
 
     activation_checkpointing: for towers that have it; the others, ResNets too, ignore it.
     """
@@ -233,7 +233,7 @@ def assemble(
 
 
 def _dtype(model: Contrastive) -> torch.dtype:
-    """That it computes in, asked within its forward."""
+    """The dtype in which the model computes; call it inside a forward."""
     return model.logit_scale.dtype
 
 

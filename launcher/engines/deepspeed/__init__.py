@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as an engine: what it refuses and needs.
+"""DeepSpeed's ZeRO as an engine: its limits and its memory.
 
 `config` makes its JSON, `engine` has the engine itself.
 """

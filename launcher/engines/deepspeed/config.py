@@ -1,8 +1,8 @@
 """The recipe and a base JSON from ds_configs/ become DeepSpeed's configuration; conflicts are
 refused.
 
-What DeepSpeed gets wrong, and what would silently change the result, is handled or refused HERE,
-each with its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them)."""
+This module handles or rejects DeepSpeed's errors and settings that would silently change the
+result, each with its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them)."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from launcher.engines.config import EngineConfig
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
-# The recipe owns the optimizer and the schedule; the others are gone from DeepSpeed and raise
+# The recipe owns the optimizer and the schedule; DeepSpeed has removed the others and raises
 # there.
 REFUSED_SECTIONS = {
     "optimizer": "use the recipe's optim section",
@@ -99,14 +99,14 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
             )
             for key in REFUSED_ZERO_KEYS
         ),
-        (  # it would reduce within a backward, where a rank that fails leaves the others waiting
+        (  # it would reduce inside a backward, where a failing rank leaves the others waiting
             config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"),
             f"{file} sets zero_optimization.overlap_comm, which needs engine.zero_stage 2 or 3 "
             f"(it is {config.zero_stage}); take it out",
         ),
     ]
     mistakes = broken(rules)
-    # key of the JSON -> its value, and the recipe's key that decides it
+    # key of the JSON -> its value, and the recipe key that sets it
     owned: dict[str, tuple[Any, str]] = {
         # The engine says which backward is a step's last, so k may change from step to step, and
         # nothing divides by k.
@@ -150,5 +150,5 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
     if mistakes:
         raise UserError("\n".join(mistakes))
     if config.zero_stage == 0:
-        base["gradient_clipping"] = 0.0  # the engine clips there, where it can also tell the norm
+        base["gradient_clipping"] = 0.0  # the engine clips there and can also report the norm
     return base
