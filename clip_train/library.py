@@ -60,7 +60,7 @@ def contrastive_step(
             [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
             these, see `clip_train.contrastive.views`.
         ids: int64, one for each text of this rank. Texts with the same id, on any rank, are equal,
-            so none is a negative of another's image. An id below 0 marks an unknown text.
+            so none is a negative of another's image. An id below 0 is an unknown text.
         shares: samples of each rank, known to all ranks. None: all ranks have the same number. All
             ranks take the same number of micro-batches, at most the smallest share.
         scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call

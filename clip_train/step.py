@@ -167,8 +167,9 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
 
         L = w_0 L_contrastive + sum_x w_x (sum_i l_xi) / (sum_i c_xi)
 
-    Sample i has the sum `l_xi` of its terms and their number `c_xi` (tokens of a caption). Both sums
-    run over the global batch: a mean of the micro-batches' means would depend on their size.
+    Sample i has the sum `l_xi` of its terms and their number `c_xi` (tokens of a caption). Both
+    sums run over the global batch, because a mean of the micro-batches' means would depend on their
+    size.
 
     features: of this rank's n samples. weights: `Objective.weights`. The metrics have each mean
     over the global batch, without its weight.

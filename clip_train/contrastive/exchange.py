@@ -144,10 +144,11 @@ class Pairs:
 def send_round(
     visitors: Tensor, collected: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """The visitors of each rank, this rank's first, what they have collected, and their place.
+    """Yield each rank's visitors, starting with this rank's, with their collected values and their
+    place.
 
-    visitors, collected: [n, ...], of this rank's samples. The caller adds to what visitors have
-    collected, in place. After the loop `collected` is this rank's own, from all ranks.
+    visitors, collected: [n, ...], of this rank's samples. The caller adds to the collected values
+    in place. After the loop, `collected` has this rank's values from all ranks.
 
     place: of the first visitor in the global batch. counts: samples of every rank.
     """

@@ -288,8 +288,8 @@ VERBS = {
         "a new run that starts from another run's checkpoint and cools down",
         """\
     Write the recipe of a run that begins at a checkpoint of PLACE and lowers the rate from there:
-    a name, a run directory and a checkpoint.remote of its own. The source can continue; it must have
-    a constant rate at that step. Overrides apply to the new run.""",
+    a name, a run directory and a checkpoint.remote of its own. The source can continue; it must
+    have a constant rate at that step. Overrides apply to the new run.""",
         """\
     clip-train branch runs/clip --at 20000 --cooldown 4000
     clip-train branch runs/clip run.name=try schedule.final_lr=1e-6""",
