@@ -114,8 +114,15 @@ def table(calls: list[Collective], links: Links | None) -> list[dict[str, Any]]:
     rows: dict[tuple, dict[str, Any]] = {}
     for call in sorted(calls, key=lambda call: PLACES.index(call.place)):
         key = call.place, call.operator, call.dtype, call.ranks
-        names = dict(zip(("place", "operator", "dtype", "ranks"), key, strict=True))
-        row = rows.setdefault(key, {**names, "calls": 0, "bytes": 0, "seconds": 0.0})
+        row = rows.setdefault(key, {
+            "place": call.place,
+            "operator": call.operator,
+            "dtype": call.dtype,
+            "ranks": call.ranks,
+            "calls": 0,
+            "bytes": 0,
+            "seconds": 0.0,
+        })  # fmt: skip
         row["calls"] += call.times
         row["bytes"] += call.bytes
         row["seconds"] += call.times * links.seconds(call) if links else 0.0

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
-from clip_train.data.config import resolve_streams
 from clip_train.errors import UserError
 from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.meters import GPU, GPUS
@@ -65,14 +64,12 @@ def make_plan(
     T = config.data.num_texts
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout, T)
     forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
-    flops = forward * (2 + forwards)
-    flops += sum(flops_per_sample(teacher, num_texts=T) for teacher in teachers)
+    of_teachers = sum(flops_per_sample(teacher, num_texts=T) for teacher in teachers)
     samples = config.batch.sizes.before(config.steps)
     links = None
     if gpu and (network or plan.world_size <= per_node):
         links = Links(gpu.link, network_bytes(network) if network else 0.0, per_node)
     forward_seconds = forward / (gpu.flops * MFU) if gpu else 0.0
-    streams = resolve_streams(config.data.lanes, config.batch.sizes)
     return {
         "name": config.run.name,
         "model": config.model.name,
@@ -88,16 +85,16 @@ def make_plan(
         "kept_graphs": plan.kept_graphs,
         "forwards_per_sample": forwards,
         "activation_checkpointing": checkpointing,
-        "reduce_gradients": engine.reduce_gradients if engine.zero_stage >= 2 else "once",
+        "reduce_gradients": "once" if engine.reduces_once else "each_backward",
         "memory_limit_bytes": layout.room.limit if layout else None,
         "reason": f"{', '.join(resolved.recipe.chosen)} = auto: {layout.describe()}"
         if layout
         else None,
-        "lanes": streams,
+        "lanes": config.data.lanes,
         "steps": config.steps,
         "samples": samples,
         "epochs": samples / config.data.num_samples if config.data.num_samples else None,
-        "flops_per_step": plan.global_size * flops,
+        "flops_per_step": plan.global_size * (forward * (2 + forwards) + of_teachers),
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "communication": communication(resolved, links, forward_seconds, limit),
         "usable_bytes": limit if gpu else None,
@@ -125,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(message)
     gpu = GPUS[args.gpu.upper()] if args.gpu else None
     if gpu:
-        engine = config.engine.on(gpu.bf16, world_size, per_node)
-        config = config.model_copy(update={"engine": engine})
+        config = config.updated(engine=dict(config.engine.on(gpu.bf16, world_size, per_node)))
     resolved = resolve(config, world_size, per_node=per_node, read_data=False)
     plan = make_plan(resolved, gpu, args.network, per_node)
     if args.json:
@@ -156,8 +152,7 @@ def dry_run(args: argparse.Namespace) -> int:
     # without a cache a checkpoint is only looked at
     resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
-        notes = compare_with(config, resumed, ranks)
-        print("\n".join([resumed.describe(), *notes]))
+        print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks)]))
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")

@@ -6,6 +6,7 @@ group on GPUs therefore has to be `cpu:gloo,cuda:nccl`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -68,14 +69,7 @@ def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:
         torch_dist.P2POp(torch_dist.isend, x.contiguous(), (here + 1) % W),
         torch_dist.P2POp(torch_dist.irecv, arriving, (here - 1) % W),
     ]
-    works = torch_dist.batch_isend_irecv(ops)
-
-    def wait() -> Tensor:
-        for work in works:
-            work.wait()
-        return ops[1].tensor  # `ops` keeps alive what is sent
-
-    return wait
+    return partial(_arrived, arriving, torch_dist.batch_isend_irecv(ops), ops)
 
 
 def exchange(x: Tensor, there: list[int], here: list[int], group: Any) -> Callable[[], Tensor]:
@@ -85,17 +79,18 @@ def exchange(x: Tensor, there: list[int], here: list[int], group: Any) -> Callab
     Returns a function that waits for them and returns [sum(here)], in the order of the ranks. Do
     not write to `x` before. All ranks of the group call this together.
     """
-    arriving, work = x, None
-    if len(here) > 1:
-        arriving = x.new_empty(sum(here))
-        work = torch_dist.all_to_all_single(arriving, x, here, there, group, async_op=True)
+    if len(here) == 1:
+        return partial(_arrived, x, [])
+    arriving = x.new_empty(sum(here))
+    work = torch_dist.all_to_all_single(arriving, x, here, there, group, async_op=True)
+    return partial(_arrived, arriving, [work])
 
-    def wait() -> Tensor:
-        if work is not None:
-            work.wait()
-        return arriving
 
-    return wait
+def _arrived(arriving: Tensor, works: Sequence[Any], sent: Any = None) -> Tensor:
+    """Wait for `works`; sent: what must live until then."""
+    for work in works:
+        work.wait()
+    return arriving
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:

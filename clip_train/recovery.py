@@ -41,10 +41,9 @@ OUT_OF_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error means out of memory. No other function decides this."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     named = any(words in str(error) for words in OUT_OF_MEMORY)
-    return isinstance(error, RuntimeError) and named
+    by_name = isinstance(error, RuntimeError) and named
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or by_name
 
 
 class _AttemptFailed(Exception):

@@ -3,7 +3,6 @@
 `launcher.train` puts them together.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -34,10 +33,9 @@ from launcher import engines
 from launcher.config.memory import DTYPES
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved
-from launcher.runtime import environment as ranks
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
-from launcher.weights import KEYS, weights_here
+from launcher.weights import KEYS, first_of_node, weights_here
 
 
 def shared_index(
@@ -52,32 +50,27 @@ def shared_index(
     def look() -> ShardIndex:
         return known or index_of(spec, config.data.verify, config.storage, key)
 
-    # the rank of a node that looks has the lowest number there
-    places = dist.gather_objects((node_name(), ranks.detect(os.environ).local_rank))
-    mine = places[dist.rank()]
-    looker = places.index(min(place for place in places if place[0] == mine[0]))
-    looks = mine[1] == 0 or looker == dist.rank()
+    looks = first_of_node()
     found = dist.agreed(lambda: look() if looks else None)
     offer: tuple[str, str, str] | None = None
     if found is not None:
         offer = (found.fingerprint(), found.shared.path, found.shared.name)
-    looked = dist.gather_objects(offer)
-    first = looked[0]  # rank 0 looks
-    assert first is not None
-    others = sorted(
-        {node for (node, _), its in zip(places, looked, strict=True) if its and its[0] != first[0]}
-    )
+    # by node, rank 0's first
+    offers = {node: its for node, its in dist.gather_objects((node_name(), offer)) if its}
+    first = next(iter(offers))
+    others = sorted(node for node in offers if offers[node][0] != offers[first][0])
     if others:
-        error = RankError(
-            f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} and "
-            f"{places[0][0]} differ; mount it on all"
+        dist.raise_agreed(  # all ranks know it: for an evaluation it is a warning
+            RankError(
+                f"{key} ({spec}) is not the same list of shards on all nodes: {', '.join(others)} "
+                f"and {first} differ; mount it on all"
+            )
         )
-        dist.raise_agreed(error)  # all ranks know it: for an evaluation it is a warning
 
     def take() -> ShardIndex:
         if found is not None:
             return found
-        _, path, name = looked[looker] or first
+        _, path, name = offers[node_name()]
         try:
             return ShardIndex.opened(path, name)
         except OSError:  # a container of its own on that node
@@ -208,10 +201,14 @@ def build_objective(config: RunConfig, device: torch.device) -> tuple[Objective,
         teachers.append(partial(run_teacher, teacher, scale))
         digests.append(digest)
     if not teachers:
-        widths = config.data.reinforced or []
-        teachers = [partial(stored_teacher, widths, t, scale) for t, scale in enumerate(scales)]
-    loss = build_loss(config.loss, teachers, config.data.texts_per_image)
-    return loss, ",".join(digests) or None
+        teachers = [
+            partial(stored_teacher, config.data.reinforced or [], t, scale)
+            for t, scale in enumerate(scales)
+        ]
+    return (
+        build_loss(config.loss, teachers, config.data.texts_per_image),
+        ",".join(digests) or None,
+    )
 
 
 def run_teacher(teacher: torch.nn.Module, scale: float | None, micro_batch: MicroBatch) -> Features:

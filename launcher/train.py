@@ -5,12 +5,14 @@
 Nothing below this file knows more than its own part; nothing here computes.
 """
 
+import contextlib
 import importlib
 import logging
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +93,8 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
-            f"{env.describe()}; {device}, {ranks.backend(device)}{through}, "
+            f"rank 0 of {env.world_size}, from {env.found}; {device}, "
+            f"{ranks.BACKENDS[device.type]}{through}, "
             f"{torch.get_num_threads()} threads; torch {torch.__version__}"
             f"{''.join(f', {name} {found}' for name, found in ranks.stack(device).items())}"
         )
@@ -105,11 +108,13 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         # a rank that waits must not give up before the watchdog of the one that hangs has fired
         timeout_seconds=2 * config.launch.longest_limit,
     )
-    dist.on_main(partial(make_run_dir, config.run_dir))
+    with writing(config.run_dir):  # now rather than after a model has been loaded
+        dist.on_main(partial(config.run_dir.mkdir, parents=True, exist_ok=True))
     # not the same on all ranks, as all other keys are
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    room = float(os.environ.get(ROOM, "inf"))
-    resolved = choose_layout(resolved, memory_limit(resolved, device), room)
+    resolved = choose_layout(
+        resolved, memory_limit(resolved, device), float(os.environ.get(ROOM, "inf"))
+    )
     outcome.layout = resolved.layout
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
@@ -119,16 +124,15 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     return 0
 
 
-def make_run_dir(run_dir: Path) -> None:
-    """Rank 0, before anything is built: it fails now rather than after a model has been loaded."""
+@contextlib.contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """RankError where the run directory cannot be written."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as e:
-        raise unwritable(run_dir, e) from e
-
-
-def unwritable(run_dir: Path, e: OSError) -> RankError:
-    return RankError(f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another")
+        raise RankError(
+            f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another"
+        ) from e
 
 
 def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
@@ -159,19 +163,18 @@ def describe_run_dir(
     """On rank 0, once the run directory is known to belong to this recipe: write the recipe as
     given, and that an attempt begins after step `start`."""
     config = resolved.config
-    try:
+    with writing(config.run_dir):
         before = read_verdict(config.run_dir)
-        previous = [before[0], before[1]["reason"]] if before else None
         History(config.run_dir).append(
-            "start", step=start, previous=previous, **facts(resolved.recipe, env, device)
+            "start",
+            step=start,
+            previous=[before[0], before[1]["reason"]] if before else None,
+            **facts(resolved.recipe, env, device),
         )
         # in a batch job the controller has removed the old verdict; a rank may have a new one
         if RUN_DIR not in os.environ:
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
-        recipe = resolved.recipe.to_yaml()
-        LocalStorage(config.run_dir).put_bytes("recipe.yaml", recipe.encode())
-    except OSError as e:
-        raise unwritable(config.run_dir, e) from e
+        LocalStorage(config.run_dir).put_bytes("recipe.yaml", resolved.recipe.to_yaml().encode())
 
 
 def build_trainer(
@@ -295,13 +298,10 @@ def describe_start(
 ) -> None:
     """Rank 0 logs what this run is, and writes it as resolved.yaml beside the engine's files."""
     config, plan = resolved.config, resolved.plan
-    sizes = config.batch.sizes
-    for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():
-        try:
+    with writing(config.run_dir):
+        for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():
             LocalStorage(config.run_dir).put_bytes(name, text.encode())
-        except OSError as e:
-            raise unwritable(config.run_dir, e) from e
-    varying = f"{sizes}; the largest, " if config.batch.schedule else ""
+    varying = f"{config.batch.sizes}; the largest, " if config.batch.schedule else ""
     log(
         f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks "
         f"x {plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "

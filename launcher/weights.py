@@ -58,7 +58,7 @@ def weights_here(
     if not places:
         yield config
         return
-    fetches = dist.gather_objects(node_name()).index(node_name()) == dist.rank()
+    fetches = first_of_node()
     make = partial(tempfile.TemporaryDirectory, prefix="clip-train-", ignore_cleanup_errors=True)
     with contextlib.ExitStack() as cleanup:
         folder = _on_node(fetches, _readable, "TMPDIR", lambda: cleanup.enter_context(make()))
@@ -68,6 +68,11 @@ def weights_here(
         }
         yield config.model_copy(update=here)
         dist.barrier()
+
+
+def first_of_node() -> bool:
+    """Collective: whether this rank is the first of its node."""
+    return dist.gather_objects(node_name()).index(node_name()) == dist.rank()
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
@@ -105,8 +110,9 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
             f"clip-train export {place}, and give the folder that it writes"
         )
     like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
-    described = found.state["architecture"]
-    written = _on_node(fetches, _readable, what, export_saved, like, described, folder, read)
+    written = _on_node(
+        fetches, _readable, what, export_saved, like, found.state["architecture"], folder, read
+    )
     if dist.is_main():
         log(f"{what}: step {found.step} of {found.path}")
     return str(written)
@@ -144,8 +150,7 @@ def holds_weights(place: str) -> bool:
     """Whether it is a file of weights, an export's folder or on a hub; else it is a run's."""
     if place.endswith(_SUFFIXES) or hub.is_on_hub(place):
         return True
-    storage = open_storage(place)
-    return any(storage.exists(name) for name in WEIGHTS_NAMES)
+    return any(map(open_storage(place).exists, WEIGHTS_NAMES))
 
 
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:

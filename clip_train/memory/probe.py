@@ -72,10 +72,8 @@ def fake_profile(
             features = IMAGE_TEXT.features(model, inputs)
             graph, building = count.live, count.highest
             count.highest = count.live
-            ones = {name: torch.ones_like(x) for name, x in features.items()}
-            total = surrogate(features, ones)
-            del features, ones
+            total = surrogate(features, {name: torch.ones_like(x) for name, x in features.items()})
+            del features
             total.backward()
             backward = count.highest
-    points = (forward, graph, building, backward)
-    return Profile(*(round(point / FAKE_SIZE) for point in points))
+    return Profile(*(round(size / FAKE_SIZE) for size in (forward, graph, building, backward)))

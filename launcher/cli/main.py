@@ -4,9 +4,9 @@ its exit status.
 
 import argparse
 import contextlib
-import importlib
 import logging
 import os
+import pkgutil
 import resource
 import sys
 import traceback
@@ -95,8 +95,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
                     "/etc/security/limits.conf"
                 )
         run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
-        module, _, function = run.partition(":")
-        return getattr(importlib.import_module(module), function)(args)
+        return pkgutil.resolve_name(run)(args)
     except (Exception, KeyboardInterrupt) as e:
         if (
             isinstance(e, BrokenPipeError) and args.verb != "train"

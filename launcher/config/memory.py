@@ -183,9 +183,7 @@ def choose_layout(
     room = Room(
         min(limit, fixed + activations),
         fixed,
-        reduces_often=engine.zero_stage >= 2
-        and plan.world_size > 1
-        and engine.reduce_gradients == "each_backward",
+        reduces_often=plan.world_size > 1 and not engine.reduces_once,
     )
     try:
         layout = choose(

@@ -147,6 +147,11 @@ class RunConfig(Settings):
             "loss.groups=null",
         )
         yield (
+            self.engine.linear is not None and self.engine.precision in ("fp32", "fp16"),
+            f"engine.linear ({self.engine.linear}) rounds bf16 activations (engine.precision is "
+            f"{self.engine.precision}): set engine.precision=bf16, or engine.linear=null",
+        )
+        yield (
             isinstance(self.data.val, dict)
             and self.evaluate.zero_shot_classes is not None
             and self.evaluate.zero_shot_data is None,
@@ -207,16 +212,12 @@ class RunConfig(Settings):
     @property
     def chosen(self) -> list[str]:
         """The keys that say `auto` and are chosen by memory (see `launcher.config.memory`)."""
-        keys = (
-            "batch.micro_size",
-            "batch.kept_graphs",
-            "engine.activation_checkpointing",
-        )
-        return [
-            key
-            for key in keys
-            if getattr(getattr(self, key.split(".")[0]), key.split(".")[1]) == "auto"
-        ]
+        values = {
+            "batch.micro_size": self.batch.micro_size,
+            "batch.kept_graphs": self.batch.kept_graphs,
+            "engine.activation_checkpointing": self.engine.activation_checkpointing,
+        }
+        return [key for key, value in values.items() if value == "auto"]
 
     @property
     def needs_limit(self) -> bool:
@@ -303,17 +304,16 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(
+                f"the {what} {path} has more than {MOST_CHARACTERS} characters; correct the path"
+            )
+        raw = yaml.load(text, Loader=RecipeLoader)
     except OSError as e:
         remedy = "recipes/ has examples" if what == "recipe" else "correct the path"
         raise missing(path, f"cannot read the {what} {path}: {e.strerror}", remedy) from None
     except UnicodeError as e:
         raise UserError(f"the {what} {path} is not UTF-8: {e}; save it as UTF-8") from None
-    if len(text) > MOST_CHARACTERS:
-        raise UserError(
-            f"the {what} {path} has more than {MOST_CHARACTERS} characters; correct the path"
-        )
-    try:
-        raw = yaml.load(text, Loader=RecipeLoader)
     except (yaml.YAMLError, RecursionError) as e:
         raise UserError(
             f"the {what} {path} is not YAML: {' '.join(str(e).split())}; correct that line"

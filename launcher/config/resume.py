@@ -64,22 +64,16 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
     """Differences of the model itself, whatever its name."""
 
     def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
-        towers = {
-            f"{key}.{name}": size
-            for key in ("vision_cfg", "text_cfg")
-            for name, size in architecture[key].items()
+        return {
+            **{f"vision_cfg.{name}": size for name, size in architecture["vision_cfg"].items()},
+            **{f"text_cfg.{name}": size for name, size in architecture["text_cfg"].items()},
+            "embed_dim": architecture["embed_dim"],
+            "quick_gelu": architecture["quick_gelu"],
+            "image_mean": architecture["image_mean"],
+            "image_std": architecture["image_std"],
+            "built by OpenCLIP": "open_clip" in architecture,
+            "class": architecture.get("own"),
         }
-        own = {
-            key: architecture[key] for key in ("embed_dim", "quick_gelu", "image_mean", "image_std")
-        }
-        return (
-            towers
-            | own
-            | {
-                "built by OpenCLIP": "open_clip" in architecture,
-                "class": architecture.get("own"),
-            }
-        )
 
     before = parts(parse_saved(then, config.model.name).model_dump(mode="json"))
     after = parts(config.model.architecture().model_dump(mode="json"))

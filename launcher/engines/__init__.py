@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import importlib
 import os
+import pkgutil
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,8 +82,7 @@ class EngineKind(abc.ABC):
 @cache
 def find_engine(kind: str) -> EngineKind:
     """kind: a key of `ENGINES`, or module:class."""
-    module, _, name = ENGINES.get(kind, kind).partition(":")
-    return getattr(importlib.import_module(module), name)()
+    return pkgutil.resolve_name(ENGINES.get(kind, kind))()
 
 
 def describe(config: EngineConfig | Mapping[str, Any]) -> str:

@@ -78,6 +78,11 @@ class EngineConfig(Settings):
             f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)",
         )
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether ranks sum the gradients once per step, not after each micro-batch."""
+        return self.zero_stage < 2 or self.reduce_gradients == "once"
+
     def on(
         self, bf16: bool, gpus: int = 0, per_node: int = 8, compiles: bool = False
     ) -> "EngineConfig":

@@ -23,14 +23,6 @@ CAPABILITY = {
 }  # of the GPUs whose tensor cores take them; scaled by rows
 
 
-def rule(config: EngineConfig) -> tuple[bool, str]:
-    return (
-        config.linear is not None and config.precision != "bf16",
-        f"engine.linear ({config.linear}) rounds bf16 activations (engine.precision is "
-        f"{config.precision}): set engine.precision=bf16, or engine.linear=null",
-    )
-
-
 def mistakes_here(config: EngineConfig) -> list[str]:
     """What this machine lacks for `config.linear`."""
     if config.linear is None:
@@ -41,19 +33,20 @@ def mistakes_here(config: EngineConfig) -> list[str]:
         found = torch.cuda.get_device_capability()
         seen = f"this one has {found[0]}.{found[1]}"
         other = "engine.linear=int8, or " if found >= CAPABILITY["int8"] else ""
-    rules = [
-        (
-            find_spec("torchao") is None,
-            f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
-            "set engine.linear=null",
-        ),
-        (
-            found < least,
-            f"engine.linear ({config.linear}) needs GPUs of compute capability "
-            f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null",
-        ),
-    ]
-    return broken(rules)
+    return broken(
+        [
+            (
+                find_spec("torchao") is None,
+                f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
+                "set engine.linear=null",
+            ),
+            (
+                found < least,
+                f"engine.linear ({config.linear}) needs GPUs of compute capability "
+                f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null",
+            ),
+        ]
+    )
 
 
 def convert(model: nn.Module, kind: str, emulate: bool) -> None:

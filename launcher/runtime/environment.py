@@ -36,6 +36,8 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
+# What ranks decide together goes by gloo even on GPUs: it must not wait for their queues.
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
 # set by Slurm: somebody means this process to have GPUs. Launchers set VISIBLE on any machine
@@ -56,9 +58,6 @@ class RankEnv:
     master_port: int
     found: str  # where this is from
     job: str = ""  # the same on all ranks, different for each start; empty where the port is given
-
-    def describe(self) -> str:
-        return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
 
 
 class Launcher(NamedTuple):
@@ -212,11 +211,9 @@ def candidates(job: str) -> tuple[int, ...]:
 
 def free_port(ports: Sequence[int]) -> int:
     """The first port on which nobody listens on this machine; if none is free, the first."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
     for port in ports:
         with contextlib.suppress(OSError):
-            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+            socket.create_server(("", port)).close()
             return port
     return ports[0]
 
@@ -338,10 +335,5 @@ def launcher_pid(environ: Mapping[str, str]) -> int | None:
     """The process that started this rank, whose death makes it an orphan; None without one."""
     if LAUNCHER in environ:
         return int(environ[LAUNCHER])
-    variables = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI))
-    return PARENT if any(name in environ for name in variables) else None
-
-
-def backend(device: torch.device) -> str:
-    """What ranks decide together goes by gloo even on GPUs: it must not wait for their queues."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    of_launchers = {"TORCHELASTIC_RUN_ID", "CROSS_RANK", *(each.rank for each in MPI)}
+    return PARENT if of_launchers & environ.keys() else None

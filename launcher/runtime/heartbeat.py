@@ -113,15 +113,17 @@ class Heartbeat:
         self._closed.set()
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-        silent = [value for value, looks in self.beats.values() if looks >= SILENT_BEATS - 1]
-        expected = self.env.world_size - sum(value != LEFT for value in silent)
+        silent = sum(
+            value != LEFT and looks >= SILENT_BEATS - 1 for value, looks in self.beats.values()
+        )
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
-            self._store.add("left", 1)
-            if self._server is None:
-                return
-            while self._store.add("left", 0) < expected and time.monotonic() < end:
+            left = self._store.add("left", 1)
+            while self._server is not None and left + silent < self.env.world_size:
+                if time.monotonic() > end:
+                    break
                 time.sleep(0.05)
+                left = self._store.add("left", 0)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
         """What ends the run. The watchdog's thread asks: a store that does not answer must not
@@ -164,13 +166,11 @@ class Heartbeat:
         After a failure, a rank watches only the rank that failed, which closes its run: this rank's
         part of a pending checkpoint is needed as well, so it must not end before.
         """
-        abort = self.abort
+        abort, ranks = self.abort, list[int]()
         if abort is not None:
             ranks = [] if abort.lost or abort.rank == self.env.rank else [abort.rank]
         elif self.all_joined:
             ranks = list(range(self.env.world_size)) if self.env.rank == 0 else [0]
-        else:
-            ranks = []
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         for rank, value in zip(ranks, values, strict=True):
             before, looks = self.beats.get(rank, (b"", 0))
@@ -189,11 +189,14 @@ class Heartbeat:
     def _lost(self, rank: int, how: str) -> Failure:
         value, _ = self.beats.get(rank, (b"", 0))
         node = " ".join(value.decode().split()[1:2]) or "another node"
-        message = (
+        return Failure(
+            rank,
+            node,
             f"rank {rank} on {node} has died or is frozen ({how}): killed (out of memory?), "
-            "or its node is gone"
+            "or its node is gone",
+            lost=True,
+            node_suspect=True,
         )
-        return Failure(rank, node, message, lost=True, node_suspect=True)
 
     def _lose_store(self, how: str) -> None:
         """Rank 0, which held it, is lost."""

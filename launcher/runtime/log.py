@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 
 from clip_train.errors import RankError
 from clip_train.storage.redact import redact
@@ -19,8 +20,7 @@ def log(message: str, level: int = logging.INFO) -> None:
     LOGGER.log(level, message)
 
 
-def warn(message: str) -> None:
-    log(message, logging.WARNING)
+warn = partial(log, level=logging.WARNING)
 
 
 class Redacting(io.TextIOWrapper):

@@ -163,11 +163,15 @@ class Outcome:
                 room = int(self.layout.profile.bytes_for(self.trainer.plan) / 2)
             return failure(message, word="FAILED" if room else "FATAL", room=room), ""
         if isinstance(error, ClipTrainError):
-            suspect = error.node_suspect
-            return failure(message, error.word, error.exit_status, node_suspect=suspect), ""
+            return failure(
+                message, error.word, error.exit_status, node_suspect=error.node_suspect
+            ), ""
         if is_lost_contact(error):
-            what = "lost contact with another rank, which may have printed the cause"
-            return failure(f"{what}: {' '.join(message.split())}", lost=True), ""
+            return failure(
+                "lost contact with another rank, which may have printed the cause: "
+                f"{' '.join(message.split())}",
+                lost=True,
+            ), ""
         trace = redact("".join(traceback.format_exception(error)))
         message, hardware = f"{type(error).__name__}: {message}", bool(HARDWARE.search(message))
         if hardware:
@@ -186,7 +190,6 @@ class Outcome:
             prefix = f"[{where}] " if failure.rank and not failure.lost else ""
             log(f"{prefix}{failure.message}", logging.ERROR)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
-            blamed = failure.node if failure.node_suspect else ""
             if failure.lost or failure.word == "PREEMPTED":
                 where = ""  # the reason names the rank, or none is to blame
             try:
@@ -194,7 +197,7 @@ class Outcome:
                     failure.word,
                     failure.message,
                     where=where,
-                    blamed=blamed,
+                    blamed=failure.node if failure.node_suspect else "",
                     hardware=failure.hardware,
                     room=failure.room,
                 )
@@ -220,9 +223,11 @@ class Outcome:
         if self.trainer is not None and self.run_dir is not None and self.trainer.step:
             from clip_train.metrics.report import write_report
 
-            remedy = f"correct the cause, then run: clip-train report {self.run_dir}"
-            plot = partial(write_report, self.run_dir)
-            self.trainer.skipped.attempt("report.html", plot, remedy=remedy)
+            self.trainer.skipped.attempt(
+                "report.html",
+                partial(write_report, self.run_dir),
+                remedy=f"correct the cause, then run: clip-train report {self.run_dir}",
+            )
 
 
 LOST = re.compile(
@@ -250,8 +255,6 @@ HARDWARE = re.compile(
 
 def is_lost_contact(error: BaseException) -> bool:
     """Messages of gloo and NCCL for a collective that failed because another rank ended."""
-    if OWN.search(str(error)):
-        return False
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
-        return True
-    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+    of_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    of_network = isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+    return (of_torch or of_network) and OWN.search(str(error)) is None

@@ -26,7 +26,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from clip_train import dist
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import SLURM_STEP, RankEnv, backend
+from launcher.runtime.environment import BACKENDS, SLURM_STEP, RankEnv
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
@@ -88,12 +88,11 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     server = serve(env, seconds) if env.rank == 0 else None
 
     def client(seconds: float) -> Store:
-        timeout = datetime.timedelta(seconds=seconds)
         store = TCPStore(
             env.master_addr,
             env.master_port,
             is_master=False,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
         return PrefixStore(env.job, store)  # ranks of another job change nothing here
@@ -145,8 +144,9 @@ def meet(
     for section, values in (recipe or {}).items():
         here |= {f"{section}.{key}": value for key, value in values.items()}
     here = json.loads(json.dumps(here))  # as rank 0's arrives: lists for tuples
-    joining = {"node": node_name(), "run": here if env.rank == 0 else {}}
-    store.set(f"here/{env.rank}", json.dumps(joining))
+    if env.rank == 0:
+        store.set("run", json.dumps(here))
+    store.set(f"here/{env.rank}", node_name())
     if store.add("here", 1) == env.world_size:
         store.set(ALL_JOINED, "1")
     while not store.check([ALL_JOINED]):
@@ -166,8 +166,7 @@ def meet(
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
     heartbeat.all_joined = True
-    first = json.loads(store.get("here/0"))
-    there = first["run"]
+    there = json.loads(store.get("run"))
     differences = [
         f"{key}: {there.get(key)!r} against {here.get(key)!r}"
         for key in sorted(there.keys() | here.keys())
@@ -175,7 +174,7 @@ def meet(
     ]
     if differences:
         raise UserError(
-            f"this rank differs from rank 0 on {first['node']}: {'; '.join(differences)} here; "
+            f"this rank differs from rank 0 on {node_of(store, 0)}: {'; '.join(differences)} here; "
             "start all ranks with the same command, from the same folder"
         )
 
@@ -199,8 +198,8 @@ def first_ranks(ranks: Sequence[object]) -> str:
 
 
 def node_of(store: Store, rank: int) -> str:
-    """Describes a rank that has joined."""
-    return json.loads(store.get(f"here/{rank}"))["node"]
+    """The node of a rank that has joined."""
+    return store.get(f"here/{rank}").decode()
 
 
 # -- the same recipe and code on all ranks
@@ -301,7 +300,7 @@ def start(
 def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float) -> float:
     """Form the process group, and try it; bytes per second of an all-reduce."""
     torch_dist.init_process_group(
-        backend(device),
+        BACKENDS[device.type],
         store=PrefixStore("group", store.clone()),  # type: ignore[attr-defined]
         rank=env.rank,
         world_size=env.world_size,

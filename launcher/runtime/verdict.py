@@ -96,9 +96,14 @@ def notify(
         "STEP": str(step),
         "REASON": reason,
     }
-    line, none = ["sh", "-c", command], subprocess.DEVNULL
     try:
-        subprocess.run(line, env=environ, stdin=none, timeout=NOTIFY_SECONDS, check=True)
+        subprocess.run(
+            ["sh", "-c", command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            timeout=NOTIFY_SECONDS,
+            check=True,
+        )
     except (OSError, ValueError, subprocess.SubprocessError) as e:
         warn(f"log.notify: {e}")
 

@@ -82,8 +82,12 @@ class LaunchConfig(Settings):
     @property
     def longest_limit(self) -> float:
         """Seconds; after these a phase counts as a hang, whichever it is."""
-        limits = [self.hang_start_seconds, self.hang_save_seconds, self.hang_evaluate_seconds]
-        return max(*limits, self.hang_step_seconds or 0.0)
+        return max(
+            self.hang_start_seconds,
+            self.hang_save_seconds,
+            self.hang_evaluate_seconds,
+            self.hang_step_seconds or 0.0,
+        )
 
 
 class Watchdog(Callback):
@@ -140,10 +144,9 @@ class Watchdog(Callback):
         before = time.monotonic()
         while not self._closed.wait(0.25):
             now = time.monotonic()
-            frozen, before = now - before, now
-            if frozen < FROZEN_SECONDS:
-                frozen = 0.0
-            # else not even this thread ran: Ctrl-Z, a suspended job, a paused machine
+            # Not even this thread ran: Ctrl-Z, a suspended job, a paused machine.
+            frozen = now - before if now - before >= FROZEN_SECONDS else 0.0
+            before = now
             self._since += frozen
             try:
                 self._look(now, frozen)
@@ -162,9 +165,13 @@ class Watchdog(Callback):
             if now - self._asked > EARLY_SECONDS:
                 # nothing must be saved, and the other ranks may have ended
                 removed = ", which was removed," if self.stop.obey() else ""
-                message = f"stopped by {self.stop.reason}{removed} before the first step"
-                rank = self._heartbeat.env.rank
-                stopped = Failure(rank, node_name(), message, word="PREEMPTED", status=75)
+                stopped = Failure(
+                    self._heartbeat.env.rank,
+                    node_name(),
+                    f"stopped by {self.stop.reason}{removed} before the first step",
+                    word="PREEMPTED",
+                    status=75,
+                )
                 self._exit(self._heartbeat.claim(stopped))
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None:

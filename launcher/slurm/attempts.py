@@ -74,8 +74,7 @@ class History:
         return [line for line in self.lines if line.get("event") == event]
 
     def next_number(self) -> int:
-        known = (line["attempt"] for line in self.of("begin") + self.of("end"))
-        return 1 + max(known, default=0)
+        return 1 + max((line.get("attempt", 0) for line in self.lines), default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
@@ -112,21 +111,29 @@ def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
     failures = 0 if progress else failures + failed
     fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
 
-    failure = f"failure {failures} without a new checkpoint, of {MOST_FAILURES}"
     last = f"in a row without a new checkpoint; the last: {outcome.reason}"
-    ended = "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
-    stopped = (
-        "a STOP file asked for the stop (remove it if it still exists): submit again to resume"
-    )
     rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
-        (outcome.terminated, "leave", ended),
+        (
+            outcome.terminated,
+            "leave",
+            "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to",
+        ),
         (outcome.verdict == "FATAL", "stop", f"it would fail again: {outcome.reason}"),
-        (outcome.stop_file, "leave", stopped),
+        (
+            outcome.stop_file,
+            "leave",
+            "a STOP file asked for the stop (remove it if it still exists): submit again to resume",
+        ),
         (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
         (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
-        (True, "requeue", failure if failures else "it failed, but made progress"),
+        (progress, "requeue", "it failed, but made progress"),
+        (
+            True,
+            "requeue",
+            f"failure {failures} without a new checkpoint, of {MOST_FAILURES}",
+        ),
     )
     decision, why = next((decision, why) for holds, decision, why in rules if holds)
     return Decision(decision, why, failures, fruitless)

@@ -130,8 +130,8 @@ class Controller:
             nodes=self.nodes,
             step=before,
         )
-        nodes = ",".join(self.nodes)
-        say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
+        on = f"{self.run_dir.name} on {','.join(self.nodes)}"
+        say(f"attempt {number} of {on}, from step {before}")
         self._comment(f"attempt {number} from step {before}")
         # an earlier attempt's must not be taken for this one's
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
@@ -203,19 +203,17 @@ class Controller:
         verdict = read_verdict(self.run_dir)
         word, reason, blamed = explain(verdict, status)
         terminated = self.terminated.is_set()
-        if terminated:  # a rank that is killed while it saves says nothing about its node
-            blamed = ()
         file = self.run_dir / STOP_FILE  # rank 0 may have removed it once it has obeyed
-        after, stop_file = committed_step(self.run_dir), file.exists() or f"{file}" in reason
         return Outcome(
             word,
             before,
-            after,
+            committed_step(self.run_dir),
             reason,
-            blamed,
+            # a rank that is killed while it saves says nothing about its node
+            () if terminated else blamed,
             room=verdict[1].get("room", 0) if verdict else 0,
             terminated=terminated,
-            stop_file=stop_file,
+            stop_file=file.exists() or str(file) in reason,
         )
 
     def _act(self, decision: Decision, outcome: Outcome) -> int:
@@ -227,11 +225,14 @@ class Controller:
             write_verdict(self.run_dir, "FAILED", outcome.step, f"gave up: {decision.why}")
         elif decision.decision != "done":
             say(f"not requeued: {decision.why}")
-        if decision.decision != "leave":
-            return {"done": 0, "give up": 1, "stop": 2}[decision.decision]
-        if outcome.terminated:
-            return 143
-        return 0 if outcome.stop_file else 75
+        left = 0 if outcome.stop_file else 75
+        statuses = {
+            "done": 0,
+            "give up": 1,
+            "stop": 2,
+            "leave": 143 if outcome.terminated else left,
+        }
+        return statuses[decision.decision]
 
     def _requeue(self, decision: Decision) -> int:
         """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it

@@ -231,9 +231,12 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
     the last has."""
     try:
         (folder / "code").mkdir(parents=True)
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for package in FROZEN:
-            shutil.copytree(ROOT / package, folder / "code" / package, ignore=ignored)
+            shutil.copytree(
+                ROOT / package,
+                folder / "code" / package,
+                ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
+            )
         (folder / "job.sbatch").write_text(script)
         (folder / "recipe.yaml").touch(0o600)  # the job needs what its URLs hold
         (folder / "recipe.yaml").write_text(recipe)

@@ -23,6 +23,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
+from launcher.config.recipe import RunConfig
 from launcher.engines import Facts, find_engine, linear
 from launcher.engines.config import EngineConfig
 from tests.engine.layouts import engine_at
@@ -45,16 +46,6 @@ DRAWS = (4, 5, 6)  # seeds of the weights
     "kind, keys, said",
     [
         (
-            "fsdp",
-            {"linear": "fp8", "precision": "fp32"},
-            "engine.linear (fp8) rounds bf16 activations",
-        ),
-        (
-            "deepspeed",
-            {"linear": "int8", "precision": "fp16"},
-            "set engine.precision=bf16, or engine.linear=null",
-        ),
-        (
             "deepspeed",
             {"linear": "fp8", "precision": "bf16", "zero_stage": 3},
             "use engine.kind=fsdp, engine.linear",
@@ -66,6 +57,17 @@ DRAWS = (4, 5, 6)  # seeds of the weights
 def test_what_cannot_be_right_is_refused(kind, keys, said):
     told = [*find_engine(kind).mistakes(EngineConfig(kind=kind, **keys), Facts(2))]
     assert len(told) == bool(said) and all(said in line for line in told)
+
+
+@pytest.mark.parametrize("keys", [("fp8", "fp32"), ("int8", "fp16")], ids=str)
+def test_only_bf16_is_rounded(keys):
+    kind, precision = keys
+    engine = {"linear": kind, "precision": precision}
+    said = rf"engine.linear \({kind}\) rounds bf16 activations \(engine.precision is {precision}\)"
+    with pytest.raises(ValueError, match=f"{said}: set engine.precision=bf16"):
+        RunConfig.model_validate(
+            {"run": {"steps": 1}, "data": {"train": "a.tar"}, "engine": engine}
+        )
 
 
 @pytest.mark.parametrize(

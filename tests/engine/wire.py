@@ -108,11 +108,11 @@ class Recorder:
 
 
 def main() -> None:
-    from launcher.runtime.environment import backend
+    from launcher.runtime.environment import BACKENDS
 
     torch.set_num_threads(1)
     torch.compiler.set_default_backend("eager")  # what blocks become is not what they send
-    start(backend(torch.device("cpu")), WORLD_SIZE)
+    start(BACKENDS["cpu"], WORLD_SIZE)
     recorder = Recorder()
     for recipe in json.loads(sys.argv[2]):
         recorder.foreign.clear()

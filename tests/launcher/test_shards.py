@@ -77,6 +77,7 @@ def test_a_node_without_the_validation_set_costs_the_evaluation_and_says_why(
         for number in range(1 if rank == 0 else on_the_second):
             shutil.copy(shards[0], seen / f"{rank}{number}.tar")
         environ = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        environ |= {"SLURM_STEP_NUM_TASKS": "1", "SLURMD_NODENAME": f"n{rank}"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         line = "run.steps=6", "data.val=val/*.tar"
         nodes.append(start(recipe, *line, cwd=seen.parent, environ=environ))

@@ -48,7 +48,7 @@ from clip_train.task import (
 )
 from launcher import engines
 from launcher.engines.config import EngineConfig
-from launcher.runtime.environment import backend
+from launcher.runtime.environment import BACKENDS
 from tests.pretended.gpu_cases import PLANTED
 from tests.served import start
 
@@ -103,7 +103,7 @@ def engine(
 
     part: is counted after three steps, instead of a step. section: of the recipe's `engine`.
     """
-    start(backend(GPU), world_size)
+    start(BACKENDS["cuda"], world_size)
     architecture = small_clip()
     config = EngineConfig(kind=kind, zero_stage=stage, precision=precision, **section)  # type: ignore[arg-type]
 

@@ -10,13 +10,9 @@ from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
 from clip_train.settings import broken
-from launcher.engines import EngineKind, Facts, linear
+from launcher.engines import EngineKind, Facts
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import (
-    build_ds_config,
-    reduces_once,
-    zero_number,
-)
+from launcher.engines.deepspeed.config import build_ds_config, zero_number
 from launcher.engines.traffic import Collective, Shapes, rounded_up
 from launcher.versions import installed, too_old
 
@@ -34,7 +30,6 @@ class DeepSpeedKind(EngineKind):
                 "engine.kind (deepspeed): DeepSpeed is not installed: pip install deepspeed, or "
                 "set engine.kind=fsdp",
             ),
-            linear.rule(config),
             (
                 config.linear == "fp8" and stage == 3,
                 "engine.linear (fp8) keeps whole weights from forward to backward, which "
@@ -75,7 +70,6 @@ class DeepSpeedKind(EngineKind):
         W, stage = world_size, config.zero_stage
         word = 4 if config.precision == "fp32" else 2
         accumulation = 4 if config.precision == "bf16" else word
-        whole_gradient = stage < 2 or reduces_once(config)
         # what a backward leaves, beside the fp32 sum
         unsummed = word if stage == 1 and accumulation > word else 0
         master = 0 if stage == 0 else 4
@@ -86,7 +80,7 @@ class DeepSpeedKind(EngineKind):
         sent = 4 if config.reduce_dtype == "fp32" else 2
         return Memory(
             parameters=word * P / (W if stage == 3 else 1),
-            gradients=(accumulation / (1 if whole_gradient else W) + unsummed) * trained,
+            gradients=(accumulation / (1 if config.reduces_once else W) + unsummed) * trained,
             optimizer=0 if config.offload == "optimizer" else optimizer,
             # the bucket, and its copy in the type that is sent
             buffers=(bucketed + (sent if sent != bucketed else 0)) * bucket,
@@ -112,7 +106,7 @@ class DeepSpeedKind(EngineKind):
             # One micro-batch: the backward's are prefetched before the forward releases anything.
             yield Collective("last backward", "all_gather", word, released, W, int(k > 1))
             aligned = small  # they stay whole between two updates
-        if stage < 2 or reduces_once(config):
+        if config.reduces_once:
             yield Collective("step", operator, config.reduce_dtype, sent, W)
         else:
             yield Collective("backward", operator, config.reduce_dtype, sent, W, k - 1)

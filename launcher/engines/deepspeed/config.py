@@ -43,11 +43,6 @@ REFUSED_ZERO_KEYS = (
 )  # fmt: skip
 
 
-def reduces_once(config: EngineConfig) -> bool:
-    """Whether the engine defers the reduction by `coalesce_grad_reduction()`."""
-    return config.zero_stage >= 2 and config.reduce_gradients == "once"
-
-
 def load_base(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     """The base JSON's file name and content. UserError."""
     named = (

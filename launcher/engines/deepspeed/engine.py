@@ -26,7 +26,7 @@ from clip_train.task import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
 from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import build_ds_config, reduces_once
+from launcher.engines.deepspeed.config import build_ds_config
 from launcher.engines.linear import convert
 
 
@@ -103,9 +103,7 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if local_rank is not None:
         os.environ[MPI_LOCAL_RANK] = local_rank
-    return DeepSpeedEngine(
-        engine, optimizer, device, stage, ds_config, facts.grad_clip_norm, reduces_once(config)
-    )
+    return DeepSpeedEngine(engine, optimizer, device, config, ds_config, facts.grad_clip_norm)
 
 
 def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
@@ -150,12 +148,11 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
 def hand_over_gradients(wrapper: Any) -> None:
     """Give the reduced gradients of this rank's partition to torch's optimizer (stages 1 and 2)."""
     if hasattr(wrapper, "fp32_groups_gradient_flat_partition"):  # BF16_Optimizer
-        partitions = zip(
+        for held, flat in zip(
             wrapper.fp32_groups_flat_partition,
             wrapper.fp32_groups_gradient_flat_partition,
             strict=True,
-        )
-        for held, flat in partitions:
+        ):
             held.grad = flat
         return
     for i, held in enumerate(wrapper.single_partition_of_fp32_groups):
@@ -198,11 +195,11 @@ class DeepSpeedEngine(Engine):
         engine: Any,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        stage: int,
+        config: EngineConfig,
         ds_config: dict[str, Any],
         grad_clip_norm: float | None,
-        reduce_once: bool,
     ):
+        stage = config.zero_stage
         # Always called through engine(...): engine.module(...) silently loses ZeRO-3's accumulated
         # gradients.
         super().__init__(
@@ -218,11 +215,12 @@ class DeepSpeedEngine(Engine):
         self.engine, self.stage = engine, stage
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
-        # stages 2 and 3: gradients stay local until `reduce`
-        self.reduce_once = reduce_once
-        if stage < 2:  # the same: a rank that fails in a backward must leave no other waiting
+        # Gradients stay local until `_reduce`: at stages 0 and 1 a rank that fails in a backward must
+        # leave no other waiting.
+        self.reduce_once = config.reduces_once
+        if stage < 2:
             engine.enable_backward_allreduce = False
-        # open from a step's first backward to its `reduce`
+        # stages 2 and 3: open from a step's first backward to `_reduce`
         self._reduction: contextlib.ExitStack | None = None
         # Whether DeepSpeed's own step is avoided, which asks the device for the norm, two to four
         # times. fp16 has to look for an overflow, masters on the CPU wait in any case.
@@ -241,7 +239,7 @@ class DeepSpeedEngine(Engine):
             )
 
     def _backward(self, total: Tensor, last: bool) -> None:
-        if self.reduce_once and self._reduction is None:
+        if self.stage >= 2 and self.reduce_once and self._reduction is None:
             self._reduction = contextlib.ExitStack()
             self._reduction.enter_context(self.engine.coalesce_grad_reduction())
         self.engine.set_gradient_accumulation_boundary(last)
@@ -265,9 +263,7 @@ class DeepSpeedEngine(Engine):
     def remedy(self, phase: Phase) -> str | None:
         # collectives within forward and backward, or gradients on their way to the CPU
         stuck = self.stage == 3 or self.offloaded
-        alone = phase == "forward pass" or (
-            phase == "backward pass" and (self.stage < 2 or self.reduce_once)
-        )
+        alone = phase == "forward pass" or (phase == "backward pass" and self.reduce_once)
         if not stuck and (alone or dist.world_size() == 1):
             return None
         if phase == "loss":

@@ -172,7 +172,7 @@ class FSDPEngine(Engine):
         )
         self.stage = config.zero_stage
         self.shards = shards
-        self.reduce_once = config.zero_stage < 2 or config.reduce_gradients == "once"
+        self.reduce_once = config.reduces_once
 
     def _backward(self, total: Tensor, last: bool) -> None:
         model = cast(FSDPModule, self.model)
