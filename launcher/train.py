@@ -93,8 +93,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
         log(
-            f"rank 0 of {env.world_size}, from {env.found}; {device}, "
-            f"{ranks.BACKENDS[device.type]}{through}, "
+            f"{env.describe()}; {device}, {ranks.BACKENDS[device.type]}{through}, "
             f"{torch.get_num_threads()} threads; torch {torch.__version__}"
             f"{''.join(f', {name} {found}' for name, found in ranks.stack(device).items())}"
         )

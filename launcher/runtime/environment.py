@@ -59,6 +59,9 @@ class RankEnv:
     found: str  # where this is from
     job: str = ""  # the same on all ranks, different for each start; empty where the port is given
 
+    def describe(self) -> str:
+        return f"rank {self.rank} of {self.world_size} (local {self.local_rank}), from {self.found}"
+
 
 class Launcher(NamedTuple):
     """What one launcher of ranks calls its variables."""
