@@ -10,10 +10,10 @@ import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -88,6 +88,18 @@ class Settings(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+    removed: ClassVar[Mapping[str, Container[Any]]] = {}
+    """Keys of earlier versions, with the values that are left out without an error: recipes in runs
+    and checkpoints have them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_removed_keys(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        return {
+            key: value for key, value in section.items() if value not in cls.removed.get(key, ())
+        }
 
     @field_validator("*", mode="before")
     @classmethod

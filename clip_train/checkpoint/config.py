@@ -5,6 +5,7 @@ import errno
 import re
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -20,6 +21,8 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 
 class CheckpointConfig(Settings):
     """When and where to save, how many checkpoints to keep, and where to resume from."""
+
+    removed: ClassVar = {"takeover": (False, True)}
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after this many optimizer steps; null: never by steps. If the disk is still writing the

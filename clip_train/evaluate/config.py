@@ -1,6 +1,6 @@
 """The recipe's `evaluate` section."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagene
 
 class EvaluateConfig(Settings):
     """The evaluations, their data and their times: docs/evaluation.md."""
+
+    removed: ClassVar = {"linear_probe": (None,)}
 
     every_steps: int | None = Field(None, gt=0)
     """Evaluate every so many optimizer steps; none: only at the end of the run."""

@@ -1,18 +1,19 @@
 """The recipe's `log` section."""
 
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from clip_train.callbacks import Callback
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, ImportPath, Settings, import_path
+from clip_train.settings import LARGEST, Allowed, ImportPath, Settings, import_path
 
 
 class LogConfig(Settings):
     """The terminal output and the records. `metrics.jsonl` and `report.html` are always written."""
 
+    removed: ClassVar = {"every_steps": range(LARGEST)}
     progress: bool = True
     """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
