@@ -353,6 +353,8 @@ def _decode_other(data: bytes) -> np.ndarray:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise InvalidSample("image has too many pixels")
+            if data[:2] in (b"P1", b"P2", b"P3"):  # Pillow reads these with Python, for seconds
+                raise InvalidSample("image is a PPM with its numbers in letters")
             image.load()
             # strip by strip, so that a large image is held twice and not six times
             rows = max(1, STRIP_PIXELS // width)

@@ -31,6 +31,10 @@ class FsspecStorage(RemoteStorage):
             )
         except (ImportError, ValueError) as e:
             raise UserError(f"{url}: not a URL that fsspec can open ({e}); correct it") from e
+        if hasattr(self._fs, "client_kwargs"):  # of HTTP, before its first request
+            from clip_train.storage.http import BoundedResponse
+
+            self._fs.client_kwargs.setdefault("response_class", BoundedResponse)
         super().__init__(url, root, **limits)
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -356,6 +356,9 @@ def image_kinds() -> list[Kind]:
         bad_image("jpeg-bomb", jpeg_bomb(30_000), bomb),
         bad_image("gif-bomb", gif_bomb(), bomb, "gif"),
         bad_image("scan-bomb", scan_bomb(), "image has too many scans"),
+        bad_image(
+            "letters", b"P3\n1 1\n255\n7 7 7\n", "image is a PPM with its numbers in letters"
+        ),
         bad_image("text-bomb", png_text_bomb(), extension="png"),
         bad_image("eps", EPS),
         bad_image("svg", SVG, extension="png"),

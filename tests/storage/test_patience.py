@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import time
@@ -96,4 +97,34 @@ def test_a_listing_that_cannot_be_used(monkeypatch, names, pause, error, words):
         monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
         with pytest.raises(error, match=words):
             Hasty(f"s3://{uuid.uuid4().hex}/run", patience_seconds=1).list()
+        server.shutdown()
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Says that a file has 1 MiB, and sends 64 MiB for each range of it."""
+
+    def do_GET(self) -> None:
+        self.send_response(206 if self.command == "GET" else 200)
+        self.send_header("Content-Length", str(1 << (26 if self.command == "GET" else 20)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(bytes(1 << 26))
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the reader hangs up
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_an_answer_longer_than_its_range_is_not_read():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        file = open_read(f"http://127.0.0.1:{server.server_port}/a.tar", StorageConfig(attempts=1))
+        with pytest.raises(StorageError, match="sends more than the 1048576 bytes asked for"):
+            file.read(10)
+        file.close()
         server.shutdown()
