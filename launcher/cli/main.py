@@ -23,7 +23,7 @@ from launcher.versions import too_old
 # What Python, torch and a loader's worker need at least: the limit, its name, the option of ulimit.
 LEAST = (
     (resource.RLIMIT_NOFILE, 128, "open files", "-n"),
-    (resource.RLIMIT_NPROC, 16, "processes and threads", "-u"),
+    (resource.RLIMIT_NPROC, 32, "processes and threads", "-u"),
 )
 
 
