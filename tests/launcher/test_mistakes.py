@@ -110,11 +110,11 @@ MISTAKES = {
     ),
     "missing shard": (
         ["data.train=/nowhere/{0..3}.tar"],
-        ["data.train", "4 of 4 shards", "/nowhere/0.tar", "correct"],
+        ["data.train", "4 of 4 shards", "/nowhere/0.tar", "Correct the path"],
     ),
     "missing validation shard": (
         ["data.val=/nowhere/v.tar"],
-        ["data.val (/nowhere/v.tar): 1 of 1 shards", "correct"],
+        ["data.val (/nowhere/v.tar): 1 of 1 shards", "Correct the path"],
     ),
     "shell pipe": (
         ["data.train='pipe:cat x.tar'"],
@@ -183,7 +183,7 @@ MISTAKES = {
     ),
     "labelled images elsewhere": (
         ["evaluate.zero_shot_data=/nowhere/val", "evaluate.zero_shot_classes=imagenet"],
-        ["evaluate.zero_shot_data (/nowhere/val)", "do not exist", "correct the path"],
+        ["evaluate.zero_shot_data (/nowhere/val)", "do not exist", "Correct the path"],
     ),
     "labelled images for nothing": (
         ["evaluate.zero_shot_data=/nowhere/val"],
