@@ -1,4 +1,4 @@
-"""`clip-train branch`: a run of its own that begins at another's checkpoint and cools down."""
+"""`clip-train branch`: a new run that starts from another run's checkpoint and cools down."""
 
 import argparse
 import posixpath
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         )
     try:
         folder.mkdir(parents=True)
-        (folder / RECIPE).touch(0o600)  # the run needs what its URLs hold
+        (folder / RECIPE).touch(0o600)  # the run needs the secrets in its URLs
         (folder / RECIPE).write_text(yaml.safe_dump(config.model_dump(mode="json")))
     except OSError as e:
         raise UserError(
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         ) from e
     if source.checkpoint.keep_every is None or found.step % source.checkpoint.keep_every:
         warn(
-            f"the source may remove {found.path} before the branch has begun: its "
+            f"the source may remove {found.path} before the branch starts, because its "
             f"checkpoint.keep_every ({source.checkpoint.keep_every}) does not keep it"
         )
     log(
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 def branched(
     source: RunConfig, step: int, cooldown: int, checkpoint: str, overrides: list[str]
 ) -> RunConfig:
-    """The recipe of a run that begins at this checkpoint of `source` and cools down for so many
-    steps. UserError where the rate has begun to fall by then, or does not reach its peak."""
+    """The recipe of a run that starts from this checkpoint of `source` and cools down for this many
+    steps. UserError if the learning rate at that step is not at its peak."""
     schedule, peak = source.schedule, source.optim.lr
     if is_import_path(schedule.name) or learning_rate(schedule, peak, step, source.steps) != peak:
         raise UserError(

@@ -1,4 +1,4 @@
-"""`clip-train caption`: what a CoCa writes of the images in a folder."""
+"""`clip-train caption`: captions of the images in a folder, written by a CoCa."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
-"""What `clip-train plan` says about communication: bytes as a recorder counts them, milliseconds
-over the links of GPUs and nodes, and the engine that exposes the least."""
+"""The communication part of `clip-train plan`: bytes as a recorder counts them, milliseconds over
+the links of GPUs and nodes, and the engine with the least exposed time."""
 
 import math
 import re
@@ -70,7 +70,7 @@ def of_loss(resolved: Resolved) -> Iterator[Collective]:
     """Features, and the sums of the softmaxes. A loss by import path counts as info_nce."""
     config, plan, loss = resolved.config, resolved.plan, resolved.config.loss
     W, rows = plan.world_size, plan.world_size * plan.per_rank  # padded
-    if loss.exchange == "ring":  # texts, and their gradients, which come home
+    if loss.exchange == "ring":  # texts, and their gradients, which return
         size = plan.per_rank * resolved.architecture.embed_dim
         yield Collective("loss", "send", "fp32", size, W, 2 * W - 1)
         if loss.kind == "info_nce":  # a round before, and sums over columns in both
@@ -151,8 +151,8 @@ def exposed(
 def alternatives(
     resolved: Resolved, shapes: Shapes, limit: float, links: Links, forward_seconds: float
 ) -> list[dict[str, Any]]:
-    """Every engine, stage and group that the recipe allows, each with the micro-batches that suit
-    it, the fastest first. limit: bytes of a rank."""
+    """Every engine, stage and group that the recipe allows, each with its best micro-batches, the
+    fastest first. limit: bytes of a rank."""
     rows = []
     recipe = resolved.recipe.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
     for kind, stage, ranks in product(ENGINES, range(4), (None, links.per_node)):

@@ -1,7 +1,7 @@
 """`clip-train demo`: data, training, zero-shot and the next command, in minutes on two CPU cores.
 
-The data are captioned shapes, drawn on the spot: the same for the same seed, in a folder that
-appears whole or not at all.
+The data are captioned shapes, drawn when the demo starts. Equal seeds give equal data. The folder
+appears completely or not at all.
 """
 
 import argparse
@@ -84,12 +84,12 @@ Combination = tuple[str, str, str, str]  # size, colour, shape, background
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build the data set under --dir (once), train recipes/demo_shapes.yaml on it, and print how
-    good it is.
+    """Build the data set under --dir (once), train recipes/demo_shapes.yaml on it, and print the
+    accuracy.
     """
     recipe = str(RECIPES / "demo_shapes.yaml")
     raw = read_recipe(recipe)
-    # mistakes in the overrides, before minutes are spent on drawing
+    # report mistakes in the overrides before minutes of drawing
     asked = check_config(apply_overrides(raw, args.overrides), recipe)
     assert asked.data.num_samples is not None  # the recipe has it
     with Progress(transient=True) as bar:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """Where a synthetic data set lies."""
+    """The paths of a synthetic data set."""
 
     train: str  # for `data.train`
     val: str  # for `data.val`
@@ -135,14 +135,14 @@ def shapes(
     """Coloured shapes: 2 sizes x 8 colours x 6 shapes x 4 backgrounds = 384 captions, 76 only in
     `val`.
 
-    The splits are written into a folder beside, which is renamed once it is whole.
+    The splits are written into a temporary folder, which is renamed once it is complete.
 
     Args:
         size: of the JPEGs, pixels. 20,000 of 64 px take 16 CPU-seconds and 80 MB.
         progress: called after each image.
 
     Raises:
-        UserError: `folder` holds something that is not ours to replace.
+        UserError: `folder` holds files that this function did not write.
     """
     folder = Path(folder)
     parameters = {

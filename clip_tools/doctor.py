@@ -1,4 +1,4 @@
-"""`clip-train doctor [RECIPE]`: what will go wrong, before it does.
+"""`clip-train doctor [RECIPE]`: find problems before a run does.
 
 Each line is ok, a warning or an error with the remedy. As a program, under torchrun, this module is
 one rank of the process group that `check_group` measures.
@@ -52,7 +52,7 @@ from launcher.slurm.scheduler import answer
 from launcher.versions import NEWEST, installed, too_old, version_tuple
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLURM_SETTINGS = (  # name, a value that hurts (a regular expression), how, and what to do
+SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, and the remedy
     (
         "JobRequeue", "0", "jobs are not requeued by default",
         "keep #SBATCH --requeue, or submit several times with -- --dependency=singleton",
@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> Iterator[Finding]:
-    """At the machine, and the recipe where there is one that can be read.
+    """Check the machine, and the recipe if there is one that can be read.
 
-    A check that fails itself is a finding, and not the end of the others.
+    A check that raises an error becomes a finding; the other checks still run.
     """
     checks: list[tuple[str, Check]] = [*MACHINE]
     if recipe is not None:
@@ -205,7 +205,7 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
         f"{found['all_reduce'] / 1e9:.2f} GB/s",
         "slow for GPUs: check nvidia-smi topo -m",
     )
-    # a slow node is slow with all others; of two nodes nobody can say which is slow
+    # a slow node is slow with all others; with two nodes, one cannot tell which is slow
     usual = statistics.median(found["rates"])
     for node, rate in zip(found["nodes"], found["rates"], strict=True) if all_nodes else ():
         yield warning_if(
@@ -231,20 +231,20 @@ def check_limits() -> Iterator[Finding]:
             free < 2**30,
             "limits",
             f"/dev/shm has {free / 2**20:.0f} MiB free",
-            "mount it larger (docker: --shm-size=16g), or data.workers=0: batches travel through "
-            "it",
+            "mount it larger (docker: --shm-size=16g), or set data.workers=0: batches pass "
+            "through it",
         )
 
 
 def check_slurm() -> Iterator[Finding]:
-    """Settings of the cluster that hurt a job which is to requeue itself."""
+    """Settings of the cluster that prevent a job from requeuing itself."""
     shown = answer("scontrol", "show", "config")
     if not shown:
         if "SLURM_CONF" in os.environ:
             yield warning(
                 "slurm",
                 "scontrol does not answer",
-                "is this a login node, and is SLURM_CONF right?",
+                "check that this is a login node, and SLURM_CONF",
             )
         return
     config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
@@ -267,11 +267,11 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 
 
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
-    """What `train --dry-run` looks at before a plan: the recipe, its shards, captions, labels."""
+    """The checks of `train --dry-run` before its plan: the recipe, its shards, captions, labels."""
     world = max(1, torch.cuda.device_count())
     lacking = linear.mistakes_here(on_this_machine(config.engine, world))
     for mistake in [*lacking, *config.log.mistakes_here()]:
-        yield warning("recipe", mistake, "see the message; nothing, where the run has GPUs")
+        yield warning("recipe", mistake, "see the message; ignore it if the run has GPUs")
     quickly = {"attempts": min(3, config.storage.attempts)}
     resolved = resolve(config.updated(storage=quickly), world)
     plan, source = resolved.plan, resolved.source
@@ -311,7 +311,7 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE
     if stop_file.exists():
-        yield error("run", f"{stop_file} is there: training would stop at once", f"rm {stop_file}")
+        yield error("run", f"{stop_file} exists: training would stop at once", f"rm {stop_file}")
 
 
 RECIPE = {"recipe": check_recipe, "run": check_run_dir}
@@ -363,7 +363,7 @@ def measure_pairs(device: torch.device) -> list[float]:
             times_here[partner] = seconds
     times = dist.gather_objects(times_here)
     size = REDUCED_BYTES[device.type]
-    # of a pair the slower: a sender is done when its kernel has the bytes
+    # the slower one of a pair: a sender is done when its kernel has the bytes
     rates = (
         [size / max(seconds, times[other][rank]) for other, seconds in by_partner.items()]
         for rank, by_partner in enumerate(times)

@@ -1,4 +1,5 @@
-"""A run, or any weights, by name: `load` in Python, and `clip-train embed` for whole data sets."""
+"""Load a run, or any weights, by name in Python (`load`), and embed whole data sets
+(`clip-train embed`)."""
 
 import argparse
 import io
@@ -35,7 +36,7 @@ ROWS = 65_536  # samples of a rank in one file
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that only looks, with its preprocessing and tokenizer."""
+    """A model for inference, with its preprocessing and tokenizer."""
 
     model: nn.Module  # in evaluation mode, float32, without gradients
     tokenizer: Tokenize  # b texts -> int64 [b, context_length]
@@ -80,7 +81,7 @@ class Loaded:
         model: Any = self.model
         if not hasattr(model, "captions"):
             raise UserError(
-                f"{self.source} is not a CoCa: it has no decoder that writes captions; train one "
+                f"{self.source} is not a CoCa and has no decoder that writes captions; train one "
                 "with model.name=open_clip:coca_ViT-B-32"
             )
         from clip_train.models.openclip.model import decoded
@@ -109,7 +110,7 @@ def load(
         device: where the model is put.
 
     Raises:
-        UserError, CheckpointError: as `clip-train evaluate` says it.
+        UserError, CheckpointError: as in `clip-train evaluate`.
     """
     args = argparse.Namespace(
         place=place, overrides=list(overrides), weights=weights, step=step, ema=ema

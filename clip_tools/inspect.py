@@ -1,4 +1,5 @@
-"""`clip-train evaluate`, `export` and `checkpoints`: what a run has learned, without its engine."""
+"""`clip-train evaluate`, `export` and `checkpoints`: read the results of a run without its
+engine."""
 
 import argparse
 import json
@@ -68,7 +69,8 @@ NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train"
 
 @contextmanager
 def as_ranks(args: argparse.Namespace) -> Iterator[torch.device]:
-    """Yields this rank's device; within, the ranks that a launcher has started are one group."""
+    """Yield this rank's device. Inside the block, the ranks that a launcher has started form one
+    group."""
     env = ranks.detect(os.environ)
     device, _ = ranks.take_device(env)
     args.outcome.heartbeat = Heartbeat(env, args.outcome.publish)
@@ -80,7 +82,7 @@ def as_ranks(args: argparse.Namespace) -> Iterator[torch.device]:
 
 
 def evaluate_run(args: argparse.Namespace) -> int:
-    """Print what `clip_train.evaluate` measures; under torchrun the samples are split over the
+    """Print the metrics of `clip_train.evaluate`; under torchrun the samples are split over the
     ranks.
     """
     with as_ranks(args) as device:
@@ -92,8 +94,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
         evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
         if evaluate_once is None:
             raise UserError(
-                "data.val is null, and evaluate.zero_shot_data too: there is nothing to evaluate "
-                "on; add data.val=<shards>, or evaluate.zero_shot_data=<folder> "
+                "data.val and evaluate.zero_shot_data are both null, so nothing can be evaluated; "
+                "add data.val=<shards>, or evaluate.zero_shot_data=<folder> "
                 "evaluate.zero_shot_classes=imagenet"
             )
         results = evaluate_once()
@@ -109,10 +111,9 @@ def evaluate_run(args: argparse.Namespace) -> int:
 def to_evaluate(
     args: argparse.Namespace,
 ) -> tuple[RunConfig, AnyArchitecture, FragmentSource, str]:
-    """Collective: the settings, the model, its weights, and where these are from.
-
-    For a run: its newest checkpoint, that one's moving average, or `weights`. For weights alone,
-    `overrides` say what to measure. UserError, CheckpointError.
+    """Collective: the settings, the model, its weights, and the source of these. For a run: its
+    newest checkpoint, the moving average in it, or `weights`. For weights alone, `overrides` say
+    what to measure. UserError, CheckpointError.
     """
     place, overrides, weights, ema = args.place, args.overrides, args.weights, args.ema
     bare = weights is None and dist.on_main(partial(holds_weights, place))
@@ -151,7 +152,7 @@ def to_evaluate(
 
 
 def described(weights: str, place: str) -> str:
-    """The `model.name` of weights that lie here, by the description beside them, else their tag.
+    """The `model.name` of local weights, from the description beside them, else from their tag.
     UserError without.
     """
     path = local_path(weights)
@@ -184,7 +185,7 @@ def run_at(args: argparse.Namespace) -> tuple[RunConfig, Resumed]:
     for name in (*OWN_CODE, *(LOOKED_AT if is_remote(place) else ())):
         section, key = name.split(".")
         url = recipe_there[section].get(key)
-        # a remote recipe must not choose what this machine opens or imports
+        # a remote recipe must not make this machine open or import anything
         if url not in (None, IMAGENET) and name not in said:
             raise UserError(
                 f"the recipe in {found.path} names {name}={url}, which is used only if you "
@@ -271,9 +272,9 @@ def write_export(
 
     config: of the run, which says where the base of adapters lies.
     """
-    description = found[0].state["architecture"]  # whatever has become of the recipe's files
+    description = found[0].state["architecture"]  # works even if the recipe's files have changed
     if not isinstance(description, dict):
-        parse_saved(description)  # which names what is wrong
+        parse_saved(description)  # its message names the mistake
     other = description.get("own") or description.get("open_clip")
     if args.format == "peft":
         if not description.get("lora") or len(found) > 1:

@@ -3,7 +3,7 @@
 With `loss.kind=my_package.losses.margin` as PREFIX: the options of that function or class.
 
 `clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and
-keys. The script holds all of it, so that a Tab starts no Python.
+keys. The script contains all of these, so pressing Tab does not start Python.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
-    """A key: its name, its default as YAML, what it takes and what it means."""
+    """A key: its name, its default as YAML, its allowed values and its meaning."""
     default = "required"
     if not field.is_required():
         default = as_yaml(field.get_default(call_default_factory=True))

@@ -12,7 +12,8 @@ from clip_train.models.weights import save_json, save_weights
 
 
 def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
-    """Write what `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the folder.
+    """Write the files that `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the
+    folder.
 
     peft has one adapter for packed attention weights, always together with one for `out_proj`. Our
     three adapters become one of block matrices, with three times the rank and alpha. Parameters

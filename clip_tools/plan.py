@@ -1,5 +1,5 @@
-"""`clip-train plan`: what a run would do, before anything is submitted; and `train --dry-run`,
-which checks all of it.
+"""`clip-train plan`: the plan of a run before it is submitted; and `train --dry-run`, which also
+checks it.
 
 A plan touches no GPU and no shard.
 """
@@ -50,7 +50,7 @@ def make_plan(
     network: str | None = None,
     per_node: int = 8,
 ) -> dict[str, Any]:
-    """All of it as one JSON-able dict; sizes in bytes. network: of a node, in Gbit/s."""
+    """The whole plan as one JSON-able dict; sizes in bytes. network: of a node, in Gbit/s."""
     # bytes, as `train` would find them
     limit = usable(resolved, gpu.memory - CONTEXT_BYTES) if gpu else None
     if limit is None or resolved.config.batch.memory_limit is not None:
@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
         (per_node < 1, f"--gpus-per-node ({per_node}) must be at least 1"),
         (
             args.network is not None and args.gpu is None,
-            f"--network ({args.network}) needs --gpu, whose links and speed count too",
+            f"--network ({args.network}) needs --gpu, because the estimate uses the GPU's links "
+            "and speed",
         ),
         (
             args.gpu is not None and args.gpu.upper() not in GPUS,
@@ -133,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def dry_run(args: argparse.Namespace) -> int:
-    """Check what can be checked before ranks meet, with the first shard and this machine's devices,
-    and print it.
+    """Check everything that a single rank can check, with the first shard and this machine's
+    devices, and print it.
     """
     config = load_config(args.recipe, args.overrides)
     ranks = local_ranks(args.ranks, os.environ)
@@ -149,7 +150,7 @@ def dry_run(args: argparse.Namespace) -> int:
         LocalStorage(folder) if folder.is_dir() else None,
         open_storage(remote) if remote is not None else None,
     )
-    # without a cache a checkpoint is only looked at
+    # without a cache, the checkpoint is read but not fetched
     resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
         print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks)]))

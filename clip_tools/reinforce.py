@@ -39,7 +39,7 @@ SETTINGS = "reinforced.json"  # beside the shards: the options that made them
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write every shard that is not there yet; under torchrun each rank writes its share."""
+    """Write every missing shard; under torchrun each rank writes its share."""
     places, count = (args.teacher or "").split(","), args.augmentations
     if not all(places) or not args.to or not 1 <= count <= 1000 or not 0 < args.crop <= 1:
         raise UserError(
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 def write_missing(
     share: Iterable[tuple[str, str]], teachers: Sequence[Loaded], args: argparse.Namespace
 ) -> None:
-    """share: the names of shards and where they are read; each is written whole or not at all.
-    UserError where those at `args.to` were made of something else."""
+    """share: the names of shards and their sources. Each shard is written completely or not at all.
+    UserError if the shards at `args.to` were made from other inputs."""
     store = open_storage(args.to)
     options = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
     made_with = {name: getattr(args, name) for name in options}
@@ -123,7 +123,7 @@ def reinforced(
     if left_out:
         warn(f"{shard}: left out {dict(left_out)}")
     if not written:
-        raise UserError(f"SHARDS ({shard}): no sample can be used: {dict(left_out)}; mend it")
+        raise UserError(f"SHARDS ({shard}): no sample can be used: {dict(left_out)}; repair it")
     return written
 
 
@@ -136,7 +136,7 @@ def prepared(
         raise InvalidSample(sample.reason if isinstance(sample, Invalid) else "duplicate key")
     image = decode.decode_image(decode.image_bytes(sample.members))
     texts = decode.texts_of(sample.members, None)
-    with contextlib.suppress(InvalidSample):  # it need not have any
+    with contextlib.suppress(InvalidSample):  # it may have none
         texts += decode.captions(sample.members, args.synthetic_key)[args.synthetic_key]
     rng = random.Random(sample.key)
     height, width = image.shape[1:]

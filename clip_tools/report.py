@@ -1,4 +1,4 @@
-"""`clip-train report` and `clip-train watch`: how a run goes, as a page and in a terminal."""
+"""`clip-train report` and `clip-train watch`: show a run as a page, or in a terminal."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from clip_train.metrics.report import CHARTS, Run, number, write_report
 from launcher.config.recipe import load_config
 from launcher.runtime.log import log
 
-LOOK_SECONDS = 2.0  # between two looks, or four times as long as a look takes
+LOOK_SECONDS = 2.0  # between two refreshes, or four times the duration of one
 PIPED_WIDTH = 10_000  # characters: no line is cut for a program that reads it
 BAR_WIDTH = 60  # characters
 COLORS = {
@@ -57,7 +57,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def folder_of(place: str) -> Path:
-    """The folder of a run, or of a recipe's run. UserError if it holds none."""
+    """The folder of a run, or of a recipe's run. UserError if it contains no run."""
     path = Path(place).expanduser()
     folder = load_config(place).run_dir if path.is_file() else path
     if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):
@@ -76,7 +76,7 @@ def view(run: Run) -> Iterator[RenderableType]:
     yield head.append(f"  step {run.step:,}{total}{left}")
     if run.steps:
         bar = ProgressBar(total=run.steps, completed=run.step, width=BAR_WIDTH)
-        yield Columns([bar])  # a bar alone does not end its line
+        yield Columns([bar])  # the bar does not end its line
     for level, text in run.notes():
         yield Text(f"{level}: {text}", style=COLORS[level])
     table = Table(box=None, pad_edge=False)

@@ -14,7 +14,7 @@ from clip_train.models.config import Architecture
 from clip_train.models.weights import check_state, save_json, save_weights
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
-# Keys that `CLIPModel` can be set to, or does not depend on.
+# Keys that `CLIPModel` supports, or does not depend on.
 _HELD = {
     "": {
         "embed_dim",
@@ -53,7 +53,7 @@ _PROJECTIONS = {
 
 
 def check_transformers(architecture: Architecture) -> None:
-    """UserError with the reason where `CLIPModel` cannot hold such a model."""
+    """UserError with the reason if `CLIPModel` cannot represent such a model."""
     parts = {
         "": architecture,
         "vision_cfg.": architecture.vision_cfg,
@@ -76,7 +76,7 @@ def check_transformers(architecture: Architecture) -> None:
 def export_transformers(
     state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike
 ) -> Path:
-    """Write `state` where `CLIPModel.from_pretrained(FOLDER)` finds it, without tokenizer files.
+    """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, without tokenizer files.
 
     Raises what `export_openclip` raises, and UserError if `CLIPModel` cannot hold the architecture.
     """

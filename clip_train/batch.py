@@ -119,7 +119,7 @@ class BatchSizes:
         return ", ".join([*texts, f"{'then ' if texts else ''}{self.sizes[-1]}"])
 
     def check_ranks(self, world_size: int) -> None:
-        """UserError where some global batch has fewer samples than there are ranks."""
+        """UserError if a global batch has fewer samples than there are ranks."""
         smallest = min(self.sizes)
         if smallest < world_size:
             key = "batch.global_size" + (" and batch.schedule: a size" if self.ends else "")

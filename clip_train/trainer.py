@@ -292,7 +292,7 @@ class Trainer:
         if step > 0:
             saved = self._save(wait=True)
             good = self.checkpoints.last_good
-            # enough to stop, even if the upload failed
+            # enough for a stop, even if the upload failed
             local = good is not None and good.step == step
             if saved is not Saved.COMMITTED and not local:
                 raise CheckpointError(

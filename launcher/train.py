@@ -2,7 +2,7 @@
 
     recipe -> checks -> ranks -> resume? -> engine + weights -> loader -> Trainer.run -> outcome
 
-Nothing below this file knows more than its own part; nothing here computes.
+Every module below knows only its own part, and this one computes nothing.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     watchdog.start()
     kind = engines.on_this_machine(config.engine, env.world_size).kind
     importlib.import_module(engines.find_engine(kind).module)
-    # mistakes that one rank can find alone; rank 0 opens the shards
+    # mistakes that a single rank can find; only rank 0 opens the shards
     resolved = resolve(
         config,
         env.world_size,
@@ -104,7 +104,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
         group_seconds=config.launch.group_seconds,
-        # a rank that waits must not give up before the watchdog of the one that hangs has fired
+        # a waiting rank must not give up before the watchdog of the hanging rank fires
         timeout_seconds=2 * config.launch.longest_limit,
     )
     with writing(config.run_dir):  # now rather than after a model has been loaded
@@ -135,7 +135,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
-    """What an attempt runs with, for its line in attempts.jsonl. config: as the user gave it."""
+    """The facts of an attempt for its line in attempts.jsonl. config: as the user gave it."""
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
@@ -185,7 +185,7 @@ def build_trainer(
     watchdog: Watchdog,
     heartbeat: Heartbeat,
 ) -> Trainer:
-    """Build every part, resume if there is something to resume from, and put them together."""
+    """Build every part, resume from a checkpoint if there is one, and assemble the trainer."""
     config = resolved.config
     steps, sizes = config.steps, config.batch.sizes
     recipe = resolved.kept
@@ -295,7 +295,8 @@ def describe_start(
     resumed: Resumed | None,
     notes: list[str],
 ) -> None:
-    """Rank 0 logs what this run is, and writes it as resolved.yaml beside the engine's files."""
+    """Log the plan of this run on rank 0, and write it as resolved.yaml beside the engine's
+    files."""
     config, plan = resolved.config, resolved.plan
     with writing(config.run_dir):
         for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():

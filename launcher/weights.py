@@ -76,7 +76,7 @@ def first_of_node() -> bool:
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
-    """Collective: what the rank of this node that `fetches` got."""
+    """Collective: the result of the rank on this node that `fetches`."""
     got = dist.agreed(lambda: (node_name(), fetch(*arguments)) if fetches else None)
     return dict(pair for pair in dist.gather_objects(got) if pair is not None)[node_name()]
 
@@ -106,8 +106,8 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
         ) from e
     if found.state["architecture"].get("lora"):
         raise UserError(
-            f"{what} is a run with adapters (model.lora), whose checkpoints have no whole model: "
-            f"clip-train export {place}, and give the folder that it writes"
+            f"{what} is a run with adapters (model.lora), whose checkpoints lack the base model: "
+            f"run clip-train export {place}, and give the folder that it writes"
         )
     like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
     written = _on_node(
@@ -131,8 +131,8 @@ def on_base(
         return state
     if config is None:
         raise UserError(
-            f"{found.path} has adapters alone: export it by the run's recipe or folder, which says "
-            "where their base lies (model.init_from)"
+            f"{found.path} contains only adapters: export it by the run's recipe or folder, which "
+            "names their base (model.init_from)"
         )
     with weights_here(config.model, config.storage) as here:
         digest = base_digest(here, config.run.seed)
@@ -147,7 +147,8 @@ def on_base(
 
 
 def holds_weights(place: str) -> bool:
-    """Whether it is a file of weights, an export's folder or on a hub; else it is a run's."""
+    """Whether the place is a file of weights, an export's folder, or on a hub. Otherwise it is a
+    run."""
     if place.endswith(_SUFFIXES) or hub.is_on_hub(place):
         return True
     return any(map(open_storage(place).exists, WEIGHTS_NAMES))
@@ -182,11 +183,11 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     return file if is_file else folder
 
 
-# -- where a run's checkpoints are
+# -- locating a run's checkpoints
 
 
 def recipe_in(place: str) -> str | None:
-    """The recipe that `place` is, or that a run's folder holds. UserError if there is nothing.
+    """The recipe at `place`, or in a run's folder. UserError if neither exists.
 
     None for a URL, or for checkpoints alone.
     """
@@ -205,10 +206,10 @@ def recipe_in(place: str) -> str | None:
 
 
 def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places, CommitRef | None]:
-    """What a recipe, a run's folder, or a place of checkpoints means.
+    """Interpret a recipe, a run's folder, or a place of checkpoints.
 
     Returns the recipe (None if only the checkpoints have it), where the checkpoints are, and which
-    of them if `place` names one. Collective. UserError if nothing was trained.
+    of them if `place` names one. Collective. UserError if the run does not exist.
     """
     recipe = recipe_in(place)
     if recipe is None:
@@ -221,7 +222,7 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
         raise UserError(
-            f"{folder} is not there: train first (clip-train train ...), or correct run.dir or "
+            f"{folder} does not exist: train first (clip-train train ...), or correct run.dir or "
             "run.name"
         )
     return config, Places(local, remote), None

@@ -1,8 +1,8 @@
 """`clip-train import-args`: an OpenCLIP command line as a recipe.
 
-`flags` has every flag of OpenCLIP with its key, or the reason why a recipe has none. The functions
-here translate the flags that need more than another name. Comments above the recipe explain what
-means something else; those that begin with `CHECK:` are warnings too.
+`flags` lists every flag of OpenCLIP with its key, or the reason why a recipe has none. The
+functions here translate the flags that need more than another name. Comments above the recipe
+explain differences in meaning; those that begin with `CHECK:` are warnings too.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             0,
             (
                 "--world-size",
-                f"{CHECK}the number of GPUs is not in this command: 1 is assumed; say "
+                f"{CHECK}this command does not give the number of GPUs, so 1 is assumed; add "
                 "--world-size N",
             ),
         )
@@ -137,7 +137,7 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
     variables = {flag: VARIABLE.findall(str(value)) for flag, value in flags.items()}
     notes += [
-        (f"--{flag}", f"{CHECK}{names[0]} is a variable of a script: put its value in")
+        (f"--{flag}", f"{CHECK}{names[0]} is a variable of a script: replace it by its value")
         for flag, names in variables.items()
         if names
     ]
@@ -204,7 +204,7 @@ def whole(name: str, text: Any) -> int:
 
 
 def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
-    """Which model it trains, and what that starts from."""
+    """The model to train, and its initial weights."""
     name = str(flags["model"])
     config_file = f"{name.removesuffix('.json')}.json"  # which OpenCLIP knows by add_model_config
     keys["model.name"] = config_file
@@ -259,7 +259,7 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
 
 
 def model_name(name: str, flag: str = "") -> str:
-    """Ours, or by OpenCLIP's own. UserError for one that no name of a recipe can stand for."""
+    """Ours, or by OpenCLIP's own. UserError for a name that a recipe cannot express."""
     if name.startswith(("hf-hub:", "local-dir:")):
         raise UserError(
             f"--{flag}model {name}: a recipe has architecture and weights apart; give "
@@ -279,7 +279,7 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
     kind = str(flags.get("dataset-type", "auto"))
     if "audio" in kind:
         raise UserError(
-            f"--dataset-type {kind}: only images and texts can be trained on; leave it out"
+            f"--dataset-type {kind}: only images and texts can be trained on; remove it"
         )
     if kind == "synthetic":
         keys["data.kind"] = "synthetic"
@@ -324,7 +324,8 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
-    """Where the shards are: what a `pipe:` reads, what `clip-train shards` makes of a table."""
+    """The shards: the files that a `pipe:` reads, or those that `clip-train shards` makes from a
+    table."""
     if source.startswith("pipe:"):
         urls = re.findall(r"\S*\.tar\S*", source[5:]) or re.findall(r"\S+://\S+", source[5:])
         if not urls:
@@ -345,7 +346,7 @@ def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
 
 
 def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
-    """Epochs, and what OpenCLIP counts in epochs, in steps."""
+    """The number of epochs, and OpenCLIP's other epoch counts, as steps."""
     name = str(flags["lr-scheduler"])
     if "skip-scheduler" not in flags:
         keys["schedule.name"] = SCHEDULES.get(name, name)
@@ -380,7 +381,7 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
 
 
 def _places(keys: Keys, flags: Flags) -> None:
-    """The run's name, folder and store, and where it reports to."""
+    """The run's name, folder, store and trackers."""
     if "name" in flags:
         keys["run.name"] = re.sub(r"[^\w.-]", "-", str(flags["name"]), flags=re.A).strip("._-")
     name = keys.get("run.name") or "clip"
@@ -394,7 +395,7 @@ def _places(keys: Keys, flags: Flags) -> None:
 
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
-    """`--aug-cfg`, as OpenCLIP acts on it: what does nothing there is left out."""
+    """`--aug-cfg` as OpenCLIP applies it, without keys that have no effect there."""
     options = {
         name: as_value(value) for name, _, value in (each.partition("=") for each in settings)
     }

@@ -1,8 +1,8 @@
-"""OpenCLIP's flags: the keys that stand for them here, or why none does.
+"""OpenCLIP's flags: the corresponding keys, or the reason why there is none.
 
-Those of its 3.3.0 (`open_clip_train/params.py`), those that its main branch has besides (`NEWER`),
-and a few that it had once. `meaning` is what docs/from_openclip.md has of each, and what a verb
-answers that is given one.
+The flags of version 3.3.0 (`open_clip_train/params.py`), additional ones of its main branch
+(`NEWER`), and a few older ones. docs/from_openclip.md shows `meaning` for each flag, and so does a
+verb that is given one.
 """
 
 import math
@@ -66,7 +66,7 @@ LISTS = frozenset(
         "naflex-seq-len-probs",
     }
 )
-# Flag -> its keys, where there is more to say than one of them.
+# Flag -> its keys, if a single key does not describe it.
 OWN = {
     "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",
     "aug-cfg": "`data.aug_scale`, `data.aug_ratio`, `data.aug_color_jitter`, "
@@ -104,7 +104,7 @@ OWN = {
     "val-frequency": "`evaluate.every_steps`, in steps",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: the higher frequency counts",
 }
-# Flag -> why the recipe has nothing of it.
+# Flag -> the reason why a recipe does not have it.
 NOTES = {
     "local-loss": "always so: each rank computes the rows of its own samples",
     "gather-with-grad": "always so: the gradient is that of the global batch on one device",
@@ -244,7 +244,7 @@ DEFAULTS = {
     "grad-clip-norm": None,
 }
 """OpenCLIP's defaults, if ours differ or a recipe needs them."""
-REASONS = OLDER | NEWER | NOTES  # flag: why a recipe has nothing of it
+REASONS = OLDER | NEWER | NOTES  # flag: the reason why a recipe does not have it
 FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
 
 
@@ -254,7 +254,7 @@ def meaning(flag: str) -> str:
 
 
 def suggest(unknown: Sequence[str]) -> str:
-    """Behind the complaint about options that no verb has: the keys for those of OpenCLIP."""
+    """Addition to the error about unknown options: the keys for those that are OpenCLIP's."""
     said = []
     for word in unknown:
         flag = word.partition("=")[0].removeprefix("--").replace("_", "-")

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe_labels(key: str, labels: Counter[str], folder: Path, *, named: bool) -> None:
-    """What evaluation needs to know of the labels; names also become the file of classes."""
+    """Print the settings that evaluation needs for the labels; write names to the file of
+    classes."""
     missing = labels.pop("", 0)
     if missing:
         print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")

@@ -1,14 +1,14 @@
-"""Images with captions, as a table or a folder, -> WebDataset shards; every worker process writes
-shards of its own.
+"""Convert images with captions, from a table or a folder, to WebDataset shards. Every worker
+process writes its own shards.
 
     x.csv, x.tsv, x.jsonl, x.parquet   a row for each sample: the image's path or bytes, its caption
     or captions
     a folder                           images with a `.txt` or `.caption` beside them, or a
     metadata.csv/.jsonl
 
-Shard i holds the rows [i S, (i + 1) S), so it is the same however many processes there are, and one
-that is there need not be written again. Beside each is `NNNNN_stats.json`, as img2dataset has it,
-with the rows that were left out.
+Shard i holds the rows [i S, (i + 1) S), so it does not depend on the number of processes, and an
+existing shard is not written again. Beside each is `NNNNN_stats.json`, as img2dataset has it, with
+the rows that were left out.
 
 A label that is a number becomes the sample's `.cls`, as in webdataset. A label that is a name, and
 columns to keep, become fields of its `.json`.
@@ -41,7 +41,7 @@ SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # In place of .tar: `count`, `successes`, `left_out` (image, reason) and the number of each label.
 STATS_SUFFIX = "_stats.json"
-SETTINGS = "shards.json"  # what the shards of a folder were made of
+SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 ROWS_AT_ONCE = 1000
@@ -51,7 +51,7 @@ TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes (
 
 @dataclass(frozen=True)
 class Row:
-    """One sample before it is looked at."""
+    """One sample before it is checked."""
 
     image: Any  # a path, or its bytes, or {"bytes": ..., "path": ...} as Hugging Face keeps them
     captions: Mapping[str, Any]  # by column: a text or a list of texts
@@ -86,7 +86,7 @@ def read_rows(
         yield from _folder_rows(source)
         return
     if table.suffix.lower() not in READERS:
-        raise UserError(f"SOURCE ({source}) is not a table that can be read: give {READABLE}")
+        raise UserError(f"SOURCE ({source}) cannot be read as a table: give {READABLE}")
     reader = READERS[table.suffix.lower()]
     first = next((record for record in reader(table) if isinstance(record, dict)), None)
     if first is None:
@@ -98,7 +98,7 @@ def read_rows(
                 return name
         raise UserError(
             f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
-            f"{', '.join(map(str, first))}: say {option} NAME"
+            f"{', '.join(map(str, first))}: add {option} NAME"
         )
 
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
@@ -154,7 +154,7 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
 
 
 def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
-    """A row that cannot be read is a `Row` with a problem, at the line where it ends."""
+    """A row that cannot be read becomes a `Row` with a problem, at the line where it ends."""
     with source.open(newline="", encoding="utf-8-sig") as file:
         delimiter = "\t" if "\t" in file.readline() else ","
         file.seek(0)
@@ -209,7 +209,7 @@ READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Row]]] = {
 def make_shards(
     rows: Iterable[Row], folder: Path, root: Path, *, per_shard: int, workers: int
 ) -> Iterator[Path]:
-    """Write every shard that is not there yet, and yield all of them, in order. OSError.
+    """Write every missing shard, and yield all of them in order. OSError.
 
     root: where relative paths of images begin.
     """
@@ -229,7 +229,8 @@ def make_shards(
 
 
 def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: list[Row]) -> Path:
-    """One shard with its statistics, whole or not at all; as it is where it is there already."""
+    """Write one shard with its statistics, completely or not at all. An existing shard is left
+    unchanged."""
     path = folder / f"{number:05d}.tar"
     stats = path.with_name(path.stem + STATS_SUFFIX)
     if path.exists() and stats.exists():
@@ -296,9 +297,7 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
 
 
 def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note what the shards are made of; UserError where those that are there were made of something
-    else.
-    """
+    """Record the inputs of the shards. UserError if existing shards were made from other inputs."""
     file = folder / SETTINGS
     before = json.loads(file.read_text()) if file.exists() else {}
     if any(folder.glob("*.tar")) and before != dict(settings):

@@ -23,7 +23,7 @@ def sketch(captions: Iterable[str]) -> np.ndarray:
 
 
 def describe(sketches: Sequence[np.ndarray], captions: int) -> str:
-    """The expected pairs of a batch, in words; empty where they are below the noise."""
+    """A text with the expected pairs of a batch; empty if they are below the noise."""
     squares = float(np.square(np.sum(sketches, axis=0, dtype=np.float64)).sum())
     chance = (squares - captions) / max(captions * (captions - 1), 1)
     pairs = [f"{chance * N * (N - 1) / 2:,.0f} in a global batch of {N:,}" for N in BATCHES]

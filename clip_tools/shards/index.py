@@ -1,5 +1,5 @@
-"""`clip-train index`: reads whole shards in several processes and writes their index, or compares
-them with the one that is there."""
+"""`clip-train index`: read whole shards in several processes and write their index, or compare them
+with an existing one."""
 
 import argparse
 import contextlib
@@ -55,15 +55,15 @@ def run_index(
     check: bool,
     quiet: bool,
 ) -> None:
-    """Reads every shard once. quiet: without a progress bar. UserError for shards that are not
-    there; DataError for shards that are damaged, unusable, or not what their index says."""
+    """Reads every shard once. quiet: without a progress bar. UserError for missing shards;
+    DataError for shards that are damaged, unusable, or differ from their index."""
     sources = [source for spec in specs for source in existing(spec, "SHARDS")]
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
     if workers is not None and workers < 1:
         raise UserError(f"--workers ({workers}) must be at least 1")
     found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
-        write_indexes({}, shards)  # UserError before hours of reading
+        write_indexes({}, shards)  # raise UserError before hours of reading
     workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
     indexed = index_shards(shards, caption_key=caption_key, workers=workers, quiet=quiet)
     num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
@@ -73,8 +73,8 @@ def run_index(
     if found is not None:
         known = dict(found[number] for number in range(len(shards)))
         wrong = {url: differences(known[url], entry) for url, entry in entries.items()}
-        refuse(wrong, "are not what their index says")
-        print(f"{summary}: all as the index says")
+        refuse(wrong, "differ from their index")
+        print(f"{summary}: all match the index")
         return
     written = write_indexes(indexed)
     # these are replaced by other samples
@@ -121,7 +121,7 @@ class Indexed:
 
 
 class HashedFile(BlockFile):
-    """Passes a file on and hashes all of it, in order, on the way."""
+    """Pass a file through and hash all of it in order."""
 
     def __init__(self, url: str, file: BinaryIO, block_bytes: int) -> None:
         super().__init__(url, file.seek(0, 2), block_bytes)
@@ -130,7 +130,7 @@ class HashedFile(BlockFile):
         self._sha256 = hashlib.sha256()
 
     def finish(self) -> tuple[Checksums, str]:
-        """Hashes what has not been read; (the blocks' sums, the whole file's sha256)."""
+        """Hash the rest of the file; (the blocks' sums, the whole file's sha256)."""
         if self.size:
             self._load(-(-self.size // self.block_bytes) - 1)
         return Checksums(self.size, self.block_bytes, "".join(self._sums)), self._sha256.hexdigest()
@@ -234,7 +234,7 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
     shards: whose folders' indexes are written as they are, or empty, though nothing is added.
 
     Raises:
-        UserError: an index that is there is damaged, or cannot be written.
+        UserError: an existing index is damaged, or the index cannot be written.
     """
     folders: dict[str, dict[str, ShardEntry]] = {}
     for url in [*shards, *indexed]:
@@ -258,7 +258,7 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
-    """How a shard differs from its index; None if it does not."""
+    """How a shard differs from its index, or None."""
     if then is None:
         return "is not in the index"
     if then.checksums.size != now.checksums.size:

@@ -150,7 +150,11 @@ VERBS = {
             ("gpus-per-node", "N", "one rank per GPU (default: the site's, else 8)"),
             ("tasks-per-node", "N", "ranks per node, where --gpus-per-node is 0"),
             ("cpus-per-task", "N", "cores per rank (default: the site's, else 8)"),
-            ("time", "HH:MM:SS", "time limit of one attempt (default: the site's, else 24:00:00)"),
+            (
+                "time",
+                "HH:MM:SS",
+                "limit of one attempt (default: the site's, else 24:00:00)",
+            ),
             ("partition", "NAME", "partition of the job (default: the site's, else the cluster's)"),
             ("account", "NAME", "account to charge"),
             (
@@ -236,7 +240,7 @@ VERBS = {
         options=(
             ("teacher", "PLACES", "the teachers, separated by commas"),
             ("to", "PLACE", "the folder or URL for the shards"),
-            ("augmentations", "N", "augmentations of each image (default: 10)", 10),
+            ("augmentations", "N", "augmentations augmentations of each image (default: 10)", 10),
             ("crop", "AREA", "the smallest fraction of an image in a crop (default: 0.08)", 0.08),
             (
                 "synthetic-key",

@@ -1,10 +1,9 @@
-"""int8 and fp8 products in a model's linears: torchao's, which is imported where a recipe asks for
-it.
+"""int8 and fp8 products in a model's linear layers, by torchao, which is imported on demand.
 
-Output and gradient of the input are products of rounded matrices, the weight's own gradient is not
-(SwitchBack, arXiv 2304.13013). Each row (a token) of activations, of their gradients, and of a
-weight has its own scale. So the other samples of a micro-batch change neither a sample's features
-nor its part of a gradient."""
+The output and the gradient of the input are products of rounded matrices; the weight's gradient is
+exact (SwitchBack, arXiv 2304.13013). Each row (a token) of activations, of their gradients, and of
+a weight has its own scale. So a sample's features and its part of a gradient do not depend on the
+other samples of a micro-batch."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ CAPABILITY = {
 
 
 def mistakes_here(config: EngineConfig) -> list[str]:
-    """What this machine lacks for `config.linear`."""
+    """Requirements of `config.linear` that this machine lacks."""
     if config.linear is None:
         return []
     least = CAPABILITY[config.linear]

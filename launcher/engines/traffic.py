@@ -1,4 +1,4 @@
-"""What a rank sends in a step, as a recorder of collectives counts it, and how long that takes.
+"""Bytes that a rank sends in a step, as a recorder of collectives counts them, and their duration.
 
 tests/engine/test_wire.py compares it with a recorder, to the byte. Calls of less than 1 KB, such as
 norms and statuses, are left out.

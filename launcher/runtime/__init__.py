@@ -1,1 +1,2 @@
-"""A rank's life: who it is, how ranks meet, what watches over them, how a run ends."""
+"""The life of a rank: its environment, the rendezvous, heartbeats and watchdog, and the end of a
+run."""

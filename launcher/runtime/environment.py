@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SLURM_STEP = "the SLURM step"
 LAUNCHER = "CLIP_TRAIN_LAUNCHER"  # the process that started this rank (`launcher.runtime.launch`)
-PARENT = os.getppid()  # as it was when this process began, or nearly so: the imports take seconds
-# set by launchers that start several ranks on each node: of how many nodes
+PARENT = os.getppid()  # read when this process starts, because the imports take seconds
+# set by launchers that start several ranks on each node: the number of nodes
 NODES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
 # Where ranks meet if no port is given: Linux hands out 32768 and above, unless a site changed it.
 FIRST_PORT, NUM_PORTS = 20000, 12000
@@ -28,7 +28,7 @@ TRIES = 8
 # Segments of GPU memory that grow leave no gaps when sizes vary, as the lengths of texts do. They
 # cannot be shared with other processes, which nothing here does.
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-# NCCL is silent by default about what it could not do.
+# By default NCCL does not report failures.
 NCCL = {"NCCL_DEBUG": "WARN"}
 # cuBLAS without atomics, and sums over ranks in an order that depends on their layout alone.
 DETERMINISTIC = {
@@ -40,7 +40,7 @@ DETERMINISTIC = {
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
-# set by Slurm: somebody means this process to have GPUs. Launchers set VISIBLE on any machine
+# set by Slurm if this process is meant to have GPUs. Launchers set VISIBLE on any machine
 MEANT = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 ROOT = Path("/")
 DRIVER = "proc/driver/nvidia/version"
@@ -64,7 +64,7 @@ class RankEnv:
 
 
 class Launcher(NamedTuple):
-    """What one launcher of ranks calls its variables."""
+    """The names of one launcher's variables."""
 
     rank: str
     size: str
@@ -99,8 +99,8 @@ def detect(environ: Mapping[str, str]) -> RankEnv:
     """Explicit RANK and WORLD_SIZE (torchrun and its like), else a SLURM step, else MPI, else one
     process.
 
-    RankError for variables that are incomplete, out of range or not numbers, or of two launchers
-    that disagree.
+    RankError for variables that are incomplete, out of range or not numbers, or if two launchers
+    disagree.
     """
     # SRUN's are set inside a step only: a batch script's own shell has SLURM_NTASKS too, but is not
     # a rank.
@@ -135,15 +135,14 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _refuse_two(env: RankEnv, above: Launcher, environ: Mapping[str, str]) -> None:
-    """A task of srun or mpirun is one rank, or the launcher of one node's ranks; anything else is a
-    mistake."""
+    """Check that a task of srun or mpirun is one rank, or the launcher of one node's ranks."""
     tasks, task = _number(environ, above.size, 1), _number(environ, above.rank, 0)
     launcher = above.command
     if env.world_size == tasks and env.rank == task:
         return
     nodes = next((_number(environ, name, 1) for name in NODES if name in environ), None)
     if nodes is None:
-        # left over from another launcher: every task of this one would be the same rank
+        # left over from another launcher: every task would be the same rank
         raise RankError(
             f"the environment has RANK={env.rank} and WORLD_SIZE={env.world_size}, but {launcher} "
             f"started {tasks} tasks and this is task {task}: unset RANK, WORLD_SIZE, LOCAL_RANK, "
@@ -177,7 +176,7 @@ def _rank_env(environ: Mapping[str, str], names: Launcher) -> RankEnv:
     local = _number(environ, names.local_rank, 0 if names is SRUN else rank)
     local_size = _number(environ, names.local_size, _number(environ, "LOCAL_SIZE", 1))
     host = environ.get("MASTER_ADDR", "")
-    if not host and local_size < world:  # on one node nobody else need reach the store
+    if not host and local_size < world:  # on one node, no other host needs to reach the store
         if names is not SRUN:
             raise RankError(
                 f"{names.size} ({world}) ranks are on several hosts, and MPI does not say which is "
@@ -207,7 +206,8 @@ def first_host(nodelist: str) -> str:
 
 
 def candidates(job: str) -> tuple[int, ...]:
-    """Ports to try in this order: the same for all who know `job`, different for another job."""
+    """Ports to try in this order: the same for every process of `job`, different for another
+    job."""
     start = zlib.crc32(job.encode())
     return tuple(FIRST_PORT + (start + 1009 * number) % NUM_PORTS for number in range(TRIES))
 
@@ -222,7 +222,7 @@ def free_port(ports: Sequence[int]) -> int:
 
 
 def prepare(environ: MutableMapping[str, str], deterministic: bool = False) -> None:
-    """Set what CUDA and NCCL read when they start; the user's own values stay."""
+    """Set the variables that CUDA and NCCL read when they start. The user's own values stay."""
     both_names = {"PYTORCH_ALLOC_CONF", *ALLOCATOR}  # of the same variable
     wanted = NCCL if both_names & environ.keys() else NCCL | ALLOCATOR
     for name, value in (wanted | (DETERMINISTIC if deterministic else {})).items():
@@ -230,10 +230,10 @@ def prepare(environ: MutableMapping[str, str], deterministic: bool = False) -> N
 
 
 def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch.device, int]:
-    """This rank's GPU, or the CPU, and its loader workers. RankError if the host has no GPU for it,
-    or one that torch cannot use.
+    """This rank's GPU, or the CPU, and its loader workers. RankError if the host has no GPU for
+    this rank, or if torch cannot use it.
 
-    Also takes as many CPU threads as `threads` says, unless the user has said it.
+    Also sets the number of CPU threads to `threads`, unless the user has set it.
 
     workers: `data.workers`.
     """
@@ -301,7 +301,7 @@ def require_usable_gpu(environ: Mapping[str, str], root: Path = ROOT) -> None:
 
 
 def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
-    """Which of the GPUs that this process sees is its own."""
+    """The index of this rank's GPU among those that the process sees."""
     chosen = environ.get(VISIBLE, "")
     if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
         # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU
@@ -318,18 +318,19 @@ def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
     """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since
     Slurm 22.05 unless SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller
-    of both. `usable` by this process."""
+    of both. CPU cores that this process may use."""
     share = max(1, usable // env.local_world_size)
     asked = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
     return max(1, min(int(asked), usable)) if asked.isdigit() and env.found == SLURM_STEP else share
 
 
 def threads(cores: int, workers: int) -> int:
-    """The trainer's threads on so many cores: what the loader's workers leave, at least half.
+    """The trainer's threads on this many cores: those that the loader's workers leave, at least
+    half.
 
-    OpenMP's threads spin while they wait for each other. With one for each core, whatever else
-    wants a core takes it from one of them, and all others burn theirs meanwhile: a step of the demo
-    then took 3 to 20 times as long.
+    OpenMP's threads spin while they wait for each other. With one thread per core, any other
+    process takes a core from one of them, while all others spin. A step of the demo then took 3 to
+    20 times as long.
     """
     return max(1, cores // 2, cores - workers)
 

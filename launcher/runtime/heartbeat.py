@@ -1,8 +1,8 @@
 """Heartbeats in the rendezvous store: when one rank fails all others end, and one of them says why.
 
-Each rank writes a key every BEAT_SECONDS through a client of its own: a number that counts, its
-node, a line for rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that
-fails, or that finds another one silent, writes `abort`, which all ranks poll.
+Every BEAT_SECONDS, each rank writes a key through its own client: a counter, its node, a line for
+rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
+finds another one silent, writes `abort`, which all ranks poll.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BEAT_SECONDS = 3.0
-SILENT_BEATS = 5  # a rank whose key has not changed for so many looks is lost: 15 to 18 s
-SILENT_SECONDS = 20.0  # the store itself, if it does not answer for so long
-LEAVE_SECONDS = 15.0  # for the others, before rank 0, which holds the store, ends
+SILENT_BEATS = 5  # a rank whose key has not changed in this many checks is lost: 15 to 18 s
+SILENT_SECONDS = 20.0  # the store itself is lost if it does not answer for this long
+LEAVE_SECONDS = 15.0  # wait for the others before rank 0, which holds the store, ends
 # The same before all have joined: imports may take one rank much longer than another.
 LEAVE_EARLY_SECONDS = 120.0
 LEFT = b"left"
@@ -51,7 +51,7 @@ class Heartbeat:
         # seconds, monotonic: when this rank learned of it; later while the rank that failed is
         # closing its run
         self.aborted_at = 0.0
-        self.all_joined = False  # from then on silence is a death
+        self.all_joined = False  # from then on, silence means death
         self.is_open = False  # until then this rank is alone
         self.line = ""  # for rank 0
         self._store: Store
@@ -82,7 +82,7 @@ class Heartbeat:
             if self.abort is not None:
                 return self.abort
             if self.is_open:
-                with contextlib.suppress(RuntimeError):  # gone: every rank for itself
+                with contextlib.suppress(RuntimeError):  # without the store, each rank decides
                     found = self._store.compare_set("abort", "", own.decode())
                     self._store.compare_set(ALL_JOINED, "", "1")
             self.aborted_at = time.monotonic()
@@ -92,21 +92,21 @@ class Heartbeat:
         return self.abort
 
     def wait(self, seconds: float) -> Failure | None:
-        """What ends the run, if it is known within `seconds`: a collective fails before a death is
-        known."""
+        """The failure that ends the run, if it is known within `seconds`; a collective fails before
+        a death is known."""
         end = time.monotonic() + seconds
         while True:
-            with contextlib.suppress(RuntimeError):  # gone: the thread finds out what that means
+            with contextlib.suppress(RuntimeError):  # the store is gone: the thread handles that
                 self._poll()
             if self.abort is not None or time.monotonic() >= end:
                 return self.abort
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends. Rank 0 holds the store, so it waits for the other ranks that live. A
-        second call does nothing.
+        """This rank ends. Rank 0 holds the store, so it waits for the other living ranks. A second
+        call does nothing.
 
-        late: ranks that have not joined by now have had their time.
+        late: do not wait for ranks that have not joined yet.
         """
         if self._closed.is_set() or not self.is_open:
             return
@@ -126,8 +126,8 @@ class Heartbeat:
                 left = self._store.add("left", 0)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
-        """What ends the run. The watchdog's thread asks: a store that does not answer must not
-        block it.
+        """What ends the run. The watchdog's thread calls this, so a store that does not answer must
+        not block it.
 
         frozen_seconds: for which this whole process has not run.
         """
@@ -163,8 +163,8 @@ class Heartbeat:
     def _look(self) -> None:
         """Rank 0 reads all W keys, the others read rank 0's: nothing grows as W squared.
 
-        After a failure, a rank watches only the rank that failed, which closes its run: this rank's
-        part of a pending checkpoint is needed as well, so it must not end before.
+        After a failure, a rank watches only the failed rank while that one closes its run. It must
+        not end earlier, because its part of a pending checkpoint is needed.
         """
         abort, ranks = self.abort, list[int]()
         if abort is not None:
@@ -205,7 +205,7 @@ class Heartbeat:
         failure = self._lost(0, how)
         self.aborted_at = time.monotonic()
         self.abort = failure
-        # Nobody is left to ask which rank is the first: rank 1, and where it may be lost as well,
+        # No store is left to decide which rank reports: rank 1 does, and if it may be lost too,
         # one for each node.
         elsewhere = self.env.rank > self.env.local_rank == 0 and failure.node != node_name()
         if self.env.rank == 1 or elsewhere:

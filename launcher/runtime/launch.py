@@ -21,7 +21,7 @@ from launcher.config.recipe import load_config, with_samples
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
 from launcher.runtime.watchdog import CLOSE_SECONDS
 
-# For all ranks to end once one has; they do within 30 s, or close what they have open.
+# Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 
@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
-    """How many ranks to start here: none of our own (1) where a launcher has started this process
-    as a rank."""
+    """The number of ranks to start here, or 1 if a launcher has started this process as a rank."""
     if asked is not None and asked < 1:
         raise UserError(f"--ranks ({asked}) must be at least 1; leave it out for one rank per GPU")
     if detect(environ).world_size > 1 or "RANK" in environ:
@@ -54,7 +53,8 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
     """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where
     `stop` was asked before.
 
-    stop: has listened since the process began. A signal from now on goes to each rank, once.
+    stop: has caught signals since the process started. A signal from now on goes to each rank,
+    once.
     """
     handled = [
         number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
@@ -83,7 +83,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
             )
         for rank in range(ranks):
             environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # in sessions of their own: Ctrl-C of a terminal comes here alone
+            # in their own sessions: a terminal's Ctrl-C reaches only this process
             processes.append(subprocess.Popen(line, env=environ, start_new_session=True))
         for number in handled:
             signal.signal(number, forward)
@@ -99,8 +99,8 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
 
 
 def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """0, or the exit status of the first rank that failed. TOGETHER_SECONDS later the others are
-    given up; a stopped process is killed at once, since no other signal reaches it."""
+    """0, or the exit status of the first rank that failed. The others are killed TOGETHER_SECONDS
+    later. A stopped process is killed at once, because no other signal reaches it."""
     failed, end = 0, float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]

@@ -24,7 +24,7 @@ warn = partial(log, level=logging.WARNING)
 
 
 class Redacting(io.TextIOWrapper):
-    """A stream that no secret of a URL goes through."""
+    """A stream that removes secrets of URLs."""
 
     def write(self, text: str) -> int:
         super().write(redact(text))
@@ -32,8 +32,8 @@ class Redacting(io.TextIOWrapper):
 
 
 class Unfailing(Redacting):
-    """A stream that accepts everything, even if its disk is full or its terminal was closed, so
-    that it never ends a run."""
+    """A stream that never fails, even if its disk is full or its terminal is closed, so it cannot
+    end a run."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def configure(*, quiet: bool = False, verbose: bool = False) -> None:
     """Before anything is logged: both packages write the same lines. quiet: warnings and errors
     alone."""
     handler = Lines()
-    with contextlib.suppress(RankError):  # is explained later, by the verb
+    with contextlib.suppress(RankError):  # the verb explains it later
         handler.rank = detect(os.environ).rank
     for logger in OURS:
         others = [each for each in logger.handlers if not isinstance(each, Lines)]

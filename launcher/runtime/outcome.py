@@ -1,9 +1,9 @@
 """How a run ends: `succeed` (all is committed) or `finish` (this rank failed, or another one did).
 
 All ranks get one error message, one verdict and one exit status. The rank that fails first decides
-(`Heartbeat.claim`): it prints and writes before it closes anything, since a pending upload may take
-`checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a commit, 130 interrupted twice,
-2 the user's mistake, 1 anything else.
+(`Heartbeat.claim`). It prints and writes before it closes anything, because a pending upload may
+take `checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a commit, 130 interrupted
+twice, 2 the user's mistake, 1 anything else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from clip_train.trainer import Trainer
     from launcher.runtime.watchdog import Watchdog
 
-# For the cause to be known here if another rank has failed: a death is noticed after 18 s.
+# Wait this long for the cause if another rank has failed: a death is noticed after 18 s.
 CAUSE_SECONDS = 25.0
 # If all ranks have the same error, rank 0 must be the first, because it knows the checkpoints.
 MAIN_SECONDS = 2.0
@@ -86,14 +86,14 @@ class Outcome:
                 warn(f"skipped: {line}")
             log(f"done. Run directory: {self.run_dir}; report: {self.run_dir / 'report.html'}")
             log(f"next: clip-train export {self.run_dir / 'recipe.yaml'}")
-        self.trainer.stop.ignore()  # a launcher's hurry must not look like a crash
-        with contextlib.suppress(RuntimeError):  # the end of a rank is not a failure now
+        self.trainer.stop.ignore()  # a launcher's signal must not look like a crash
+        with contextlib.suppress(RuntimeError):  # from now on, the end of a rank is not a failure
             dist.barrier()
             torch_dist.destroy_process_group()
         self.close()
 
     def finish(self, error: BaseException) -> int:
-        """The exit status after an error, on the rank that failed and on those that learn of it.
+        """The exit status after an error, on the failed rank and on the others.
 
         The first rank that failed publishes its error; then every rank closes its run.
         """
@@ -103,7 +103,7 @@ class Outcome:
             self.watchdog.phase("finish")
         if self.heartbeat is None:
             env = detect({})  # a world of one
-            with contextlib.suppress(UserError):  # of the launcher's variables, as the error says
+            with contextlib.suppress(UserError):  # the error is about the launcher's variables
                 env = detect(os.environ)
             self.heartbeat = Heartbeat(env, self.publish)
         heartbeat, env = self.heartbeat, self.heartbeat.env
@@ -128,7 +128,7 @@ class Outcome:
             try:
                 self.trainer.close()
             except (Exception, KeyboardInterrupt) as e:  # another Ctrl-C gives up the save
-                warn(f"while the run was being closed: {type(e).__name__}: {e}")
+                warn(f"error while closing the run: {type(e).__name__}: {e}")
         if self.watchdog is not None:
             self.watchdog.phase("finish")
         if env.rank == 0:
@@ -146,7 +146,8 @@ class Outcome:
             self.watchdog.end()
 
     def _describe(self, error: BaseException, rank: int) -> tuple[Failure, str]:
-        """What this error means for the run, and the traceback if nobody has foreseen it."""
+        """The consequence of this error for the run, and the traceback if the error is
+        unexpected."""
         message = redact(str(error).strip() or type(error).__name__)
         failure = partial(Failure, rank, node_name())
         if isinstance(error, KeyboardInterrupt):
@@ -180,7 +181,7 @@ class Outcome:
 
     def publish(self, failure: Failure, trace: str = "") -> None:
         """Print the failure, with its traceback if there is one, and write the verdict unless there
-        is one. A disk that is full or gone is not a second error."""
+        is one. A full or missing disk does not raise a second error."""
         where = f"rank {failure.rank} on {failure.node}"
         if trace:
             print(trace, file=sys.stderr, flush=True)
@@ -191,7 +192,7 @@ class Outcome:
             log(f"{prefix}{failure.message}", logging.ERROR)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
             if failure.lost or failure.word == "PREEMPTED":
-                where = ""  # the reason names the rank, or none is to blame
+                where = ""  # the reason names the rank, or no rank caused it
             try:
                 self._write_verdict(
                     failure.word,
@@ -243,8 +244,8 @@ OWN = re.compile(
     r"|shared memory segment|No space left",
     re.IGNORECASE,
 )
-# CUDA's words for a broken GPU, link or driver. NCCL's "unhandled system error" and "remote error"
-# are not among them: the rank that has them is rarely the one that is to blame.
+# CUDA's messages for a broken GPU, link or driver. They exclude NCCL's "unhandled system error" and
+# "remote error", because the rank that reports these is rarely the cause.
 HARDWARE = re.compile(
     r"uncorrectable|unspecified launch failure|hardware (stack )?error|fallen off the bus"
     r"|devices? (is|are)( all)? busy or unavailable|system not yet initialized"

@@ -1,5 +1,5 @@
-"""The ranks meet in a store: all join and compare recipe and code, or all learn which rank has
-failed, and end.
+"""The ranks meet in a store. All of them join and compare recipe and code, or all learn which rank
+failed and end.
 
 Rank 0 holds the store. The process group forms through it afterwards.
 """
@@ -46,7 +46,7 @@ REDUCED_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 
 
 def serve(env: RankEnv, seconds: float) -> TCPStore:
-    """Rank 0's store, on loopback only if the other ranks look for it there. RendezvousError if the
+    """Rank 0's store; on loopback only, if the other ranks connect there. RendezvousError if the
     port is taken.
 
     It holds a socket for each rank, so it raises the limit of open files. The soft limit is usually
@@ -82,7 +82,7 @@ def serve(env: RankEnv, seconds: float) -> TCPStore:
 def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     """A client of rank 0's store; a second one starts the heartbeat. RendezvousError.
 
-    seconds: for rank 0 to be there, and for each wait for a key.
+    seconds: the limit for rank 0 to appear, and for each wait for a key.
     """
     resolve(env)
     server = serve(env, seconds) if env.rank == 0 else None
@@ -101,9 +101,9 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
         store = client(seconds)
     except DistNetworkError as e:
         raise RendezvousError(
-            f"rank 0 was not at {env.master_addr}:{env.master_port} within "
-            f"launch.rendezvous_seconds ({seconds:.0f}): {e}; does it run, and can {node_name()} "
-            "reach that port?"
+            f"rank 0 did not answer at {env.master_addr}:{env.master_port} within "
+            f"launch.rendezvous_seconds ({seconds:.0f}): {e}; check that it runs, and that "
+            f"{node_name()} can reach that port"
         ) from e
     heartbeat.open(client(ANSWER_SECONDS), server=server)
     return store
@@ -134,7 +134,7 @@ def meet(
     seconds: float,
     recipe: dict[str, Any] | None = None,
 ) -> None:
-    """Returns once all ranks have joined with the same code and recipe, which is as resolved.
+    """Returns once all ranks have joined with the same code and the same resolved recipe.
 
     RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank
     differs from rank 0.
@@ -156,7 +156,7 @@ def meet(
         if time.monotonic() > end:
             raise RendezvousError(
                 f"within launch.rendezvous_seconds ({seconds:.0f}) {joined(env, store)}; see their "
-                "nodes' logs, or allow more time where ranks start slowly"
+                "nodes' logs, or allow more time if ranks start slowly"
             )
         if env.rank == 0:
             log(
@@ -180,7 +180,7 @@ def meet(
 
 
 def joined(env: RankEnv, store: Store) -> str:
-    """How many ranks have joined, and which have not."""
+    """A text: how many ranks have joined, and which are missing."""
     world = range(env.world_size)
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
     nodes = {node_of(store, rank) for rank in world if rank not in absent}

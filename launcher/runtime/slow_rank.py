@@ -1,8 +1,8 @@
-"""Names the rank that the others wait for.
+"""Find the rank that the others wait for.
 
-All ranks end a step together, so their steps take equally long. They differ in how long they wait
-for data, and in how long they compute before they need the others. Each rank sends both with its
-heartbeat, summed over `WINDOW_SECONDS`, and rank 0 compares them: no collective.
+All ranks end a step together, so their steps take equally long. They differ in two times: waiting
+for data, and computing until they need the others. Each rank sends both with its heartbeat, summed
+over `WINDOW_SECONDS`, and rank 0 compares them: no collective.
 """
 
 import json
@@ -17,18 +17,18 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 
 WINDOW_SECONDS = 10.0
-# A rank must be slow in so many of the last windows: one is a hiccup, and a rank with a slow store
-# waits once for each block of samples.
+# A rank must be slow in SLOW_WINDOWS of the last WINDOWS: one may be noise, and a rank with a slow
+# store waits once for each block of samples.
 WINDOWS, SLOW_WINDOWS = 10, 5
 LEAST_SHARE = 0.05  # of a step that a slow rank takes longer than the median
-CAUSES = {  # the key of a record: what a slow rank does
+CAUSES = {  # the key of a record -> the activity of a slow rank
     "data_wait_seconds": "waits for data (its store, disk or loader workers)",
     "compute_seconds": "computes (a busy, hot or throttled processor)",
 }
 
 
 def slow_ranks(beats: Mapping[int, tuple[bytes, int]]) -> dict[tuple[int, str], tuple[float, str]]:
-    """By rank and cause: the share of a step that it takes longer, and that in words.
+    """By rank and cause: the additional time as a share of a step, and a text.
 
     beats: from the heartbeat, by rank.
     """

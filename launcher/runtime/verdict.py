@@ -1,4 +1,4 @@
-"""How a run ended, for who reads it afterwards: VERDICT in the run directory.
+"""VERDICT, the file in the run directory that records how a run ended.
 
 A batch script acts on it because exit statuses change under launchers (torchrun makes 1 of any). No
 torch here.
@@ -38,14 +38,14 @@ PROGRESS_FILE = "PROGRESS"  # there too: the newest committed step
 # In the environment, by the batch script's controller: the run directory, without an old VERDICT.
 RUN_DIR = "CLIP_TRAIN_RUN_DIR"
 ROOM = "CLIP_TRAIN_ACTIVATION_BYTES"  # there too, after out of memory: `Failure.room`
-# Less than the other ranks and the launcher wait for the rank that failed.
+# Shorter than the other ranks and the launcher wait for the failed rank.
 NOTIFY_SECONDS = 20.0
 Verdict = tuple[str, dict[str, Any]]  # the word, and the JSON line
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the ranks ended: the first cause, the same for all of them."""
+    """The cause that ended the ranks: the first one, the same for all of them."""
 
     rank: int
     node: str
@@ -53,8 +53,8 @@ class Failure:
     word: Word = "FAILED"
     status: int = 1  # exit status of every rank
     lost: bool = False  # the rank itself is silent: others have noticed
-    node_suspect: bool = False  # another node might do: neither the recipe nor the data is to blame
-    hardware: bool = False  # the node's device said so itself: it is certainly to blame
+    node_suspect: bool = False  # another node may work: recipe and data are not the cause
+    hardware: bool = False  # the node's device reported it, so it is certainly the cause
     # after out of memory: bytes of activations with which another attempt may fit; 0 otherwise
     room: int = 0
 

@@ -1,8 +1,10 @@
-"""A thread beside each rank: does the rank make progress, should it stop, has another one failed?
+"""A thread in each rank that checks for progress, for stop requests, and for failures of other
+ranks.
 
 It asks for a stop when a STOP file is in the run directory, and when the launcher above this rank
 has ended. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
-limit. Then it logs every thread's stack, and whether this rank waited for others or hangs itself.
+limit. Then it logs every thread's stack, and whether this rank was waiting for others or hangs
+itself.
 """
 
 import contextlib
@@ -38,7 +40,7 @@ EARLY_SECONDS = 3.0
 
 
 class Phase(str, enum.Enum):
-    """Where the main thread is."""
+    """The phase of the main thread."""
 
     START = "start"  # up to the end of the first step, in which things compile
     STEP = "step"
@@ -60,15 +62,16 @@ FINISH_SECONDS = 300.0  # until FINISH counts as a hang
 
 
 class LaunchConfig(Settings):
-    """The `launch` section: how many seconds things may take before they count as broken."""
+    """The `launch` section: time limits in seconds after which a phase counts as failed."""
 
     rendezvous_seconds: Seconds = 600.0
-    """For all ranks to join, from the moment at which a rank looks for the others; more where
-    imports or the listing of shards take some ranks longer."""
+    """Time for all ranks to join, from the moment a rank starts waiting. Raise it if imports or the
+    listing of shards take some ranks longer."""
     group_seconds: Seconds = 180.0
-    """For the process group of the ranks that have joined to form, and for its first sum."""
+    """Time for the process group to form after all ranks have joined, including its first
+    all-reduce."""
     hang_start_seconds: Seconds = 3600.0
-    """A rank that has not finished its first step by then hangs."""
+    """A rank that has not finished its first step after this time counts as hanging."""
     hang_step_seconds: Seconds | None = None
     """The same for one step; null: 20 times the median of the steps so far, and 300 at least."""
     hang_save_seconds: Seconds = 3600.0
@@ -76,8 +79,8 @@ class LaunchConfig(Settings):
     hang_evaluate_seconds: Seconds = 7200.0
     """The same for an evaluation."""
     restart_wait_seconds: Seconds = 60.0
-    """A batch job that failed without a new checkpoint waits this long before its next attempt, and
-    twice as long after each further failure."""
+    """After a failure without a new checkpoint, a batch job waits this long before its next
+    attempt. The wait doubles with each further failure."""
 
     @property
     def longest_limit(self) -> float:
@@ -163,7 +166,7 @@ class Watchdog(Callback):
         if self._phase is Phase.START and not self._begun and self.stop.look():
             self._asked = self._asked or now
             if now - self._asked > EARLY_SECONDS:
-                # nothing must be saved, and the other ranks may have ended
+                # there is nothing to save, and the other ranks may have ended
                 removed = ", which was removed," if self.stop.obey() else ""
                 stopped = Failure(
                     self._heartbeat.env.rank,
@@ -194,7 +197,7 @@ class Watchdog(Callback):
         end_process(abort.status)
 
     def _write_progress(self) -> None:
-        """For the batch script: it counts attempts that have come no further."""
+        """For the batch script, which counts attempts without progress."""
         step = self.committed()
         if self.run_dir is not None and step not in (None, self._progress):
             with contextlib.suppress(OSError):  # again in a moment
@@ -238,7 +241,7 @@ COMMUNICATION = (
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
-    """Where the main thread is: in words, and whether it waits for other ranks."""
+    """The location of the main thread as a text, and whether it waits for other ranks."""
     if frame is None:
         return "and the main thread is gone", False
     stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith("/torch/_ops.py")]

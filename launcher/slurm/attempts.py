@@ -1,5 +1,5 @@
-"""The history of a run's attempts, and what follows each: decisions by VERDICT and progress alone.
-No torch here.
+"""The history of a run's attempts, and the decision after each, from VERDICT and progress alone. No
+torch here.
 
 attempts.jsonl has two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step,
 reason, blamed nodes, decision). An attempt without an `end` was lost with its node. Rank 0 adds a
@@ -27,7 +27,7 @@ MOST_FRUITLESS = 10  # attempts in a row, preempted ones too, without a new chec
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, before anything is decided."""
+    """How an attempt ended, before the decision."""
 
     verdict: (
         str  # DONE, PREEMPTED, FAILED, FATAL; without one CRASHED, or LOST with the batch script
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the batch script does, and the counts that go into the history."""
+    """The batch script's decision, and the counts for the history."""
 
     decision: str  # "done", "requeue", "leave", "stop" or "give up"
     why: str
@@ -82,16 +82,16 @@ class History:
         return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
 
     def counts(self) -> tuple[int, int]:
-        """Failures and fruitless attempts in a row; a user who submits again after a stop starts
-        anew."""
+        """Consecutive failures and attempts without progress. Submitting again after a stop resets
+        both."""
         ends = self.of("end")
         if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
             return 0, 0
         return ends[-1]["failures"], ends[-1]["fruitless"]
 
     def room(self) -> float:
-        """Bytes that the next attempt's activations may take, since an attempt ran out of memory;
-        any number if none did since a user submitted again after a stop."""
+        """Bytes that the next attempt's activations may take, from attempts that ran out of memory.
+        Unlimited if none did since the last submission after a stop."""
         room = float("inf")
         for end in self.of("end"):
             again = end["decision"] in ("requeue", "leave")
@@ -105,7 +105,8 @@ class History:
 
 
 def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
-    """By the verdict and by progress. failures, fruitless: in a row before this attempt."""
+    """Decide by the verdict and by progress. failures, fruitless: consecutive ones before this
+    attempt."""
     progress = outcome.step > outcome.before
     failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated
     failures = 0 if progress else failures + failed
@@ -140,7 +141,7 @@ def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
 
 
 def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
-    """An attempt's verdict, its reason and the node to blame, twice for its hardware.
+    """An attempt's verdict, its reason and the blamed node, twice if its hardware failed.
 
     verdict: what VERDICT has, if it was written. status: of the command that ran the ranks.
     """

@@ -1,13 +1,13 @@
-r"""The batch script's other half: runs the ranks of one attempt, and decides what follows.
+r"""The second half of the batch script: run the ranks of one attempt, and decide what follows.
 
     python -m launcher.slurm.controller RECIPE [key.path=value ...] -- \
         srun ... python -m launcher train RECIPE ...
 
-A batch script runs it in its own shell's place, on the first node of the job, where TERM arrives
-(scancel, preemption): the ranks have it from Slurm already, and afterwards nothing is requeued.
-USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS, and keeps
-attempts.jsonl in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file; 75
-preempted and left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
+The batch script replaces its shell by this program (exec), on the job's first node. TERM arrives
+there (scancel, preemption); Slurm has already sent it to the ranks, and nothing is requeued
+afterwards. USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS, and
+keeps attempts.jsonl in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file;
+75 preempted and left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RETRY_SECONDS = 15.0  # between requests to requeue, at most
 
 def main(arguments: Sequence[str]) -> int:
     terminated = threading.Event()
-    # before anything else: Slurm may be in a hurry
+    # before anything else: Slurm may kill the job soon
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
     # --signal=B:USR1, to this script alone
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as e:
         say(f"error: {e}")
         return 2
-    except OSError as e:  # without a history nothing can be counted, so nothing is requeued either
+    except OSError as e:  # without a history, attempts cannot be counted, so nothing is requeued
         say(
             f"error: run.dir ({config.run_dir}) cannot be read or written: {e}; not requeued. "
             f"Correct it and submit again"
@@ -133,7 +133,7 @@ class Controller:
         on = f"{self.run_dir.name} on {','.join(self.nodes)}"
         say(f"attempt {number} of {on}, from step {before}")
         self._comment(f"attempt {number} from step {before}")
-        # an earlier attempt's must not be taken for this one's
+        # an earlier attempt's file must not count for this one
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
         status = self._run_ranks(command, number)
@@ -155,7 +155,7 @@ class Controller:
         return self._act(decision, outcome)
 
     def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
-        """Its batch script never ended: its node was lost, or Slurm killed it."""
+        """The batch script of an attempt never ended: its node was lost, or Slurm killed it."""
         before, after = begun["step"], committed_step(self.run_dir)
         if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
@@ -235,8 +235,8 @@ class Controller:
         return statuses[decision.decision]
 
     def _requeue(self, decision: Decision) -> int:
-        """Ask until Slurm has requeued the job, as long as slurmctld is away; a refusal ends it
-        soon."""
+        """Request a requeue until Slurm accepts it, as long as slurmctld is unreachable. A refusal
+        ends this soon."""
         wait, refusals = 2.0, 0
         while not self.terminated.is_set():
             # Slurm sends TERM to the job, scontrol included
@@ -255,11 +255,11 @@ class Controller:
                         f"{names}, but is not excluded, because the job may not run without it: "
                         f"{refused}"
                     )
-                if decision.failures:  # what failed may need time to recover
+                if decision.failures:  # the failed part may need time to recover
                     seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
                     update(self.job, StartTime=f"now+{round(seconds)}")
-                return 0  # which no longer matters: the job waits already
-            up = "is UP" in answer("scontrol", "ping")  # the words for an outage differ
+                return 0  # no longer matters: the job is already pending
+            up = "is UP" in answer("scontrol", "ping")  # messages for an outage differ
             refusals = refusals + 1 if up else 0
             if refusals == 3:  # right after a restart of slurmctld one may pass
                 say(f"Slurm refuses to requeue the job ({failed}): submit it again to resume")

@@ -1,5 +1,4 @@
-"""The request to Slurm: a small YAML file of the site, overridden by the options of `clip-train
-submit`."""
+"""The request to Slurm: the site's YAML file, overridden by the options of `clip-train submit`."""
 
 import os
 from collections.abc import Mapping
@@ -20,33 +19,33 @@ class Site(Settings):
     """Defaults of a cluster; each option of `submit` overrides its namesake."""
 
     partition: str | None = None
-    """Where to submit; null: the cluster's default."""
+    """Partition; null: the cluster's default."""
     account: str | None = None
-    """Whom to charge."""
+    """Account to charge."""
     nodes: PositiveInt = 1
-    """Nodes of a job."""
+    """Number of nodes."""
     gpus_per_node: NonNegativeInt = 8
-    """GPUs of a node, each with a rank; 0: CPUs only, with --tasks-per-node ranks."""
+    """GPUs per node, one rank on each. 0: CPUs only, with --tasks-per-node ranks."""
     tasks_per_node: PositiveInt | None = None
-    """Ranks of a node, where gpus_per_node is 0."""
+    """Ranks per node if gpus_per_node is 0."""
     cpus_per_task: PositiveInt = 8
-    """CPU cores of a rank: its loader's workers run there."""
+    """CPU cores per rank, shared with its loader's workers."""
     time: str = "24:00:00"
     """Time limit, as sbatch writes it."""
     warn_seconds: PositiveInt = 300
-    """How long before the limit the ranks get the signal; enough for a checkpoint. Slurm may be 30
-    s early."""
+    """Seconds before the time limit at which the ranks get the signal; must be enough for a
+    checkpoint. Slurm may be 30 s early."""
     template: Literal["train", "torchrun"] = "train"
     """Of slurm/."""
     setup: list[str] = Field(default_factory=list)
-    """Shell lines before the ranks start: module load, conda activate, export HF_HOME=..."""
+    """Shell lines to run before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Other options of sbatch, such as constraint: h100 or qos: large; true for an option without
     a value, such as exclusive."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
-    """Folders that every node has for itself: no place for a run directory."""
+    """Node-local folders, which must not hold a run directory."""
 
     @property
     def tasks(self) -> int:
@@ -58,7 +57,7 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults.
     UserError.
 
-    options: of `submit`; they override their namesakes, but where they are None.
+    options: of `submit`; those that are not None override the values of the same name.
     """
     named = path or os.environ.get(ENV)
     file = Path(named) if named else HOME.expanduser()

@@ -10,8 +10,8 @@ NO_ARRAY = (
     "the tasks of a job array would all write the same run. To sweep seeds, submit one job for "
     "each: for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done"
 )
-# What Slurm's commands print if slurmctld is away or overloaded: the same request may work in a
-# moment.
+# Messages of Slurm's commands if slurmctld is unreachable or overloaded: the same request may work
+# a moment later.
 OUTAGE = re.compile(
     "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection "
     "(refused|reset)|Communication connection failure|Try again|Resource temporarily|configuration "
@@ -22,7 +22,8 @@ OUTAGE = re.compile(
 
 
 def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
-    """The output of one of Slurm's commands, empty where it failed, and then its error message."""
+    """The output of one of Slurm's commands, and its error message. The output is empty if it
+    failed."""
     try:
         done = subprocess.run(
             command,
@@ -40,7 +41,7 @@ def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
 
 
 def answer(*command: str) -> str:
-    """The output of a command, empty where it failed."""
+    """The output of a command; empty if it failed."""
     return slurm(*command)[0]
 
 
@@ -61,8 +62,8 @@ def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
     """Add `nodes` to the excluded nodes of a pending job. Returns whether this was new, and why it
     failed.
 
-    `sbatch --test-only` says whether the job could still run: Slurm itself would let it wait for
-    ever.
+    `sbatch --test-only` checks that the job can still run, because Slurm itself would let it wait
+    forever.
     """
     before = field(job, "ExcNodeList")
     known = answer("scontrol", "show", "hostnames", before).split() if before else []

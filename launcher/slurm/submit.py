@@ -38,9 +38,9 @@ FROZEN = (*SOURCES, "clip_tools", "ds_configs")
 
 
 def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
-    """Everything that would only fail after hours in the queue. UserError.
+    """Check everything that would otherwise fail after hours in the queue. UserError.
 
-    offline: without a look at shards and at checkpoint.remote.
+    offline: skip the checks of shards and of checkpoint.remote.
     """
     rules = [
         (
@@ -69,7 +69,7 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
 # -- render
 
 
-# Options of sbatch that would make another job than the one that was checked -> what to do instead.
+# Options of sbatch that would change the checked job -> what to do instead.
 OWN_OPTIONS = {
     **dict.fromkeys(("array", "a"), NO_ARRAY),
     **dict.fromkeys(("nodes", "N"), "use submit's --nodes"),
@@ -125,7 +125,7 @@ def render(
         directives.append(" ".join(map(quote, options)))
     added = [
         "",
-        "# -- by clip-train submit: what was frozen, and this site's settings",
+        "# -- by clip-train submit: the frozen files, and this site's settings",
         f"export CLIP_TRAIN_HOME={shlex.quote(str(folder / 'code'))}",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
         *(
@@ -238,7 +238,7 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
                 ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
             )
         (folder / "job.sbatch").write_text(script)
-        (folder / "recipe.yaml").touch(0o600)  # the job needs what its URLs hold
+        (folder / "recipe.yaml").touch(0o600)  # the job needs the secrets in its URLs
         (folder / "recipe.yaml").write_text(recipe)
         described = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -76,13 +76,13 @@ def test_only_bf16_is_rounded(keys):
         (
             "fp8",
             None,
-            "needs GPUs of compute capability 9.0 or newer, and no GPU is visible: set engine.linear=null",
+            "needs GPUs of compute capability 9.0 or newer, but no GPU is visible: set engine.linear=null",
         ),
         ("fp8", (8, 0), "and this one has 8.0: set engine.linear=int8, or engine.linear=null"),
         (
             "int8",
             (7, 5),
-            "needs GPUs of compute capability 8.0 or newer, and this one has 7.5: set engine.linear=null",
+            "needs GPUs of compute capability 8.0 or newer, but this one has 7.5: set engine.linear=null",
         ),
         ("int8", (8, 0), ""),
         ("fp8", (9, 0), ""),

@@ -23,7 +23,7 @@ FSDP = "engine.kind=fsdp"
         (
             [FSDP, "engine.ds_config=zero1"],
             2,
-            "is not for engine.kind=fsdp: take it out, or set engine.kind=deepspeed",
+            "does not apply to engine.kind=fsdp: remove it, or set engine.kind=deepspeed",
         ),
         (
             [FSDP, "engine.shard_ranks=4"],

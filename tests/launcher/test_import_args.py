@@ -228,7 +228,7 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
     )
     assert recipe["batch"] == {"global_size": 8 * 128 * 4, "micro_size": 128}
     recipe, text = imported(capsys, SLURM)
-    assert recipe["batch"]["global_size"] == 256 and "say --world-size N" in text
+    assert recipe["batch"]["global_size"] == 256 and "add --world-size N" in text
     assert imported(capsys, SLURM, "--world-size", "16")[0]["batch"]["global_size"] == 4096
     for start in (
         "mpirun -np 16 python",
@@ -324,7 +324,8 @@ def test_a_command_that_evaluates_says_what_does_here(capsys):
 def test_a_variable_of_a_script_is_named(capsys):
     _, text = imported(capsys, f"main.py {VIT} --val-data ${{VAL:-v.tar}} --lr 1e-4 2>&1 | tee log")
     assert (
-        "# --val-data: CHECK: ${VAL:-v.tar} is a variable of a script: put its value in\n" in text
+        "# --val-data: CHECK: ${VAL:-v.tar} is a variable of a script: replace it by its value\n"
+        in text
     )
     assert imported(capsys, "main.py --precision amp")[1].count("# --precision amp: ") == 1
 

@@ -202,7 +202,7 @@ def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_pa
         ("x.csv", "a,b\n1,2\n", "its columns are a, b: say --image-key NAME"),
         ("x.csv", "", "has no rows"),
         ("x.jsonl", "{'a'}\n", "line 1 is not JSON"),
-        ("x.doc", "", "is not a table that can be read"),
+        ("x.doc", "", "cannot be read as a table"),
         ("y/0.jpg", "x", "has no image with a caption"),
     ],
 )

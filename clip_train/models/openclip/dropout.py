@@ -155,7 +155,7 @@ class Draws(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            # a tensor without data has no number: no layer is dropped, no mask left out
+            # a meta tensor has no values, so no layer is dropped and no mask is left out
             return False
         names = [argument.name for argument in function._schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
@@ -170,7 +170,7 @@ class Draws(TorchDispatchMode):
 def find_draws(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
     """Names of the modules that draw in a forward in training, with the operator's name."""
     draws = Draws()
-    # a tensor without data has no zeros either
+    # a meta tensor has no zeros either
     without_data: Any = shapes
     with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws.modules, draws:
         model.train()(*inputs)

@@ -31,9 +31,9 @@ from launcher.engines.linear import convert
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed, quiet, and without the C++ extension that it would build on a CPU for minutes."""
+    """Import DeepSpeed quietly, without the C++ extension whose build takes minutes on a CPU."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for other makers' devices
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # skip the search for other devices
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
@@ -71,7 +71,7 @@ def build_engine(
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
     stage = config.zero_stage
-    # DeepSpeed prints its memory use while it sets up, whatever the log level: nobody needs it.
+    # DeepSpeed prints its memory use during setup, whatever the log level.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -123,7 +123,7 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
         elif stage < 3:
             # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
             mapping = p._hp_mapping
-            if mapping is not None:  # else other ranks hold all of it
+            if mapping is not None:  # otherwise other ranks hold all of it
                 flats = (
                     getattr(wrapper, "single_partition_of_fp32_groups", None)
                     or wrapper.fp32_groups_flat_partition
@@ -165,10 +165,10 @@ def hand_over_gradients(wrapper: Any) -> None:
 
 
 def forget_gradients(optimizer: Any) -> None:
-    """Return a ZeRO optimizer to where a step begins; of stage 1 or 2 also from the midst of a
+    """Reset a ZeRO optimizer to the start of a step; at stages 1 and 2, even in the middle of a
     backward.
 
-    DeepSpeed has nothing for this: its own clearing after an overflow expects whole backwards.
+    DeepSpeed has no function for this: its clearing after an overflow expects complete backwards.
     """
     optimizer.zero_grad(set_to_none=True)
     if hasattr(optimizer, "extra_large_param_to_reduce"):  # stages 1 and 2, but for BF16_Optimizer
@@ -269,16 +269,14 @@ class DeepSpeedEngine(Engine):
         if phase == "loss":
             return LOSS_REMEDY
         once = ", or engine.reduce_gradients=once, which lets the run continue" if not stuck else ""
-        return (
-            f"Set a smaller batch.micro_size, or a lower batch.memory_limit where it is auto{once}"
-        )
+        return f"Set a smaller batch.micro_size, or a lower batch.memory_limit if it is auto{once}"
 
     def discard_gradients(self) -> None:
         self.engine.zero_grad()
         if self.stage:
             forget_gradients(self.engine.optimizer)
             if self._reduction is not None:
-                self._reduce()  # nothing: no gradient is left
+                self._reduce()  # no gradient is left
                 forget_gradients(self.engine.optimizer)
         if self.direct:
             super().discard_gradients()
@@ -294,7 +292,7 @@ class DeepSpeedEngine(Engine):
         return self._clip_with_flags(self._squares(), flags)
 
     def _step_directly(self, closure: None = None) -> None:
-        """In the place of the step of DeepSpeed's ZeRO optimizer, called by `engine.step`."""
+        """Replaces the step of DeepSpeed's ZeRO optimizer; `engine.step` calls it."""
         assert self.optimizer is not None
         self.optimizer.step()
         self.engine.optimizer.update_lp_params()
@@ -327,8 +325,8 @@ class DeepSpeedEngine(Engine):
         return torch.cat([norm, norm * shares.sqrt()]), skipped
 
     def _clamp_scalars(self) -> None:
-        """Master copy and model copy together: the next step undoes a clamp of the model's
-        alone."""
+        """Clamp the master copy and the model's copy: the next step would undo a clamp of the
+        model's alone."""
         super()._clamp_scalars()
         for name, limits in self.task.bounds.items():
             p = self.module.get_parameter(name)

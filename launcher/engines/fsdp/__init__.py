@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 as an engine: what it refuses and needs. `engine` has the engine itself."""
+"""PyTorch's FSDP2 as an engine: its limits and its memory. `engine` has the engine itself."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,8 @@ class FSDPKind(EngineKind):
     def memory(
         self, config: EngineConfig, P: int, trained: int, moment_bytes: float, world_size: int
     ) -> Memory:
-        """Masters, moments and reduced gradients are fp32 and sharded; the rest comes on top.
+        """Masters, moments and reduced gradients are fp32 and sharded; other buffers are added to
+        them.
 
         Frozen parameters have masters only.
         """

@@ -56,7 +56,7 @@ def build_engine(
     sharding: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, tuple(copies.values()), mesh_dim_names=tuple(copies)),
         "reshard_after_forward": config.zero_stage
-        == 3,  # said for the root too, which would else stay whole
+        == 3,  # set for the root too, which would otherwise stay whole
         # fp32 sums of bf16 gradients by default, over micro-batches and ranks. No cast of inputs or
         # outputs: the model casts its pixels itself, and its features are fp32 on purpose.
         "mp_policy": MixedPrecisionPolicy(
@@ -78,7 +78,7 @@ def build_engine(
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which only NCCL knows
     model.to_empty(device="cpu" if config.offload == "optimizer" else device)
     fill_buffers(model, make_model)
-    # FSDP takes note of the new tensors now (a hook of its own), and moves no shard afterwards.
+    # FSDP registers the new tensors now (by a hook of its own) and moves no shard afterwards.
     model.load_state_dict({}, strict=False)
     optimizer = make_optimizer(model.named_parameters())
     shards = local_shards(model, optimizer)
@@ -90,7 +90,8 @@ def local_shards(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Parameter -> this rank's rows of it, in the same memory, on which `optimizer` works from now.
 
-    torch wraps each DTensor again in every step, while the device waits: 8 ms for ViT-B/32."""
+    Otherwise torch would wrap each DTensor again in every step while the device waits: 8 ms for
+    ViT-B/32."""
     shards = {p: nn.Parameter(local(p), requires_grad=p.requires_grad) for p in model.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [shards[p] for p in group["params"]]
