@@ -1,6 +1,6 @@
 """Which samples are in which global batch: the same for ranks x workers, and after kills and resumes elsewhere.
 
-Makes two sources of unequal shards, of weights 2 and 1, the second resampled, and runs each layout as real
+Makes two sources of unequal shards, of weights 2 and 1, both resampled, and runs each layout as real
 processes, one for each rank. A digest covers a batch's samples in their order: key, seed, pixels, tokens. Then runs
 are killed by SIGKILL at a random step and resumed on another layout, by the number of that step alone. Last, three
 epochs are counted sample by sample.
@@ -240,7 +240,7 @@ def main() -> int:
         config = {
             "train": f"{first}::{second}",
             "train_weights": [2, 1],
-            "resampled": [False, True],
+            "resampled": True,
             "shuffle_block": 32,
         }
         reference = digests(config, LAYOUTS[0], steps)

@@ -71,9 +71,8 @@ class DataConfig(Settings):
     """The share of samples from each source joined by `::`, as [3, 1] or 3::1. Each source then has
     its own epochs. null: the sources are one list of shards, and an epoch has each sample once."""
 
-    resampled: bool | list[bool] = False
-    """Draw shards with replacement rather than in epochs; with train_weights also one answer for
-    each source."""
+    resampled: bool = False
+    """Draw shards with replacement rather than in epochs."""
 
     num_samples: Annotated[int, Field(gt=0)] | None = None
     """Samples in one epoch; only turns `run.epochs` into steps. An index of the shards has it:
@@ -267,17 +266,10 @@ class DataConfig(Settings):
             "data.reinforced=null",
         )
         sources = len(split_sources(self.train))
-        for key in ("train_weights", "resampled"):
-            value = getattr(self, key)
-            yield (
-                isinstance(value, list) and len(value) != sources,
-                f"data.{key} ({value}) must have one for each of the {sources} sources that :: "
-                "joins in data.train",
-            )
         yield (
-            isinstance(self.resampled, list) and self.train_weights is None,
-            f"data.resampled ({self.resampled}) tells sources apart, which only "
-            "data.train_weights makes of them; set data.train_weights, or one answer for all",
+            self.train_weights is not None and len(self.train_weights) != sources,
+            f"data.train_weights ({self.train_weights}) must have one for each of the {sources} "
+            "sources that :: joins in data.train",
         )
         for key, most in (("aug_scale", 1.0), ("aug_ratio", math.inf)):
             low, high = getattr(self, key)

@@ -63,14 +63,14 @@ def table_of(invalid: Iterable[Invalid]) -> str:
     return table({place: len(found) for place, found in keys.items()}, keys)
 
 
+@dataclass
 class InvalidLimit:
     """Ends a run whose data is mostly broken, judged by the recent samples of one rank."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        # (samples, the invalid ones) of each recent batch
-        self._window: deque[tuple[int, list[Invalid]]] = deque()
-        self._samples = 0
+    limit: float  # as `data.bad_sample_limit`
+    # (samples, the invalid ones) of each recent batch
+    _window: deque[tuple[int, list[Invalid]]] = field(default_factory=deque)
+    _samples: int = 0  # in the window
 
     def add(self, samples: int, invalid: list[Invalid]) -> None:
         """Counts one batch of `samples` places and the invalid samples that they held.

@@ -4,6 +4,7 @@ on; and the thread that copies the next batch to the device during a step."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -51,7 +52,7 @@ class WorkerTraceback(Exception):
     """Where in the worker it happened."""
 
 
-class TrainLoader(Iterator[Batch]):
+class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoader"]):
     """Batches without end; the first is that of step `step`.
 
     Args:
@@ -243,9 +244,6 @@ class TrainLoader(Iterator[Batch]):
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:
             pieces._shutdown_workers()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> TrainLoader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

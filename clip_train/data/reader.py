@@ -317,9 +317,6 @@ def make_order(
     weights = config.train_weights or [1.0]
     sizes = index.sources if config.train_weights and index.sources else (len(index.shards),)
     ends = itertools.accumulate(sizes, initial=0)
-    resampled = config.resampled
-    if isinstance(resampled, bool):
-        resampled = [resampled] * len(sizes)
     sources, files = [], []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         of_source = Files.of(index, storage, start, stop)
@@ -332,7 +329,7 @@ def make_order(
         own_seed = hash64(seed, number, -4) if number else seed
         sources.append(
             Source(
-                of_source.counts, keys["data.lanes"], own_seed, block, resampled=resampled[number]
+                of_source.counts, keys["data.lanes"], own_seed, block, resampled=config.resampled
             )
         )
         files.append(of_source)

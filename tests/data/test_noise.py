@@ -65,7 +65,7 @@ def test_it_goes_before_the_shards_of_a_recipe():
     there = {
         "train": "/nowhere/*.tar::/else/*.tar",
         "train_weights": [1, 2],
-        "resampled": [True, False],
+        "resampled": True,
     }
     config = DataConfig(kind="synthetic", num_samples=500, **there)
     found = check_source(config)
