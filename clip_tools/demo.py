@@ -94,8 +94,11 @@ def run(args: argparse.Namespace) -> int:
     assert asked.data.num_samples is not None  # the recipe has it
     with Progress(transient=True) as bar:
         task = bar.add_task("drawing shapes", total=asked.data.num_samples + NUM_VAL)
-        folder = Path(args.dir) / "data" / "shapes"
-        data = shapes(folder, asked.data.num_samples, progress=partial(bar.advance, task))
+        data = shapes(
+            Path(args.dir) / "data" / "shapes",
+            asked.data.num_samples,
+            progress=partial(bar.advance, task),
+        )
     raw["run"]["dir"] = str(Path(args.dir) / "demo-shapes")
     raw["data"] |= {"train": data.train, "val": data.val}
     raw["evaluate"]["zero_shot_classes"] = data.classes

@@ -32,10 +32,9 @@ def run(args: argparse.Namespace) -> int:
     read = read_rows(source, args.image_key, caption_keys, args.label_key, keep)
     first = list(itertools.islice(read, 1))  # UserError before anything is written
     root = source if source.is_dir() else source.parent
-    size = source.stat().st_size if source.is_file() else None
     settings = {
         "source": str(source.absolute()),
-        "bytes": size,
+        "bytes": source.stat().st_size if source.is_file() else None,
         "per_shard": per_shard,
         "image_key": args.image_key,
         "caption_key": args.caption_key,
@@ -43,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     further = {"label_key": args.label_key, "keep_columns": args.keep_columns}
     same_settings(folder, settings | {key: value for key, value in further.items() if value})
     images = Path(args.images).expanduser() if args.images else root
-    rows = itertools.chain(first, read)
-    written = make_shards(rows, folder, images, per_shard=per_shard, workers=workers)
-    console = Console(stderr=True)
-    paths = list(track(written, "writing shards", console=console, disable=args.quiet))
+    written = make_shards(
+        itertools.chain(first, read), folder, images, per_shard=per_shard, workers=workers
+    )
+    stderr = Console(stderr=True)
+    paths = list(track(written, "writing shards", console=stderr, disable=args.quiet))
     stats = [json.loads(path.with_name(path.stem + STATS_SUFFIX).read_text()) for path in paths]
     left_out = [image_and_reason for shard in stats for image_and_reason in shard["left_out"]]
     reasons = Counter(reason for _, reason in left_out)

@@ -248,8 +248,11 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         write_shards(folder, samples, len(samples), part)
     else:  # a tar without members: the numbers stay those of the rows
         (folder / part).write_bytes(bytes(10240))
-    found = {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
-    stats.write_text(json.dumps(found))
+    stats.write_text(
+        json.dumps(
+            {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
+        )
+    )
     return (folder / part).replace(path)
 
 

@@ -72,8 +72,10 @@ def run_index(
     summary = f"{num} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if found is not None:
         known = dict(found[number] for number in range(len(shards)))
-        wrong = {url: differences(known[url], entry) for url, entry in entries.items()}
-        refuse(wrong, "differ from their index")
+        refuse(
+            {url: differences(known[url], entry) for url, entry in entries.items()},
+            "differ from their index",
+        )
         print(f"{summary}: all match the index")
         return
     written = write_indexes(indexed)

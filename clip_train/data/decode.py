@@ -360,8 +360,9 @@ def _decode_other(data: bytes) -> np.ndarray:
             rows = max(1, STRIP_PIXELS // width)
             out = np.empty((height, width, 3), dtype=np.uint8)
             for top in range(0, height, rows):
-                strip = image.crop((0, top, width, min(top + rows, height)))
-                out[top : top + rows] = _strip_to_rgb(strip)
+                out[top : top + rows] = _strip_to_rgb(
+                    image.crop((0, top, width, min(top + rows, height)))
+                )
             return out
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise InvalidSample("image has too many pixels") from e

@@ -93,8 +93,14 @@ class ImageFolder:
                 data = Path(self.root, path).read_bytes()
             except OSError as e:
                 raise DataError(f"cannot read {path} of {self.root}: {e}") from e
-            members = {extension_of(path): data, "cls": str(label).encode()}
-            items.append({**members, "__key__": path, "__url__": self.root})
+            items.append(
+                {
+                    extension_of(path): data,
+                    "cls": str(label).encode(),
+                    "__key__": path,
+                    "__url__": self.root,
+                }
+            )
         return items
 
 

@@ -138,17 +138,20 @@ class PieceStream(IterableDataset):
             for stream, sample_numbers in shares.items():
                 used[stream] = step
                 if stream not in readers:
-                    keep_open = len(shares) <= MAX_OPEN_STREAMS
                     readers[stream] = StreamReader(
-                        self.order, self.files, stream, keep_open=keep_open, caches=self.caches
+                        self.order,
+                        self.files,
+                        stream,
+                        keep_open=len(shares) <= MAX_OPEN_STREAMS,
+                        caches=self.caches,
                     )
                 for number in sample_numbers:
                     if self.closing.value:
                         return
                     seed = hash64(self.order.seed, stream, number)  # of all that is random about it
-                    candidates = readers[stream].at(number)
-                    found = self._first_usable(candidates, seed, invalid, stored)
-                    row, texts, key, group = found
+                    row, texts, key, group = self._first_usable(
+                        readers[stream].at(number), seed, invalid, stored
+                    )
                     images[len(samples)] = row  # at once, while it is in the cache
                     samples.append((texts, key, group, seed))
             all_texts = [text for texts, *_ in samples for text in texts]
@@ -196,8 +199,7 @@ class PieceStream(IterableDataset):
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            group = self.groups and decode.group(fields, texts[0], self.groups)
-            return row, texts, key, group
+            return row, texts, key, self.groups and decode.group(fields, texts[0], self.groups)
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
