@@ -17,7 +17,7 @@ from clip_train.data import decode
 from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.images import crop_for_evaluation
 from clip_train.data.index import ShardIndex
-from clip_train.data.invalid import Invalid, InvalidSample, table_of
+from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.order import Segment
 from clip_train.data.reader import Fields, Files, Item, SegmentReader
 from clip_train.data.tokenizer import Tokenize, Tokenizer
@@ -121,8 +121,7 @@ class ValLoader:
         stages, inputs: as `data.stages` and `data.inputs`; here nothing is seeded.
 
     Raises:
-        DataError (while iterating): a shard cannot be read, or a single rank has no sample to
-            validate.
+        DataError (while iterating): a shard cannot be read.
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class ValLoader:
     def __iter__(self) -> Iterator[ValBatch]:
         self.invalid = []
         items = self._items()
-        usable = False
         with ThreadPoolExecutor(self.workers) as pool:
             while True:
                 group = list(itertools.islice(items, self.batch_size))
@@ -171,7 +169,6 @@ class ValLoader:
                 self.invalid += [result for result in decoded if isinstance(result, Invalid)]
                 good = [result for result in decoded if not isinstance(result, Invalid)]
                 if good:
-                    usable = True
                     images, captions, samples = zip(*good, strict=True)
                     texts = [text for of_image in captions for text in of_image]
                     yield ValBatch(
@@ -181,8 +178,6 @@ class ValLoader:
                         keys=[fields["__key__"] for fields in samples],
                         metadata=[metadata_of(fields) for fields in samples],
                     )
-        if not usable and self.world_size == 1:
-            raise DataError(f"data.val: no sample can be used\n{table_of(self.invalid)}")
 
     def _items(self) -> Iterator[Item]:
         """This rank's samples, in order."""

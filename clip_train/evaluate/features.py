@@ -83,7 +83,10 @@ def encode(
         image.append(seen[: len(batch.captions)])  # of the blank sample only the width is kept
         text += read
     if blank is None:
-        raise UserError("the evaluation data has no samples")
+        raise UserError(
+            "the evaluation data has no samples that can be used: `clip-train index SHARDS` says "
+            "why"
+        )
     images = torch.cat(image)
     logit_scale = images.new_ones(1)
     if with_text:
