@@ -324,19 +324,12 @@ def resolve_workers(cores: int, device: str) -> int:
     return max(1, min(cores // 2, 4)) if device == "cpu" else max(1, min(cores - 2, 16))
 
 
-def resolve_block(shuffle_block: int | Literal["auto"], streams: int) -> int:
-    """Samples that a stream permutes together: a function of the recipe alone, as the number of
-    streams is."""
-    return (
-        max(1, min(LARGEST_BLOCK, SHUFFLED // streams))
-        if shuffle_block == "auto"
-        else shuffle_block
-    )
-
-
 def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
     """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
     streams = resolve_streams(config.lanes, sizes)
+    block = config.shuffle_block
+    if block == "auto":
+        block = max(1, min(LARGEST_BLOCK, SHUFFLED // streams))
     weights = config.train_weights
     captions: Any = config.caption_key
     if isinstance(captions, dict):
@@ -347,7 +340,7 @@ def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, An
         "run.seed": seed,
         "batch.global_size": str(sizes),
         "data.lanes": streams,
-        "data.shuffle_block": resolve_block(config.shuffle_block, streams),
+        "data.shuffle_block": block,
         "data.train_weights": weights and _normalized(weights),
         "data.resampled": config.resampled,
         "data.caption_key": captions,

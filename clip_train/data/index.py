@@ -171,12 +171,6 @@ class ShardIndex:
             if not digits and synthetic_size(shard) is None
         ]
 
-    @property
-    def uncounted(self) -> list[str]:
-        """The shards whose number of samples is not known, once each."""
-        counted = zip(self.shards, self.counts, strict=True)
-        return list(dict.fromkeys(shard for shard, count in counted if count is None))
-
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
         each = zip(self.shards, self.counts, strict=True)
         return replace(self, counts=[sizes.get(shard, count) for shard, count in each])

@@ -273,8 +273,10 @@ def count_missing(
     """
     ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
     counts: dict[str, int] = {}
+    known = zip(index.shards, index.counts, strict=True)
+    uncounted = dict.fromkeys(shard for shard, count in known if count is None)
     while True:
-        todo = [url for url in index.uncounted if url not in counts]
+        todo = [shard for shard in uncounted if shard not in counts]
         if not todo:
             return index.with_sizes(counts)
         if rank == 0 and counts:

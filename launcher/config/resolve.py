@@ -18,8 +18,7 @@ from clip_train.data.config import (
     SourceSummary,
     check_source,
     existing,
-    resolve_block,
-    resolve_streams,
+    order_keys,
 )
 from clip_train.data.images import augmented, own_augmentation
 from clip_train.data.shards import expand_braces
@@ -166,9 +165,9 @@ def resolve(
         all_of_ranks = all(isinstance(problem, RankError) for problem in problems)
         error = RankError if all_of_ranks else UserError
         raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
-    streams = resolve_streams(config.data.lanes, config.batch.sizes)
-    block = resolve_block(config.data.shuffle_block, streams)
-    config = config.updated(data={"lanes": streams, "shuffle_block": block}, engine=dict(engine))
+    order = order_keys(config.data, config.batch.sizes, config.run.seed)
+    data = {key: order[f"data.{key}"] for key in ("lanes", "shuffle_block")}
+    config = config.updated(data=data, engine=dict(engine))
     return Resolved(recipe, config, plan, architecture, source=source)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.batch import BatchConfig, BatchSizes
-from clip_train.data.config import DataConfig, resolve_block, resolve_streams
+from clip_train.data.config import DataConfig, order_keys, resolve_streams
 from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Order, Source, hash64
@@ -349,8 +349,9 @@ def test_weights_as_openclip_writes_them():
 def test_streams_grow_with_the_global_batch_and_blocks_shrink(global_size, streams, block):
     sizes = BatchSizes((global_size,))
     assert resolve_streams("auto", sizes) == streams
-    assert resolve_block("auto", streams) == block
-    assert resolve_block(7, streams) == 7
+    for given, expected in (("auto", block), (7, 7)):
+        keys = order_keys(DataConfig(train="x", shuffle_block=given), sizes, 0)
+        assert keys["data.shuffle_block"] == expected
 
 
 @pytest.mark.parametrize(
