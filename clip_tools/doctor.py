@@ -141,8 +141,11 @@ def check_versions() -> Iterator[Finding]:
     yield ok("versions", f"clip-train's code {code_version()}")
 
 
-def check_devices() -> Iterator[Finding]:
+def check_ranks() -> Iterator[Finding]:
     yield ok("ranks", detect(os.environ).describe())
+
+
+def check_devices() -> Iterator[Finding]:
     require_usable_gpu(os.environ)
     if not torch.cuda.is_available():
         yield warning(
@@ -257,6 +260,7 @@ def check_slurm() -> Iterator[Finding]:
 MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
+    ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
     ("slurm", check_slurm),
