@@ -19,7 +19,7 @@ CONDITIONING = {
     "sgd with momentum": 4.0,  # its sum over steps; 1 / (1 - 0.9) = 10 at most
     "adamw": 2.0,  # bounded, and only the smallest elements of a gradient change their sign
     "torch.optim.RMSprop": 2.0,
-    "lion": 4.0,  # a sign: elements near zero move by twice the learning rate
+    "lion_pytorch.Lion": 4.0,  # a sign: elements near zero move by twice the learning rate
     "muon": 64.0,  # Newton-Schulz in bf16 lifts the small singular values, where the rounding is
 }
 NORM = 6.0  # the gradient's norm is that much more sensitive to the weights than the loss is
@@ -30,7 +30,7 @@ UPDATE = {
     "sgd": 5e-6,
     "adamw": 2e-4,  # g / |g| of elements at the size of their rounding
     "torch.optim.RMSprop": 2e-5,
-    "lion": 3e-2,  # one sign of a thousand
+    "lion_pytorch.Lion": 3e-2,  # one sign of a thousand
     "muon": 1e-2,  # products in bf16
 }
 

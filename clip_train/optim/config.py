@@ -20,15 +20,13 @@ class OptimConfig(Settings):
 
     name: Annotated[
         str,
-        Allowed(
-            "adamw, sgd, lion, muon or the import path of a class, such as torch.optim.RMSprop"
-        ),
+        Allowed("adamw, sgd, muon or the import path of a class, such as torch.optim.RMSprop"),
         Refused,
-    ] = Field("adamw", pattern=rf"^(adamw|sgd|lion|muon|{IMPORT_PATH})$")
-    """adamw for training; sgd for checking gradients (Adam hides their scale). lion needs `pip
-    install lion-pytorch`, and a third to a tenth of adamw's learning rate. muon updates the blocks'
-    matrices, AdamW the rest (docs/fine_tuning.md). Any other optimizer by its import path, if its
-    state is `step` and tensors of a parameter's shape."""
+    ] = Field("adamw", pattern=rf"^(adamw|sgd|muon|{IMPORT_PATH})$")
+    """adamw for training; sgd for checking gradients (Adam hides their scale). muon
+    updates the blocks' matrices, AdamW the rest (docs/fine_tuning.md). Any other optimizer by its
+    import path, such as lion_pytorch.Lion, if its state is `step` and tensors of a parameter's
+    shape."""
     options: dict[str, Any] = Field({})
     """For an import path: the optimizer's arguments beside the parameters and lr."""
     lr: PositiveFloat = 5e-4

@@ -16,18 +16,20 @@ from clip_train.settings import checked_options, import_path, is_import_path, sh
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
 # join parameters (muon gathers what is cut). parameters: whole ones.
 Needs = Literal["elements", "parameters"]
-LION = "lion_pytorch.Lion"
 find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
-def probe_imported(config: OptimConfig) -> Needs:
-    """Take two steps of an imported optimizer on a matrix and, as separate parameters, on its rows.
+def needs(config: OptimConfig) -> Needs:
+    """The unit of an update.
 
-    If rows are updated in the same way apart and together, the optimizer is elementwise.
+    An imported optimizer takes two steps on a matrix and, as separate parameters, on its rows. If
+    rows are updated in the same way apart and together, it is elementwise.
 
     UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
     may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
     """
+    if not is_import_path(config.name):
+        return "elements"
     drawn = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
     whole = nn.Parameter(drawn[0].clone())
     rows: list[Tensor] = [nn.Parameter(row.clone()) for row in drawn[0].split(1)]
@@ -142,31 +144,24 @@ def build_optimizer(
     offloaded: the tensors that the optimizer updates will be in the CPU's memory.
     """
     groups = parameter_groups(config, parameters)
-    lr, betas = config.lr, (config.beta1, config.beta2)
+    lr = config.lr
     # One kernel on a GPU. On a CPU the fused kernel rounds the second moment of a tensor's last
     # elements differently, so the result would depend on how parameters are laid out.
     fused = torch.cuda.is_available() and not offloaded
-    adam: dict[str, Any] = {"betas": betas, "eps": config.eps, "fused": fused}
+    adam: dict[str, Any] = {
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "fused": fused,
+    }
     match config.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr, **adam)
         case "sgd":
             return torch.optim.SGD(groups, lr, momentum=config.momentum)
-        case "lion":
-            return find_class(LION, remedy="pip install lion-pytorch")(groups, lr, betas)
         case "muon":
             return MuonAdamW(groups, lr, **adam)
     options = checked_options("optim.name", config.name, config.options)
     return find_class(config.name)(groups, lr=lr, **options)
-
-
-def needs(config: OptimConfig) -> Needs:
-    """The unit of an update. UserError for an imported optimizer that cannot be used."""
-    if config.name == "lion":
-        find_class(LION, remedy="pip install lion-pytorch")
-    if is_import_path(config.name):
-        return probe_imported(config)
-    return "elements"
 
 
 def moment_bytes(config: OptimConfig, by_muon: float = 0.0) -> float:
@@ -176,5 +171,5 @@ def moment_bytes(config: OptimConfig, by_muon: float = 0.0) -> float:
     elements that Muon updates, which has one.
     """
     average = 0 if config.ema_decay is None else 4
-    moments = {"lion": 4, "sgd": 4 if config.momentum else 0, "muon": 8 - 4 * by_muon}
+    moments = {"sgd": 4 if config.momentum else 0, "muon": 8 - 4 * by_muon}
     return average + moments.get(config.name, 8)

@@ -135,16 +135,20 @@ def muon(name, p, state, lr):
     state["optimizer"].step()
 
 
-UPDATES = {"lion": lion, "muon": muon, "torch.optim.RMSprop": rmsprop}
+LION = "lion_pytorch.Lion"
+UPDATES = {LION: lion, "muon": muon, "torch.optim.RMSprop": rmsprop}
 SLOTS = {
-    "lion": {"exp_avg"}, "torch.optim.RMSprop": {"square_avg"},
+    LION: {"exp_avg"}, "torch.optim.RMSprop": {"square_avg"},
 }  # fmt: skip
+
+
+OPTIONS = {"torch.optim.RMSprop": {"alpha": 0.5}, LION: {"betas": [0.9, 0.98]}}
 
 
 @pytest.mark.parametrize(
     "name, layout, world_size, other",
     [
-        ("lion", "zero 1", 2, "fsdp 3"), ("lion", "zero 3", 2, "zero 0"), ("lion", "fsdp 2", 2, "zero 2"),
+        (LION, "zero 1", 2, "fsdp 3"), (LION, "zero 3", 2, "zero 0"), (LION, "fsdp 2", 2, "zero 2"),
         ("muon", "zero 0", 2, "fsdp 0"), ("muon", "fsdp 3", 2, "zero 3"), ("muon", "zero 2", 2, "fsdp 3"),
         ("torch.optim.RMSprop", "zero 2", 2, "fsdp 2"), ("torch.optim.RMSprop", "fsdp 3", 2, "zero 1"),
     ],
@@ -152,9 +156,9 @@ SLOTS = {
 def test_every_optimizer_equals_its_definition_and_goes_on_elsewhere(
     name, layout, world_size, other
 ):
-    if name == "lion":
+    if name == LION:
         pytest.importorskip("lion_pytorch")
-    options = {"alpha": 0.5} if name == "torch.optim.RMSprop" else {}
+    options = OPTIONS.get(name, {})
     optim = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, options=options)
     saved = run_ranks(case, world_size, layout, optim, 1e-2, 0, 2)
     state, extra = assemble([fragments for fragments, _ in saved]), saved[0][1]

@@ -188,7 +188,7 @@ BESIDES = {
 VALUES = {
     "accum-freq": "2", "aug-cfg": "scale='(0.4, 1.0)'", "beta1": "0.5", "beta2": "0.5", "dataset-type": "synthetic",
     "force-image-size": "64", "force-patch-dropout": "0.5", "lr-cooldown-power": "2", "lr-scheduler": "const",
-    "model": "ViT-B-16", "momentum": "0.5", "opt": "lion", "precision": "fp32", "pretrained": "openai",
+    "model": "ViT-B-16", "momentum": "0.5", "opt": "muon", "precision": "fp32", "pretrained": "openai",
     "report-to": "wandb",
     "save-frequency": "2", "train-data-upsampling-factors": "1::2", "val-frequency": "2",
 }  # fmt: skip

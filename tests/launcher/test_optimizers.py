@@ -20,7 +20,7 @@ FULL = (
 )  # held to their definitions on other layouts, without the command: tests/engine/test_groups.py
 ADAMW = ("optim.name=adamw", "optim.lr=1e-3")
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.3")
-LION = ("optim.name=lion", "optim.lr=1e-4")
+LION = ("optim.name=lion_pytorch.Lion", "optim.options={betas: [0.9, 0.98]}", "optim.lr=1e-4")
 RMSPROP = ("optim.name=torch.optim.RMSprop", "optim.options={alpha: 0.5}", "optim.lr=1e-4")
 
 
@@ -35,7 +35,7 @@ def layout(name: str) -> tuple[str, ...]:
     [
         ("adamw", ADAMW, "zero 1", 2, "fsdp 3", 1),
         ("sgd with momentum", SGD, "fsdp 2", 1, "zero 3", 2),
-        pytest.param("lion", LION, "zero 3", 2, "fsdp 2", 1, marks=FULL),
+        pytest.param("lion_pytorch.Lion", LION, "zero 3", 2, "fsdp 2", 1, marks=FULL),
         pytest.param("muon", ("optim.name=muon",), "zero 1", 2, "fsdp 3", 3, marks=FULL),
         pytest.param("torch.optim.RMSprop", RMSPROP, "zero 2", 1, "fsdp 3", 2, marks=FULL),
     ],
@@ -44,7 +44,7 @@ def layout(name: str) -> tuple[str, ...]:
 def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(
     recipe, tmp_path, name, optim, before, ranks, after, then
 ):
-    if name == "lion":
+    if name == "lion_pytorch.Lion":
         pytest.importorskip("lion_pytorch")
     common = (*optim, "run.steps=12", "schedule.warmup_steps=2")
     status, out = run(
