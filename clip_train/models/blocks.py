@@ -235,26 +235,15 @@ class Attention(nn.Module):
         ]
 
 
-class LayerScale(nn.Module):
-    """A factor for each channel (2103.17239)."""
-
-    def __init__(self, width: int, value: float) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
 class Block(nn.Module):
-    """x + scale(attention(ln(x))), then x + scale(mlp(ln(x)))."""
+    """x + attention(ln(x)), then x + mlp(ln(x))."""
 
     def __init__(
         self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int
     ) -> None:
         """dropout_id: the id of its first dropout; the second one's is one higher."""
         super().__init__()
-        self.causal = isinstance(cfg, TextConfig) and not cfg.no_causal_mask
+        self.causal = isinstance(cfg, TextConfig)
         attention = projection = fc = None
         if isinstance(cfg, TextConfig):  # OpenCLIP's; it leaves the vision tower to torch
             attention, projection = cfg.width**-0.5, cfg.width**-0.5 * (2 * cfg.layers) ** -0.5
@@ -268,10 +257,6 @@ class Block(nn.Module):
                 gelu=QuickGELU() if quick_gelu else nn.GELU(),
                 c_proj=Linear(cfg.mlp_width, cfg.width, projection),
             )
-        )
-        self.ls_1, self.ls_2 = (
-            nn.Identity() if cfg.ls_init_value is None else LayerScale(cfg.width, cfg.ls_init_value)
-            for _ in range(2)
         )
         self.drop_1, self.drop_2 = (
             SampleDropout(dropout, dropout_id),
@@ -288,25 +273,22 @@ class Block(nn.Module):
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
         [P, 1, width] takes the place of [b, L, width]."""
-        attended = self.ls_1(self.attn(self.ln_1(x), self.causal, token, packing))
+        attended = self.attn(self.ln_1(x), self.causal, token, packing)
         if token is not None:
             x = at(x, token, packing)
         elif packing is not None:  # each token gets the same mask as in its unpacked sample
             sample_seeds, token = packing.seeds, packing.places
         x = x + self.drop_1(attended, sample_seeds, token)
-        return x + self.drop_2(self.ls_2(self.mlp(self.ln_2(x))), sample_seeds, token)
+        return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds, token)
 
 
 class Transformer(nn.Module):
     """A stack of blocks, each recomputed in the backward pass if `activation_checkpointing`."""
 
-    def __init__(
-        self, blocks: Iterable[Block], activation_checkpointing: bool, *, one_token: bool = True
-    ) -> None:
-        """one_token: the last block computes only the token that is read."""
+    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(blocks)
-        self.activation_checkpointing, self.one_token = activation_checkpointing, one_token
+        self.activation_checkpointing = activation_checkpointing
 
     def forward(
         self,
@@ -317,10 +299,10 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """[b, L, width], int64 [b], int64 [b] -> [b, 1, width]: the token that is read.
 
-        Without `one_token` all tokens: [b, L, width]. With `packing`, x is [P, 1, width].
+        The last block computes only that token. With `packing`, x is [P, 1, width].
         """
         for i, block in enumerate(self.resblocks):
-            asked = token if self.one_token and i == len(self.resblocks) - 1 else None
+            asked = token if i == len(self.resblocks) - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no RNG state to keep: the masks are functions of the seeds
                 x = checkpoint(
@@ -411,15 +393,12 @@ class VisionTower(nn.Module):
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
         self.patch_dropout = patch_dropout
-        self.ln_pre = nn.Identity() if cfg.no_ln_pre else nn.LayerNorm(cfg.width)
+        self.ln_pre = nn.LayerNorm(cfg.width)
         blocks = (
             Block(cfg, quick_gelu=quick_gelu, dropout=dropout, dropout_id=VISION_DROPOUT_ID + 2 * i)
             for i in range(cfg.layers)
         )
-        self.averaged, self.norm_after = cfg.pool_type == "avg", cfg.final_ln_after_pool
-        self.transformer = Transformer(
-            blocks, activation_checkpointing, one_token=not self.averaged
-        )
+        self.transformer = Transformer(blocks, activation_checkpointing)
         self.ln_post = nn.LayerNorm(cfg.width)
         self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 
@@ -435,9 +414,5 @@ class VisionTower(nn.Module):
             x = keep_patches(x, self.patch_dropout, PATCH_DROPOUT_ID, sample_seeds, first=1)[0]
         x = self.ln_pre(x)
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        x = self.transformer(x, sample_seeds, first)  # [b, 1, width]; averaged: [b, 1 + T, width]
-        if not self.averaged:
-            return self.ln_post(x[:, 0]) @ self.proj
-        x = x[:, 1:]  # the class token is not a patch
-        x = self.ln_post(x.mean(dim=1)) if self.norm_after else self.ln_post(x).mean(dim=1)
-        return x @ self.proj
+        x = self.transformer(x, sample_seeds, first)[:, 0]
+        return self.ln_post(x) @ self.proj

@@ -30,7 +30,7 @@ from clip_train.models.blocks import (
     normalised_images,
     outputs,
 )
-from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
+from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, without_neutral
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.low_rank import adapt
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
@@ -124,21 +124,12 @@ class CLIP(nn.Module):
         if sample_seeds is not None and len(texts) > len(sample_seeds):
             text_index = torch.arange(len(texts) // len(sample_seeds), device=texts.device)
             sample_seeds = (sample_seeds[:, None] + text_index).flatten()
-        if (
-            texts.ndim != 2
-            or not (1 if cfg.ends else self.context_length) <= texts.shape[1] <= self.context_length
-        ):
-            most = "at most " if cfg.ends else ""
+        if texts.ndim != 2 or not 1 <= texts.shape[1] <= self.context_length:
             raise ValueError(
-                f"texts must be {most}[b, {self.context_length}], not {list(texts.shape)}"
+                f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}"
             )
-        if cfg.pool_type in ("argmax", "eos"):
-            token = text_ends(texts, cfg.end_id)
-        else:
-            place = 0 if cfg.pool_type == "first" else texts.shape[1] - 1
-            token = torch.full((len(texts),), place, dtype=torch.int64, device=texts.device)
-        packing = None
-        if num_tokens is None or not cfg.ends:
+        token, packing = text_ends(texts, cfg.end_id), None
+        if num_tokens is None:
             # [b, L, width]
             x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         else:  # whatever the lengths are: ZeRO 2 needs the same graph on all ranks
@@ -157,7 +148,8 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
     UserError for a class of the user's own that `name` does not name.
 
     name: `model.name`, if the user has given it. A checkpoint alone cannot make a class be
-    imported. Earlier versions saved `patch_size` with ResNets and `norm` with ViTs.
+    imported. Earlier versions saved `patch_size` with ResNets, and with ViTs keys that the towers
+    have no longer.
     """
     try:
         own = dump.get("own")
@@ -167,16 +159,15 @@ def parse_saved(dump: Mapping[str, Any], name: str | None = None) -> AnyArchitec
                 f"if you name it: set model.name={clipped(str(own))}, or give the recipe of its run"
             )
         if own is not None:
-            return OwnModel.model_validate(dump)
+            return OwnModel.model_validate(without_neutral(dict(dump), OwnModel))
         if "open_clip" in dump:
             return OpenCLIPArchitecture.model_validate(dump)
         resnet = is_resnet(dump)
-        left_out = "patch_size" if resnet else "norm"
-        vision = {key: value for key, value in dump["vision_cfg"].items() if key != left_out}
-        dump = {**dump, "vision_cfg": vision}
         if resnet:
-            return OpenCLIPArchitecture.model_validate({"open_clip": "a ResNet", **dump})
-        return Architecture.model_validate(dump)
+            vision = {key: x for key, x in dump["vision_cfg"].items() if key != "patch_size"}
+            described = {"open_clip": "a ResNet", **dump, "vision_cfg": vision}
+            return OpenCLIPArchitecture.model_validate(described)
+        return Architecture.model_validate(without_neutral(dict(dump)))
     except (ValidationError, TypeError, LookupError, AttributeError) as e:
         raise CheckpointError(
             f"the checkpoint does not describe a model: {' '.join(str(e).split())}"

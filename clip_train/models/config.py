@@ -52,9 +52,15 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Values other than null, false and 0 at which keys unknown to these towers change nothing.
-NEUTRAL = {"proj_type": ("linear",), "norm": ("batch",)}
+NEUTRAL = {
+    "norm": ("batch",),
+    "pool_type": ("tok",),
+    "pos_embed_type": ("learnable",),
+    "proj_type": ("linear",),
+}
 NOT_IMPLEMENTED = (
-    "not implemented in OpenCLIP's plain ViT and text transformer; correct it or take it out"
+    "not implemented in OpenCLIP's plain ViT and text transformer; correct it, take it out, or "
+    "write open_clip: before the name of the model or file to train OpenCLIP's own modules"
 )
 OWN_TEXTS = ("context_length", "vocab_size")
 OWN_FACTS = (
@@ -67,8 +73,6 @@ PRESETS = Path(__file__).parent / "presets"
 class _Tower(Described):
     width: PositiveInt = 512  # of the residual stream
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP, as a multiple of `width`
-    # Initial factor of a block's output before it is added to the stream; None: no factor.
-    ls_init_value: PositiveFloat | None = None
 
     @property
     def mlp_width(self) -> int:
@@ -84,10 +88,6 @@ class VisionConfig(_Tower):
     head_width: PositiveInt = 64  # of one attention head
     patch_size: PositiveInt = 16  # side of a patch, in pixels
     patch_dropout: float = Field(0.0, ge=0, lt=1)  # share of the patches left out in training
-    pool_type: Literal["tok", "avg"] = "tok"  # the class token, or the mean of the patches
-    pos_embed_type: Literal["learnable"] = "learnable"
-    no_ln_pre: bool = False  # no norm before the blocks
-    final_ln_after_pool: bool = False  # of a mean: norm of the mean, instead of mean of the norms
 
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
@@ -121,16 +121,16 @@ class TokenizerOptions(Described):
 
 
 class TextConfig(_Tower):
-    """`text_cfg` of OpenCLIP's schema: a transformer, causal by default, read at one token."""
+    """`text_cfg` of OpenCLIP's schema: a causal transformer, read where a text ends."""
 
+    ends: ClassVar[bool] = True  # tokens behind a text's end change nothing: texts are cut there
     layers: PositiveInt = 12  # blocks
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
-    # The token that is read: that of the highest id, the first `eos_id`, the first or the last one.
-    pool_type: Literal["argmax", "eos", "first", "last"] = "argmax"
+    # The token that is read, which ends a text: that of the highest id, or the first `eos_id`.
+    pool_type: Literal["argmax", "eos"] = "argmax"
     eos_id: NonNegativeInt = 2
-    no_causal_mask: bool = False  # every token sees every other, padding included
     hf_tokenizer_name: str | None = None  # on the Hugging Face hub, or a folder; None: CLIP's own
     tokenizer_kwargs: TokenizerOptions | None = None
 
@@ -144,11 +144,6 @@ class TextConfig(_Tower):
     def end_id(self) -> int | None:
         """Id of the token that ends a text; None: the highest id of the text."""
         return self.eos_id if self.pool_type == "eos" else None
-
-    @property
-    def ends(self) -> bool:
-        """Tokens after a text's end change nothing, so that texts can be cut there."""
-        return not self.no_causal_mask and self.pool_type in ("argmax", "eos")
 
 
 class Architecture(Described):
@@ -200,10 +195,18 @@ class Architecture(Described):
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
 
 
+class OwnTexts(TextConfig):
+    """`text_cfg` of an `OwnModel`, which may read behind a text's end."""
+
+    ends: ClassVar[bool] = False
+    pool_type: Any = "last"  # as earlier versions saved it
+
+
 class OwnModel(Architecture):
     """A module made by the user's function or class, which describes it by its attributes."""
 
     layered: ClassVar[bool] = False
+    text_cfg: OwnTexts
     resize_mode: Literal["shortest"] = "shortest"
 
     @classmethod
@@ -217,7 +220,6 @@ class OwnModel(Architecture):
             "vision_cfg": {"image_size": size, "patch_size": size, "layers": 1},
             "text_cfg": {
                 "hf_tokenizer_name": f"{path}.tokenizer" if callable(tokenizer) else tokenizer,
-                "pool_type": "last",  # whether it reads behind a text's end is not known
                 "layers": 1,
                 **{name: facts.pop(name) for name in OWN_TEXTS if name in facts},
             },
@@ -457,10 +459,7 @@ def parse_architecture(content: Any, source: str) -> Architecture:
         raise UserError(
             f"{source}: expected an object in OpenCLIP's schema, found {type(content).__name__}"
         )
-    cleaned = _without_neutral(described(content), Architecture)
-    for tower, schema in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
-        if isinstance(cleaned.get(tower), dict):
-            cleaned[tower] = _without_neutral(cleaned[tower], schema)
+    cleaned = without_neutral(described(content))
     try:
         return Architecture.model_validate(cleaned)
     except ValidationError as e:
@@ -468,12 +467,15 @@ def parse_architecture(content: Any, source: str) -> Architecture:
         raise UserError(f"{source}: " + "; ".join(lines)) from None
 
 
-def _without_neutral(section: dict[str, Any], schema: type[Described]) -> dict[str, Any]:
+def without_neutral(
+    content: dict[str, Any], schema: type[Described] = Architecture
+) -> dict[str, Any]:
     """Remove keys that are unknown to these towers, at values at which they change nothing. With
     other values they stay and are rejected later, because ignoring them would build another model.
     """
+    towers: dict[str, type[Described]] = {"vision_cfg": VisionConfig, "text_cfg": TextConfig}
     return {
-        key: value
-        for key, value in section.items()
-        if key in schema.model_fields or (value and value not in NEUTRAL.get(key, ()))
+        key: without_neutral(x, towers[key]) if key in towers and isinstance(x, dict) else x
+        for key, x in content.items()
+        if key in schema.model_fields or (x and x not in NEUTRAL.get(key, ()))
     }

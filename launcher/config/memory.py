@@ -88,9 +88,7 @@ def micro_batch(
     )
 
 
-# blocks of a tower, and one more where patches are averaged; each further one takes as much as the
-# last
-SHALLOW = 2
+SHALLOW = 2  # blocks of a tower; each further one takes as much as the last
 
 
 @cache
@@ -106,13 +104,12 @@ def _profile(
     Measuring a large model would take half a minute. OpenCLIP's towers stay whole. frozen: towers
     without a graph, whose memory does not grow with depth; a partly frozen tower counts as
     trained."""
-    towers, blocks = {}, SHALLOW  # those whose blocks are alike
+    towers = {}  # those whose blocks are alike
     if isinstance(architecture, Architecture):
         towers["text_cfg", "text"] = architecture.text_cfg.layers
         towers["vision_cfg", "image"] = architecture.vision_cfg.layers
-        blocks += architecture.vision_cfg.pool_type == "avg"
     shallow = {
-        name: min(depth, blocks + (tower in frozen)) for (name, tower), depth in towers.items()
+        name: min(depth, SHALLOW + (tower in frozen)) for (name, tower), depth in towers.items()
     }
 
     def profile(layers: dict[str, int]) -> Profile:
@@ -142,8 +139,8 @@ def _profile(
 
     total = base = profile(shallow)
     for (name, tower), depth in towers.items():
-        if depth > blocks and tower not in frozen:
-            total = total.deeper(profile({**shallow, name: blocks + 1}), base, depth - blocks)
+        if depth > SHALLOW and tower not in frozen:
+            total = total.deeper(profile({**shallow, name: SHALLOW + 1}), base, depth - SHALLOW)
     return total
 
 

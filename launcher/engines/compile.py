@@ -84,7 +84,7 @@ def compile_units(model: nn.Module) -> None:
         False  # sizes that happen to be equal need not stay so
     )
     modules = [*model.modules()]
-    one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer) and m.one_token}
+    one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer)}
     patches = [m for m in modules if isinstance(m, PatchEmbedding)]
     for unit in (*patches, *(unit for unit in units(model) if unit not in one_token)):
         compiled = torch.compile(  # type: ignore[call-overload]  # its stubs lack the limit

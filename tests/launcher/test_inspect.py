@@ -277,15 +277,15 @@ def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path):
         state = {"architecture": {**architecture, "text_cfg": text}}
         check_names(SimpleNamespace(state=state, path="s3://bucket/run"), name, said=said)  # type: ignore[arg-type]
 
-    known = load_architecture("ViT-L-14-CLIPA")
+    known = load_architecture("ViT-L-14-worldwide")
     architecture, own = known.model_dump(mode="json"), str(tmp_path / "own.json")
     (tmp_path / "own.json").write_text(
-        json.dumps(known.model_cfg()).replace("bert-base-uncased", "org/other")
+        json.dumps(known.model_cfg()).replace("google/mt5-base", "org/other")
     )
     check(None, "any")
-    check("bert-base-uncased", "ViT-L-14-CLIPA")
+    check("google/mt5-base", "ViT-L-14-worldwide")
     check("org/other", own, said=True)
-    for name, said in (("ViT-L-14-CLIPA", False), ("ViT-L-14-CLIPA", True), (own, False)):
+    for name, said in (("ViT-L-14-worldwide", False), ("ViT-L-14-worldwide", True), (own, False)):
         with pytest.raises(
             UserError,
             match=r"s3://bucket/run names org/other, which is opened only if you allow it",
