@@ -7,6 +7,7 @@ The running statistics see each sample of a step once.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +113,8 @@ class BatchNorm2d(nn.BatchNorm2d):
             )
         out, mean, variance, count = _Normalise.apply(x, weight, bias, self.eps)
         if _updates is not None:
-            _updates.append(
-                lambda: self._update(mean, variance * (count / (count - 1).clamp(min=1)))
-            )
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            _updates.append(partial(self._update, mean, unbiased))
         return out
 
     @torch.no_grad()

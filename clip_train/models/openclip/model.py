@@ -149,7 +149,7 @@ def build(
         with unset_fake_temporarily(), torch.device("meta"):
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
-            return model.to_empty(device=torch.get_default_device())
+            return model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype))
     with _disable_current_modes():  # a constructor may be recorded: models/drawing.py
         intercepted = drawing_modules(architecture)
     return assemble(architecture, activation_checkpointing, intercepted)
