@@ -83,7 +83,7 @@ def test_an_unknown_preset_names_its_neighbours():
         ({"text_cfg": {"heads": 3}}, r"width \(20\) must be a multiple of heads \(3\)"),
         (
             {"vision_cfg": {"pool_type": "avg"}},
-            r"vision_cfg\.pool_type \(avg\): .* not implemented .* write open_clip: before the name",
+            r"vision_cfg\.pool_type \('avg'\): .* not implemented .* write open_clip: before the name",
         ),
         (
             {"text_cfg": {"pool_type": "none"}},
