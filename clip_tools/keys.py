@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from clip_train.errors import UserError
 from clip_train.settings import POSITIONAL, Allowed, as_yaml, options_key, options_model
 from launcher.cli.options import SHELLS, VERBS
-from launcher.config.recipe import RunConfig, known_keys, nearest, section_model
+from launcher.config.recipe import SECTIONS, known_keys, nearest
 
 PAGE = """\
 # Every key of a recipe
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(PAGE, end="")  # docs/recipe.md
     for section, its in itertools.groupby(rows, key=lambda row: row[0].split(".")[0]):
-        about = (section_model(section).__doc__ or "").partition("\n\n")[0]
+        about = (SECTIONS[section].__doc__ or "").partition("\n\n")[0]
         print(f"\n## {section}\n\n{' '.join(about.split())}\n")
         print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
         for name, default, *words in its:
@@ -114,7 +114,7 @@ def complete(args: argparse.Namespace) -> int:
     offered = {
         "overrides": ["$keys"],
         "shell": [*SHELLS],
-        "prefix?": [f"{name}." for name in RunConfig.model_fields],
+        "prefix?": [f"{name}." for name in SECTIONS],
     }
     cases = []
     for name, verb in VERBS.items():

@@ -7,10 +7,10 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
@@ -386,35 +386,32 @@ def with_samples(config: RunConfig) -> RunConfig:
 
 def nearest(path: str) -> str:
     """Suggestions for a key that does not exist."""
-    inside: dict[str, type[BaseModel]] = {"batch.schedule": BatchStage, "model.lora": Lora}
-    for key, inner in inside.items():
+    for key, inner in (("batch.schedule", BatchStage), ("model.lora", Lora)):
         if path.startswith(f"{key}."):
             return f"known keys are {', '.join(inner.model_fields)}"
     section, _, name = path.partition(".")
     known = [key for key, _ in known_keys()]
     in_section = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
-    sections = {key: key for key in RunConfig.model_fields}
     names = {
         **{key.split(".")[1]: key for key in known},
         **OTHER_NAMES,
-        **(in_section if name else sections),
+        **(in_section if name else {key: key for key in SECTIONS}),
     }
     near = difflib.get_close_matches((name or section).replace("-", "_"), names, n=1)
     return (
         f"did you mean {names[near[0]]}?"
         if near
-        else f"known keys are {', '.join(in_section.values() or sections)}"
+        else f"known keys are {', '.join(in_section.values() or SECTIONS)}"
     )
 
 
-def section_model(section: str) -> type[BaseModel]:
-    kind = RunConfig.model_fields[section].annotation
-    assert isinstance(kind, type) and issubclass(kind, BaseModel)
-    return kind
+SECTIONS: dict[str, type[Settings]] = {
+    name: cast(Any, field.annotation) for name, field in RunConfig.model_fields.items()
+}
 
 
 def known_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every `section.key` of a recipe with its pydantic field."""
-    for section in RunConfig.model_fields:
-        for key, field in section_model(section).model_fields.items():
+    for section, model in SECTIONS.items():
+        for key, field in model.model_fields.items():
             yield f"{section}.{key}", field

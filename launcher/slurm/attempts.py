@@ -8,7 +8,6 @@ the ranks resumed.
 """
 
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -63,12 +62,10 @@ class History:
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
         self.lines.append(line)
-        with open_own(self.path, "a+b") as f:
-            if f.tell():
-                f.seek(-1, os.SEEK_END)
-                if f.read(1) != b"\n":  # torn by a power loss: this line must not become part of it
-                    f.write(b"\n")
-            f.write(json.dumps(redact(line)).encode() + b"\n")
+        # a last line that a power loss has torn: this one must not become part of it
+        torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
+        with open_own(self.path, "ab") as f:
+            f.write(b"\n" * torn + json.dumps(redact(line)).encode() + b"\n")
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line.get("event") == event]

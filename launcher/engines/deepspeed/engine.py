@@ -209,11 +209,12 @@ class DeepSpeedEngine(Engine):
             [*find_pieces(engine, stage)],
             module=engine.module,
             grad_clip_norm=grad_clip_norm,
-            low_precision=engine.bfloat16_enabled() or engine.fp16_enabled(),
+            low_precision=config.precision != "fp32",
             group=torch.distributed.group.WORLD if stage else None,
         )
         self.engine, self.stage = engine, stage
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
+        # also by the base JSON, to NVMe
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
         # Gradients stay local until `_reduce`: at stages 0 and 1 a rank that fails in a backward must
         # leave no other waiting.
