@@ -89,7 +89,7 @@ class Settings(BaseModel):
         allow_inf_nan=False,
     )
     removed: ClassVar[Mapping[str, Container[Any]]] = {}
-    """Keys of earlier versions, with the values that are left out without an error: recipes in runs
+    """Keys of earlier versions, with the values that are ignored without an error. Recipes in runs
     and checkpoints have them."""
 
     @model_validator(mode="before")

@@ -240,7 +240,7 @@ VERBS = {
         options=(
             ("teacher", "PLACES", "the teachers, separated by commas"),
             ("to", "PLACE", "the folder or URL for the shards"),
-            ("augmentations", "N", "augmentations augmentations of each image (default: 10)", 10),
+            ("augmentations", "N", "augmentations per image (default: 10)", 10),
             ("crop", "AREA", "the smallest fraction of an image in a crop (default: 0.08)", 0.08),
             (
                 "synthetic-key",

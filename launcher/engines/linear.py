@@ -36,13 +36,13 @@ def mistakes_here(config: EngineConfig) -> list[str]:
         [
             (
                 find_spec("torchao") is None,
-                f"engine.linear ({config.linear}) needs torchao: pip install 'clip-train[torchao]', or "
-                "set engine.linear=null",
+                f"engine.linear ({config.linear}) needs torchao: pip install "
+                "'clip-train[torchao]', or set engine.linear=null",
             ),
             (
                 found < least,
                 f"engine.linear ({config.linear}) needs GPUs of compute capability "
-                f"{least[0]}.{least[1]} or newer, and {seen}: set {other}engine.linear=null",
+                f"{least[0]}.{least[1]} or newer, but {seen}: set {other}engine.linear=null",
             ),
         ]
     )

@@ -36,7 +36,7 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-# What ranks decide together goes by gloo even on GPUs: it must not wait for their queues.
+# Agreements between ranks use gloo even on GPUs, so that they do not wait for the GPUs' queues.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_DEVICES = ("", "-1", "NoDevFiles")  # its values that hide all GPUs; the last is Slurm's
@@ -213,7 +213,7 @@ def candidates(job: str) -> tuple[int, ...]:
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """The first port on which nobody listens on this machine; if none is free, the first."""
+    """The first free port of this machine; if none is free, the first."""
     for port in ports:
         with contextlib.suppress(OSError):
             socket.create_server(("", port)).close()

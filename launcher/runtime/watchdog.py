@@ -84,7 +84,7 @@ class LaunchConfig(Settings):
 
     @property
     def longest_limit(self) -> float:
-        """Seconds; after these a phase counts as a hang, whichever it is."""
+        """The limit of each phase in seconds, after which it counts as a hang."""
         return max(
             self.hang_start_seconds,
             self.hang_save_seconds,

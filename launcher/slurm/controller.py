@@ -209,7 +209,7 @@ class Controller:
             before,
             committed_step(self.run_dir),
             reason,
-            # a rank that is killed while it saves says nothing about its node
+            # a rank that is killed while it saves does not suggest a fault of its node
             () if terminated else blamed,
             room=verdict[1].get("room", 0) if verdict else 0,
             terminated=terminated,

@@ -216,8 +216,8 @@ class DeepSpeedEngine(Engine):
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
         # also by the base JSON, to NVMe
         self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
-        # Gradients stay local until `_reduce`: at stages 0 and 1 a rank that fails in a backward must
-        # leave no other waiting.
+        # Gradients stay local until `_reduce`: at stages 0 and 1, a rank that fails in a backward
+        # must not leave others waiting.
         self.reduce_once = config.reduces_once
         if stage < 2:
             engine.enable_backward_allreduce = False

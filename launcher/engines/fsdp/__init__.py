@@ -33,8 +33,8 @@ class FSDPKind(EngineKind):
                 ),
                 (
                     config.ds_config is not None,
-                    f"engine.ds_config ({config.ds_config}) is not for engine.kind=fsdp: take it out, "
-                    "or set engine.kind=deepspeed",
+                    f"engine.ds_config ({config.ds_config}) does not apply to engine.kind=fsdp: "
+                    "remove it, or set engine.kind=deepspeed",
                 ),
                 (
                     W % (ranks or 1) != 0,
@@ -43,8 +43,8 @@ class FSDPKind(EngineKind):
                 ),
                 (
                     ranks not in (None, 1) and stage == 0,
-                    f"engine.shard_ranks ({ranks}) shards what engine.zero_stage 0 keeps whole: set "
-                    "engine.zero_stage=1, or engine.shard_ranks=null",
+                    f"engine.shard_ranks ({ranks}) shards what engine.zero_stage 0 keeps whole: "
+                    "set engine.zero_stage=1, or engine.shard_ranks=null",
                 ),
                 (
                     needs == "parameters" and stage > 0 and (ranks or W) > 1,
