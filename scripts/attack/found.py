@@ -41,11 +41,20 @@ MENDED = {
         "cc008fb8",
     ),
     **dict.fromkeys(["ulimit -f of 64 kiB", "files of 100 kiB once it runs"], "6bde2154"),
+    **dict.fromkeys(
+        [
+            "an S3 listing of 100,000 names with newlines, without end",
+            "an S3 listing without end, 1,000 names in 5 seconds",
+            "a byte every 5 seconds",
+        ],
+        "4e20e1b7",
+    ),
+    **dict.fromkeys(["an answer without end", "PPM in letters"], "e4af8ede"),
+    **dict.fromkeys(["ulimit -u 20, 1 rank", "ulimit -u 20, 2 ranks"], "167b96b8"),
 }
 KNOWN = {
     "IPv6 loopback": "the brackets of `[::1]` are taken for a pattern; it is refused in other words",
     "a store with code's name": "a recipe is code; it ends with a traceback",
-    "an answer without end": "fsspec holds all that an HTTP server sends, beyond the range asked for",
     "a password in run.dir": "`run.dir` takes a URL for the name of a local folder",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
