@@ -56,7 +56,8 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
         return LocalStorage(local_path(url))
     scheme = url.partition(":")[0]
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
-    return import_path(url, path, remedy="correct the URL")(url, patience_seconds=patience_seconds)
+    store = import_path(url, path, Storage, remedy="correct the URL")
+    return store(url, patience_seconds=patience_seconds)
 
 
 def open_read(
@@ -89,7 +90,8 @@ def expand_glob(url: str | os.PathLike[str]) -> list[str]:
     """
     url = os.fspath(url)
     magic = "*[" if url.lower().startswith(("http://", "https://")) else "*?["
-    plain = re.split(f"[{re.escape(magic)}]", url)[0]
+    path = re.sub("(?i)^https?://[^/]*", "", url)  # an IPv6 host has brackets
+    plain = url.removesuffix(path) + re.split(f"[{re.escape(magic)}]", path)[0]
     if plain == url:
         return [url]
     if is_remote(url):

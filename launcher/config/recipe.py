@@ -78,6 +78,11 @@ class RunSection(Settings):
             f"give exactly one of run.steps (it is {shown(self.steps)}) and run.epochs "
             f"(it is {shown(self.epochs)}); the other is null",
         )
+        yield (
+            "://" in (self.dir or ""),
+            f"run.dir ({redact(self.dir or '')}) takes a local folder; give the URL of a store as "
+            "checkpoint.remote",
+        )
 
 
 class RunConfig(Settings):

@@ -53,9 +53,6 @@ MENDED = {
     **dict.fromkeys(["ulimit -u 20, 1 rank", "ulimit -u 20, 2 ranks"], "167b96b8"),
 }
 KNOWN = {
-    "IPv6 loopback": "the brackets of `[::1]` are taken for a pattern; it is refused in other words",
-    "a store with code's name": "a recipe is code; it ends with a traceback",
-    "a password in run.dir": "`run.dir` takes a URL for the name of a local folder",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
     "20 unused members of 200 MiB": "the same",

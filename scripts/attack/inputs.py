@@ -712,7 +712,9 @@ SERVERS: dict[str, Callable[[Path], str]] = {
     "an unknown protocol": url("gopher://host/a.tar", "gopher", "correct it"),
     "a chain of protocols": url("zip://a::simplecache::http://127.0.0.1:1/b.zip"),
     "a protocol with code's name": url("os.system://x/a.tar", "os.system"),
-    "a store with code's name": override("checkpoint.remote=subprocess.run://x", words=("remote",)),
+    "a store with code's name": override(
+        "checkpoint.remote=subprocess.run://x", words=("subprocess.run", "Storage")
+    ),
     "a store that cannot be written": override(
         "checkpoint.remote=http://127.0.0.1:1/x", words=("127.0.0.1:1",)
     ),

@@ -164,6 +164,10 @@ MISTAKES = {
         ["model.name=ViT-B-31"],
         ["model.name", "ViT-B-31", "did you mean", "ViT-B-32"],
     ),
+    "a URL for a folder": (
+        ["run.dir=s3://me:key@bucket/run"],
+        ["run.dir (s3://REDACTED@bucket/run) takes a local folder", "checkpoint.remote"],
+    ),
     "no length": (["run.steps=null"], ["exactly one of run.steps", "run.epochs"]),
     "epochs of an unknown size": (
         ["run.steps=null", "run.epochs=2"],

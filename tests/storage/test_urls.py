@@ -158,6 +158,12 @@ def test_a_store_of_ones_own_can_be_written_to(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_imported_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"no_such\.Store\) cannot be imported"):
         open_storage("no_such.Store://bucket/run")
+    with pytest.raises(UserError, match=r"subprocess\.run\) is not a subclass of .*Storage"):
+        open_storage("subprocess.run://bucket/run")
+
+
+def test_brackets_of_a_host_are_no_pattern() -> None:
+    assert expand_glob("http://[::1]:80/a.tar") == ["http://[::1]:80/a.tar"]
 
 
 def test_an_unknown_protocol_is_the_users_mistake() -> None:
