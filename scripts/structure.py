@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_516,
+    "statements": 16_519,
     "functions": 1_371,
     "walruses": 0,
     "lambdas": 43,
