@@ -34,12 +34,13 @@ from clip_train import dist
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.engine import MovingAverage
 from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig, load_architecture
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import build_optimizer, moving_average
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
 from launcher.engines import build, describe
@@ -437,7 +438,8 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:
         device=torch.device("cpu"),
         micro_size=row.micro,
     )
-    engine.ema = moving_average(optim)
+    if optim.ema_decay is not None:
+        engine.ema = MovingAverage(optim.ema_decay, optim.ema_warmup)
     engine.load_fragments(WholeState(start), {})
     objective = InfoNCE(tile=40) if architecture.init_logit_bias is None else SigmoidLoss(tile=40)
     objective.weights = LossConfig().weights
