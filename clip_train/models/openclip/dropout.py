@@ -173,5 +173,5 @@ def find_draws(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
     # a meta tensor has no zeros either
     without_data: Any = shapes
     with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws.modules, draws:
-        model.train()(*inputs)
+        model.train().requires_grad_(False)(*inputs)  # the tracker looks for graphs
     return draws.found
