@@ -20,9 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_tools.captions import BATCH
 from clip_tools.demo import BACKGROUNDS, COLORS, RECIPES, SHAPES, SIZES, TEMPLATES, shapes
-from clip_tools.embed import load
+from clip_tools.embed import CAPTIONED, load
 from clip_train.data.decode import decode_image
 from clip_train.data.images import crop_for_evaluation
 from launcher.cli.main import main as clip_train
@@ -110,7 +109,7 @@ def by_openclip(export: Path, images: torch.Tensor) -> list[str]:
         for each in (preprocess.transforms[-1].mean, preprocess.transforms[-1].std)
     )
     out = []
-    for part in images.split(BATCH):
+    for part in images.split(CAPTIONED):
         tokens = model.eval().generate(
             (part / 255 - mean) / std, seq_len=18, max_seq_len=18, generation_type="top_k", top_k=1,
             sot_token_id=START, eos_token_id=END,
@@ -154,7 +153,7 @@ def main() -> int:
     pixels, truth = unseen(data.val)
     clip = load(str(folder / "run"))
     images = torch.stack([crop_for_evaluation(image, clip.image_size) for image in pixels])
-    ours = [caption for part in images.split(BATCH) for caption in clip.captions(part)]
+    ours = [caption for part in images.split(CAPTIONED) for caption in clip.captions(part)]
     theirs = by_openclip(export, images)
     table = [
         {"captions by": name, "images": len(truth), **shares(captions, truth)}

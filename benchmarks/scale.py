@@ -162,7 +162,7 @@ def request_of(
     request = SaveRequest(
         STEP, PREFIX, EPOCH, rank, world_size, at, fragments, state=state, created="now"
     )
-    request.entry = FileEntry(FILE_NAME.format(rank), at, ["0" * 64] * -(-at // BLOCK_BYTES), rank)
+    request.entry = FileEntry(FILE_NAME.format(rank), at, ["0" * 64] * -(-at // BLOCK_BYTES))
     return request
 
 

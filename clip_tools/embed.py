@@ -1,5 +1,5 @@
-"""Load a run, or any weights, by name in Python (`load`), and embed whole data sets
-(`clip-train embed`)."""
+"""Load a run, or any weights, by name in Python (`load`), embed whole data sets (`clip-train embed`)
+and caption images (`clip-train caption`)."""
 
 import argparse
 import io
@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 
 from clip_tools.inspect import as_ranks, to_evaluate
 from clip_train import dist
+from clip_train.data.decode import IMAGE_EXTENSIONS, decode_image
 from clip_train.data.images import crop_for_evaluation
+from clip_train.data.invalid import InvalidSample
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize
-from clip_train.data.validation import ValLoader
+from clip_train.data.validation import ValLoader, extension_of
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import build_model
@@ -29,9 +32,10 @@ from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
 from launcher.components import shared_index, tokenizer_of
 from launcher.config.resolve import check_place
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 
 ROWS = 65_536  # samples of a rank in one file
+CAPTIONED = 64  # images at a time
 
 
 @dataclass(frozen=True)
@@ -195,3 +199,39 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
     if lines:
         flush()
     return total
+
+
+def caption_run(args: argparse.Namespace) -> int:
+    """Print a line of JSON for each image of `args.images`, and of the folders in it, by name: its
+    file and its caption. 1 if one cannot be read."""
+    files = [
+        Path(folder, name)
+        for folder, _, names in sorted(os.walk(args.images))
+        for name in sorted(names)
+        if extension_of(name) in IMAGE_EXTENSIONS
+    ]
+    if not files:
+        raise UserError(f"--images ({args.images}): no folder with images; correct it")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(
+        args.place,
+        *args.overrides,
+        weights=args.weights,
+        step=args.step,
+        ema=args.ema,
+        device=device,
+    )
+    status = 0
+    for start in range(0, len(files), CAPTIONED):
+        images = {}
+        for file in files[start : start + CAPTIONED]:
+            try:
+                image = decode_image(file.read_bytes())
+                images[file] = crop_for_evaluation(image, model.image_size)
+            except (InvalidSample, OSError) as e:
+                status = 1
+                warn(f"{file} cannot be read: {e}")
+        captions = model.captions(torch.stack([*images.values()])) if images else []
+        for file, caption in zip(images, captions, strict=True):
+            print(json.dumps({"file": str(file), "caption": caption}, ensure_ascii=False))
+    return status

@@ -3,7 +3,6 @@ engine."""
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
@@ -51,7 +50,6 @@ from launcher.config.recipe import (
     apply_overrides,
     check_config,
     load_config,
-    parse_value,
 )
 from launcher.config.resolve import check_place
 from launcher.engines import describe
@@ -121,7 +119,9 @@ def to_evaluate(
         config, found = run_at(args)
         source: FragmentSource = found.reader
         if ema or config.model.lora is not None:
-            source = WholeState(on_base(found, found.reader.full_state(ema), config))
+            like, read = found.reader.whole(ema)
+            state = {name: read(name) for name in like}
+            source = WholeState(on_base(found, state, config))
         return (
             config,
             parse_saved(found.state["architecture"], config.model.name),
@@ -240,7 +240,7 @@ def export_run(args: argparse.Namespace) -> int:
         )
     found = open_read_only(places, args.step, only)
     folder = args.output or ("export" if config is None else str(config.run_dir / "export"))
-    return write_export(args, [found], [1.0], folder, config)
+    return write_export(args, [found], folder, config)
 
 
 def average_run(args: argparse.Namespace) -> int:
@@ -250,21 +250,12 @@ def average_run(args: argparse.Namespace) -> int:
         place, *step = re.split(r"@(?=\d+$)", each)
         _, places, only = find_run(place, [])
         found.append(open_read_only(places, int(step[0]) if step else None, only))
-    weights = parse_value(f"[{args.weights or '1,' * len(found)}]", "--weights")
-    if len(weights) != len(found) or not all(
-        isinstance(each, int | float) and 0 < each < math.inf for each in weights
-    ):
-        raise UserError(
-            f"--weights ({args.weights}) must be {len(found)} numbers greater than 0, one for each "
-            "checkpoint: as in --weights 1,2"
-        )
-    return write_export(args, found, weights, args.output)
+    return write_export(args, found, args.output)
 
 
 def write_export(
     args: argparse.Namespace,
     found: list[Resumed],
-    weights: list[float],
     folder: str,
     config: RunConfig | None = None,
 ) -> int:
@@ -282,7 +273,7 @@ def write_export(
                 f"--format peft holds the adapters (model.lora) of one checkpoint, and "
                 f"{found[0].path} has none, or is one of several: export with --format open_clip"
             )
-        like, read = averaged(found, weights, args.ema)
+        like, read = averaged(found, args.ema)
         lora = Lora.model_validate(description["lora"])
         written = export_peft({name: read(name) for name in like}, lora, folder)
         line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
@@ -294,7 +285,7 @@ def write_export(
                 "export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
-        like, read = averaged(found, weights, args.ema)
+        like, read = averaged(found, args.ema)
         state = on_base(found[0], {name: read(name) for name in like}, config)
         plain = architecture.model_copy(update={"lora": None})
         written = export_transformers(state, plain, folder)
@@ -303,7 +294,7 @@ def write_export(
             LocalStorage(written).put_bytes(name, text.encode())
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
-        like, read = averaged(found, weights, args.ema)
+        like, read = averaged(found, args.ema)
         if description.get("lora"):
             like = on_base(found[0], {name: read(name) for name in like}, config)
             read = like.__getitem__

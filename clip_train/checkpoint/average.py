@@ -10,14 +10,14 @@ from clip_train.errors import UserError
 
 
 def averaged(
-    found: Sequence[Resumed], weights: Sequence[float], ema: bool = False
+    found: Sequence[Resumed], ema: bool = False
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
     """Like `FragmentReader.whole`, for the mean of these checkpoints, in fp32. Collective.
 
     It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to the
-    bit. Integers come from the first. Memory: two tensors for any number of checkpoints. weights:
-    of each, greater than 0. ema: the mean of their moving averages. UserError for checkpoints of
-    models of different shapes; CheckpointError.
+    bit. Integers come from the first. Memory: two tensors for any number of checkpoints. ema: the
+    mean of their moving averages. UserError for checkpoints of models of different shapes;
+    CheckpointError.
     """
     readers = [each.reader for each in found]
     for reader in readers:
@@ -30,12 +30,11 @@ def averaged(
     (like, first), *others = [reader.whole(ema) for reader in readers]
 
     def read(name: str) -> Tensor:
-        mean, total = first(name), weights[0]
+        mean = first(name)
         if mean.is_floating_point():
             mean = mean.to(torch.float32, copy=True)
-            for (_, other), weight in zip(others, weights[1:], strict=True):
-                total += weight
-                mean.lerp_(other(name).float(), weight / total)
+            for count, (_, other) in enumerate(others, 2):
+                mean.lerp_(other(name).float(), 1 / count)
         for reader in readers:
             reader.release()
         return mean

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.manifest import Commit, CommitRef, FileEntry, FormatError, Manifest
-from clip_train.errors import CheckpointError
+from clip_train.errors import CheckpointError, ClipTrainError
 from clip_train.storage.base import Storage
 
 J = TypeVar("J")
@@ -48,7 +48,7 @@ class SupersededError(RefusedError):
 
 
 def explain(e: BaseException) -> str:
-    return str(e) if isinstance(e, CheckpointError) else f"{type(e).__name__}: {e}"
+    return str(e) if isinstance(e, ClipTrainError) else f"{type(e).__name__}: {e}"
 
 
 # -- who may write

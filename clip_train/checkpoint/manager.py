@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from enum import Enum, auto
@@ -21,7 +20,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, acquire, explain, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.process import Schedule, WriterProcess
+from clip_train.checkpoint.process import WriterProcess
 from clip_train.checkpoint.restore import (
     Log,
     Places,
@@ -39,6 +38,7 @@ from clip_train.storage.urls import open_storage
 from clip_train.task import Fragment
 
 logger = logging.getLogger(__name__)
+LOOK_STEPS = 10  # between two looks at rank 0's clock: each is a message to all ranks
 
 
 class Saved(Enum):
@@ -87,7 +87,8 @@ class CheckpointManager:
         self._warn_here = warn or log  # on any rank
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
-        self._schedule = Schedule(config, clock)
+        self._clock, self._since = clock, clock()  # of the last save, or since one was overdue
+        self._deferred: int | None = None  # the step whose save could not be taken yet
         self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
         self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
@@ -100,7 +101,6 @@ class CheckpointManager:
         self._failures = 0  # rank 0: failed saves in a row
         self._fatal: str | None = None  # why the run must stop
         self._scores: dict[CommitRef, float] = {}  # rank 0: of `keep_best`
-        self._counts: Counter[str] = Counter()  # saves that were deferred or superseded
         self._numbers: dict[str, float] = {}  # for the next step's record
         self._end: float | None = None  # `time.monotonic` at which the last waiting save gave up
 
@@ -169,17 +169,21 @@ class CheckpointManager:
         not a failure until it has lasted for `checkpoint.save_timeout_minutes`.
         """
         self._poll()
-        if not self._schedule.due(step):
+        every, minutes = self.config.every_steps, self.config.every_minutes
+        due = self._deferred is not None or (every is not None and step > 0 and step % every == 0)
+        if minutes is not None and step % LOOK_STEPS == 0:
+            due |= dist.broadcast_object(self._clock() - self._since >= 60 * minutes)
+        if not due:
             return False
         if not dist.any_rank(self._writing is not None):
             return True
-        if self._schedule.deferred is None:
-            self._schedule.deferred = step
-            self._count("deferred")
+        if self._deferred is None:
+            self._deferred = step
             self._log(f"checkpoint of step {step} is deferred: {self._still_writing()}")
-        if dist.is_main() and self._schedule.overdue():
-            why = f"for {self.config.save_timeout_minutes:g} minutes {self._still_writing()}"
-            self._fail(self._schedule.deferred or step, why)
+        limit = self.config.save_timeout_minutes
+        if dist.is_main() and self._clock() - self._since > 60 * limit:
+            self._since = self._clock()
+            self._fail(self._deferred, f"for {limit:g} minutes {self._still_writing()}")
         return False
 
     def _still_writing(self) -> str:
@@ -211,67 +215,59 @@ class CheckpointManager:
         self._end = end if wait else None
         if self._step == step and dist.broadcast_object(self._saved == step):
             return Saved.COMMITTED
-        status = Saved.FAILED
-        if self._wait_together(lambda: self._writing is not None, end):
-            plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
-            if self._submit(step, plan, state):
-                status = Saved.UNDER_WAY
-        else:
+        if not self._wait_together(lambda: self._writing is not None, end):
             self._abandon(step, f"; {self._still_writing()}")
-        if wait and status is Saved.UNDER_WAY:
-            status = Saved.COMMITTED if self._finish(step, end) else Saved.FAILED
-        return status
-
-    def _submit(self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]) -> bool:
-        """Take the snapshot and give it to the checkpoint writer, if all ranks can. Collective.
-
-        Messages between ranks have the same size for any number of ranks.
-        """
-        assert self._memory is not None and self._policy is not None
-        self._schedule.saved(step)
+            return Saved.FAILED
+        self._since, self._deferred = self._clock(), None
         self._step, self._snapshots = step, self._snapshots + 1
-        request: SaveRequest | None = None
-        error: str | None = None
+        plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
         try:
-            if dist.is_main() and self._fatal is not None:
-                raise CheckpointError(self._fatal)
-            if self._writer is None:
-                self._writer = WriterProcess(self._policy, self._memory.fd)
-            if dist.is_main() and self._scores:
-                values = {ref.name: value for ref, value in self._scores.items()}
-                state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
-            plan = make_plan()
-            writers = dist.world_size() if self._shared else 1  # ranks' files are about equal
-            check_space(self.folder, writers * plan.num_bytes)
-            self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
-            self._memory.fill(plan)
-            epoch = self._policy.lease.epoch
-            request = SaveRequest(
-                step=step,
-                prefix=manifest.attempt_prefix(epoch, step, self._snapshots),
-                epoch=epoch,
-                rank=dist.rank(),
-                world_size=dist.world_size(),
-                size=plan.num_bytes,
-                fragments=plan.fragments,
-                state=json.loads(json.dumps(state)) if dist.is_main() else None,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                scores=dict(self._scores) if dist.is_main() else None,
-            )
+            self._writing = dist.agreed(self._snapshot, step, plan, state)
         except Exception as e:  # anything may go wrong
-            error = explain(e)
-        if dist.any_rank(request is None):
-            errors = enumerate(dist.gather_objects(error))
-            error = "; ".join([f"rank {rank}: {text}" for rank, text in errors if text][:3])
-        if request is None or self._writer is None or error is not None:
-            self._fail(step, error or "")
+            if not dist.is_agreed(e):
+                raise
+            self._fail(step, explain(e))
             self._share()
             if self._fatal is not None:
-                raise CheckpointError(self._fatal)
-            return False
-        self._pending[step] = self._writing = request
-        self._writer.send(request)
-        return True
+                raise CheckpointError(self._fatal) from None
+            return Saved.FAILED
+        self._pending[step] = self._writing
+        assert self._writer is not None
+        self._writer.send(self._writing)
+        if not wait:
+            return Saved.UNDER_WAY
+        return Saved.COMMITTED if self._finish(step, end) else Saved.FAILED
+
+    def _snapshot(
+        self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]
+    ) -> SaveRequest:
+        """Copy this rank's state to the memory. Whatever goes wrong is an error."""
+        assert self._memory is not None and self._policy is not None
+        if dist.is_main() and self._fatal is not None:
+            raise CheckpointError(self._fatal)
+        if self._writer is None:
+            self._writer = WriterProcess(self._policy, self._memory.fd)
+        if dist.is_main() and self._scores:
+            values = {ref.name: value for ref, value in self._scores.items()}
+            state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
+        plan = make_plan()
+        writers = dist.world_size() if self._shared else 1  # ranks' files are about equal
+        check_space(self.folder, writers * plan.num_bytes)
+        self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
+        self._memory.fill(plan)
+        epoch = self._policy.lease.epoch
+        return SaveRequest(
+            step=step,
+            prefix=manifest.attempt_prefix(epoch, step, self._snapshots),
+            epoch=epoch,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            size=plan.num_bytes,
+            fragments=plan.fragments,
+            state=json.loads(json.dumps(state)) if dist.is_main() else None,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            scores=dict(self._scores) if dist.is_main() else None,
+        )
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         """Take the evaluation's results at `step`, for `checkpoint.keep_best`."""
@@ -347,7 +343,6 @@ class CheckpointManager:
             case Event.FENCED:
                 self._fatal = text
             case Event.SUPERSEDED:
-                self._count("superseded")
                 self._warn(f"checkpoint of step {step} is not uploaded: {text}")
             case Event.COMMITTED if dist.is_main():  # elsewhere: this rank's part is there
                 self._failures, self._saved = 0, step
@@ -379,10 +374,6 @@ class CheckpointManager:
         if self.last_good is None:
             return "no checkpoint is committed yet"
         return f"the last good one is {self.last_good.path}"
-
-    def _count(self, what: str) -> None:
-        self._counts[what] += 1
-        self._numbers[f"checkpoint_{what}"] = self._counts[what]
 
     # -- end
 
@@ -428,15 +419,6 @@ class CheckpointManager:
         text = f"the save of step {step} was abandoned after {self.config.grace_seconds:.0f} s{why}"
         self._warn(f"{text}; {self._fallback()}")
 
-    def settle(self, seconds: float = 20.0) -> None:
-        """Wait until the newest save is committed somewhere or has failed: for `last_good`."""
-        end = time.monotonic() + min(seconds, self.config.grace_seconds)
-        newest = max(self._pending, default=0)
-        while newest in self._pending and time.monotonic() < end:
-            if self.last_good is not None and self.last_good.step == newest:
-                return
-            self._poll(min(0.2, max(end - time.monotonic(), 0.0)))
-
     def close(self) -> None:
         """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
 
@@ -454,9 +436,7 @@ class CheckpointManager:
                 left = max(end - time.monotonic(), 0.0)
                 for message in self._writer.receive(min(1.0, left)):
                     self._hear(message)
-            if step is not None and not self._pending and self._saved == step:
-                self._log(f"step {step} is committed ({self._fallback()})")
-            elif self._pending:
+            if self._pending:
                 text = f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}"
                 self._warn(text)
             self._writer.close()

@@ -169,7 +169,6 @@ class FileEntry:
     name: FileName  # within the attempt's folder
     size: Natural  # bytes
     blocks: list[str]  # sha256 of every BLOCK_BYTES bytes
-    rank: Natural  # who wrote it
 
 
 @dataclass(frozen=True)

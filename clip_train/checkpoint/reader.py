@@ -369,11 +369,6 @@ class FragmentReader:
         """Unmap the files: pages that were read count as this process's memory until then."""
         self._maps.clear()
 
-    def full_state(self, ema: bool = False) -> dict[str, Tensor]:
-        """Every parameter whole, for evaluation: see `whole`."""
-        like, read = self.whole(ema)
-        return {name: read(name) for name in like}
-
     def tensors(self, rank: int | None = None) -> dict[str, Tensor]:
         """Tensors that rank `rank` saved for itself (its random state). None: tensors that were
         equal on all ranks (memory banks), which any number of ranks can read. CheckpointError.

@@ -131,7 +131,7 @@ class Writer:
         try:
             with local.writing(f"{request.prefix}/{name}") as part:
                 blocks = copy_hashed(self._memory_fd, part, request.size)
-            request.entry = FileEntry(name, request.size, blocks, request.rank)
+            request.entry = FileEntry(name, request.size, blocks)
             if shared:
                 put_rank_manifest(local, request)
         finally:

@@ -5,7 +5,7 @@ ranks that have run out of samples encode a blank one for as long as another ran
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,11 +35,6 @@ class Encoded:
     owners: Tensor  # int64 [t]: whose caption it is, ascending
     labels: Tensor  # int64 [n], -1 where there is none
     logit_scale: Tensor  # [1], the factor itself; with captions only
-
-    def first_values(self, width: int | None) -> "Encoded":
-        """With the first `width` values of each feature."""
-        image, text = (first_values(x, width) for x in (self.image, self.text))
-        return replace(self, image=image, text=text)
 
 
 def first_values(x: Tensor, width: int | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Compute the metrics of each data set. It is encoded once, and every metric reads its features."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,11 +10,12 @@ from clip_train import dist
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
+from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import encode
-from clip_train.evaluate.own import own_metrics
+from clip_train.evaluate.features import Encoded, encode, first_values
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
+from clip_train.settings import import_path
 
 
 @torch.no_grad()
@@ -62,7 +64,8 @@ def evaluate(
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             for prefix, width in sizes.items() if with_text else ():
-                found = caption_metrics(tested.first_values(width), config)
+                image, text = (first_values(x, width) for x in (tested.image, tested.text))
+                found = caption_metrics(replace(tested, image=image, text=text), config)
                 out |= {f"{prefix}{name}": value for name, value in found.items()}
             if config.functions:
                 out |= own_metrics(config.functions, tested)
@@ -76,3 +79,36 @@ def evaluate(
         return out
     finally:
         engine.train(True)
+
+
+def own_metrics(paths: Sequence[str], encoded: Encoded) -> dict[str, float]:
+    """Collective: the numbers that the functions of `evaluate.functions` return on rank 0.
+
+    They are called with an `Encoded` of all ranks' samples. UserError on all ranks if a function
+    cannot be imported, raises, or does not return numbers by name.
+    """
+    counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
+    images, texts = ([count[i] for count in counts] for i in (0, 1))
+    gathered = replace(
+        encoded,
+        image=dist.gather_rows(encoded.image, images),
+        labels=dist.gather_rows(encoded.labels, images),
+        text=dist.gather_rows(encoded.text, texts),
+        texts=dist.gather_rows(encoded.texts, texts),
+        owners=dist.gather_rows(encoded.owners + sum(images[: dist.rank()]), texts),
+    )
+    return dist.on_main(_call, paths, gathered)
+
+
+def _call(paths: Sequence[str], encoded: Encoded) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for path in paths:
+        function = import_path("evaluate.functions", path)
+        try:
+            out |= {str(name): float(value) for name, value in function(encoded).items()}
+        except Exception as e:
+            raise UserError(
+                f"evaluate.functions ({path}) failed: {type(e).__name__}: {e}; correct it, or take "
+                "it out. It gets a clip_train.evaluate.features.Encoded and returns numbers by name"
+            ) from e
+    return out

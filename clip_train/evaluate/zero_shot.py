@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
 from clip_train import dist
@@ -40,7 +40,7 @@ class ZeroShotClasses(BaseModel):
 
     The label of a validation sample is the first of these that exists: its `cls` (the `.cls`
     member, or that key of the `.json`); `label_key` of its `.json`; its first caption, if that is
-    in `captions`, or is a class name or a prompt. `cls` and `label_key` hold a class name or an
+    a class name or a prompt. `cls` and `label_key` hold a class name or an
     index, as a number or as text, alone or in a list of one. Text that is a class name is never an
     index, except in `cls`. A sample without a label is left out. A name that two classes share
     (ImageNet has two) is an error in `cls` and `label_key`, and labels no caption.
@@ -51,7 +51,6 @@ class ZeroShotClasses(BaseModel):
     classnames: list[str] = Field(min_length=1)
     templates: list[str] = Field(default=["a photo of a {}."], min_length=1)
     label_key: str = "label"
-    captions: dict[str, int | str] = {}
 
     @field_validator("templates")
     @classmethod
@@ -62,12 +61,6 @@ class ZeroShotClasses(BaseModel):
                     f"every template needs one {{}} for the class name; {template!r} has not"
                 )
         return templates
-
-    @model_validator(mode="after")
-    def _captions_are_of_classes(self) -> "ZeroShotClasses":
-        for caption, target in self.captions.items():
-            self._index(target, f"captions[{caption!r}]")
-        return self
 
     @classmethod
     def load(cls, place: str, templates: str | None = None) -> "ZeroShotClasses":
@@ -108,7 +101,6 @@ class ZeroShotClasses(BaseModel):
         alone = [i for i, name in enumerate(self.classnames) if self.classnames.count(name) == 1]
         by_caption = {prompt: i for i in alone for prompt in self.prompts(i)}
         by_caption |= {self.classnames[i]: i for i in alone}
-        by_caption |= {c: self._index(target, "captions") for c, target in self.captions.items()}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
             cls = _element(metadata.get("cls"))

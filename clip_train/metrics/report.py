@@ -4,8 +4,8 @@ It needs only the run's folder:
 
 metrics.jsonl, eval.jsonl      the curves
 attempts.jsonl, VERDICT        each start with its machine (event `start`), and how it ended
-recipe.yaml                    every key
-invalid.json                   samples that could not be used
+recipe.yaml                    the number of steps
+invalid.json                   how many samples could not be used
 
 Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from
 elsewhere.
@@ -19,6 +19,8 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +32,6 @@ from clip_train.metrics.progress import format_seconds
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
-ROWS = 500  # of a table of invalid samples
-SHOWN_EVALUATIONS = 8
 DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
 BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
@@ -57,7 +57,8 @@ def write_report(run_dir: Path | str) -> Path:
     environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
-        run=_shown(run),
+        run=run,
+        latest=run.starts[-1] if run.starts else None,
         charts=charts(run, run.curves, CHARTS),
         eval_charts=charts(run, run.eval_curves, scores, dots=True),
         now=time.time(),
@@ -70,11 +71,12 @@ def write_report(run_dir: Path | str) -> Path:
 # -- a run's folder
 
 
+@dataclass
 class Curve:
     """One number over the steps."""
 
-    def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
+    steps: "array[int]" = field(default_factory=partial(array, "q"))
+    values: "array[float]" = field(default_factory=partial(array, "d"))
 
     @property
     def recent(self) -> float:
@@ -204,38 +206,6 @@ def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any])
             curve = curves.setdefault(name, Curve())
             curve.steps.append(step)
             curve.values.append(value)
-
-
-# -- the content of the page
-
-
-def _shown(run: Run) -> dict[str, Any]:
-    """The words and tables of a run's page."""
-    latest = run.evaluations[: -SHOWN_EVALUATIONS - 1 : -1]
-    names: dict[str, None] = {}  # in the order of their first appearance
-    for evaluation in latest:
-        names |= dict.fromkeys(evaluation)
-    names.pop("step", None)
-    done_at = time.localtime(time.time() + (run.eta_seconds or 0))
-    counts = sorted(run.invalid.get("bad_samples", {}).items(), key=lambda row: (-row[1], row[0]))
-    return {
-        "name": run.name, "state": run.state, "step": run.step, "steps": run.steps,
-        "eta": run.eta_seconds,
-        "done": 100 * min(run.step / run.steps, 1) if run.steps else None,
-        "done_at": time.strftime(DATE, done_at),
-        "notes": run.notes(), "starts": run.starts,
-        "now": run.starts[-1] if run.starts else {},
-        "evaluations": [(name, [number(each.get(name)) for each in latest]) for name in names],
-        "at": [each["step"] for each in latest],
-        "invalid": [(*key.split("\t", 1), count) for key, count in counts[:ROWS]],
-        "more_invalid": len(counts) - ROWS,
-        "folder": str(run.folder),
-        "recipe": {
-            f"{name}.{key}": value
-            for name, section in run.recipe.items() if isinstance(section, dict)
-            for key, value in section.items()
-        },
-    }  # fmt: skip
 
 
 # -- charts

@@ -123,7 +123,7 @@ class Sinks(Callback):
         `invalid.json` (invalid), and to the charts."""
         if kind == "invalid" and self._files:
             put = partial(self._folder.put_bytes, "invalid.json", json.dumps(record).encode())
-            self._skipped.attempt("invalid.json", put, remedy="report.html lacks its table")
+            self._skipped.attempt("invalid.json", put, remedy="report.html lacks their number")
         if kind in self._files:  # charts record the time themselves
             stamp = {"time": round(time.time(), 3)} if kind == "train" else {}
             self._files[kind].write(record | stamp)

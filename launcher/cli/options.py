@@ -252,7 +252,7 @@ VERBS = {
         ),
     ),
     "caption": Verb(
-        "clip_tools.captions:run",
+        "clip_tools.embed:caption_run",
         "captions of the images in a folder, by a CoCa",
         """\
     Print a line of JSON for each image in --images and the folders below it: its file, and the
@@ -311,11 +311,10 @@ VERBS = {
     The folder is what export writes: evaluate and model.init_from take it.""",
         """\
     clip-train average runs/clip@18000,runs/clip@20000 --output mean
-    clip-train average runs/a@20000,runs/b@20000 --weights 1,3""",
+    clip-train average runs/a@20000,runs/b@20000 --ema""",
         positions=("checkpoints",),
         options=(
             ("output", "DIR", "folder to write (default: average)", "average"),
-            ("weights", "N,N", "one for each checkpoint (default: all the same)"),
             EXPORT_FORMAT,
             EMA,
         ),

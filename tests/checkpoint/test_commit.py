@@ -53,7 +53,7 @@ def request(rank: int) -> SaveRequest:
     prefix, name = manifest.attempt_prefix(0, 7), f"rank{rank:05d}.safetensors"
     empty: dict[str, Any] = {"shapes": {}, "rows": [], "tensors": {}}
     out = SaveRequest(7, prefix, 0, rank, WORLD_SIZE, 3, empty, {"step": 7}, "now")
-    out.entry = FileEntry(name, 3, ["0" * 64], rank)
+    out.entry = FileEntry(name, 3, ["0" * 64])
     return out
 
 

@@ -47,7 +47,7 @@ def test_manifest_and_commit_come_back() -> None:
         3,
         0,
         1,
-        [FileEntry("rank00000.safetensors", 7, ["ab"], 0)],
+        [FileEntry("rank00000.safetensors", 7, ["ab"])],
         "cd",
         {"cursors": {"0": 1}},
         "now",

@@ -120,7 +120,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert (zero["rng"], one["rng"]) == ([0, 7], [1, 7])
     assert zero["shared"] == one["shared"] == {"bank": [[0, 1], [2, 3], [4, 5]]}
     assert len(zero["said"]) == 2 and one["said"] == []
-    assert "rank 1: MemoryError: no host memory" in zero["said"][0]
+    assert "rank 1 failed: MemoryError: no host memory" in zero["said"][0]
     assert re.search(r"step 4 failed .*: rank 1: OSError: .*File too large", zero["said"][1])
     # and on three ranks, and on one
     assert run_ranks(on_other_ranks, 3, tmp_path) == [(2, True, True)] * 3
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
     assert one["begin"].startswith("CheckpointError: ") and "Stale file handle" in one["begin"]
     assert zero["saves"] == one["saves"] == [True, False, True]
     (told,) = (line for line in zero["said"] if "failed" in line)
-    assert "step 2 failed (1 in a row): rank 1: OSError: [Errno 116]" in told
+    assert "step 2 failed (1 in a row): rank 1 failed: OSError: [Errno 116]" in told
     assert zero["left behind"] == [] and set(committed(tmp_path / "local")) == {1, 3}
 
 

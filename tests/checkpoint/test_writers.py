@@ -143,7 +143,7 @@ def test_a_save_that_comes_too_early_is_deferred(tmp_path: Path) -> None:
     zero, one = run_ranks(hanging_disk, 2, tmp_path)
     first, late, again, last = zero["saved"]
     assert zero["ended well"] and one["ended well"] and one["saved"] == zero["saved"]
-    assert zero["numbers"]["checkpoint_deferred"] == 1 and late - (first + 1) >= 20
+    assert late - (first + 1) >= 20
     deferred = [line.split(" to ")[0] for line in zero["said"]]
     text = "checkpoint of step {} is deferred: step {} is still being written"
     assert deferred[0] == text.format(first + 1, first) and deferred[-1] == text.format(

@@ -114,7 +114,7 @@ def test_a_run_reports_itself(recipe, data):
     )
     assert "optim.lr 0.001" in page.sections["What differs from the defaults"]
     assert "optim.weight_decay" not in page.sections["What differs from the defaults"]
-    assert page.sections["Latest evaluations"]
+    assert page.sections["Evaluation"]
     assert "torch 2" in page.sections["What it ran with"]
     assert len(metrics(folder)) == 30
     lines = [LINE.match(line) for line in out.splitlines()]

@@ -238,7 +238,7 @@ def test_a_refused_connection_is_said_so(recipe, scheme):
 
 def test_a_manifest_names_no_negative_size():
     with pytest.raises(ValueError, match="-5"):
-        FileEntry("a", -5, [], 0)
+        FileEntry("a", -5, [])
     with pytest.raises(ValueError, match="-1"):
         Manifest(-1, 0, 1, [], "", {})
 

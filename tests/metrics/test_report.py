@@ -16,8 +16,7 @@ from clip_train.metrics.sinks import Sinks
 from tests.metrics.pages import Page, start, step, write_jsonl, write_run
 
 SECTIONS = [
-    "Training", "Evaluation", "Latest evaluations", "Attempts", "What it ran with",
-    "What differs from the defaults", "The whole recipe",
+    "Training", "Evaluation", "Attempts", "What it ran with", "What differs from the defaults",
 ]  # fmt: skip
 
 
@@ -30,19 +29,20 @@ def page_of(run: Path) -> Page:
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
+    run = write_run(tmp_path / "<script>")
     page = page_of(run)
     assert [*page.sections][1:] == SECTIONS
     for text in (
         "training",
-        "step 120 of 200 (60.0%)",
-        "0:00:40 left: done about",
+        "<script>",
+        "step 120 of 200",
+        "0:00:40 left",
         "no problems",
     ):
         assert text in page.sections[""], text
     for text in ("loss", "learning rate", "samples per second", "resumed"):
         assert text in page.sections["Training"], text
-    assert "zero_shot_top1 0.5 0.25" in page.sections["Latest evaluations"]
+    assert "zero_shot_top1 0.5" in page.sections["Evaluation"]
     attempts = page.sections["Attempts"]
     assert "1 2026-11-23T10:00:00+0000 0 2 ranks on cpu" in attempts and attempts.endswith(
         "training"
@@ -56,10 +56,6 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     ):
         assert text in page.sections["What it ran with"], text
     assert "optim.lr 0.001 data.train a.tar" in page.sections["What differs from the defaults"]
-    assert (
-        "model.name ViT-B-32" in page.sections["The whole recipe"]
-        and "<script>" in page.sections["The whole recipe"]
-    )
 
 
 def test_curves_are_where_their_numbers_are(tmp_path: Path) -> None:
@@ -100,7 +96,6 @@ def test_what_speaks_against_it_comes_first(tmp_path: Path) -> None:
     for text in ("the last loss is not a number", "failed saves in a row: 2",
                  "13 invalid samples, 1.34% of all seen"):  # fmt: skip
         assert text in page.sections[""], text
-    assert "no caption shard-7.tar 12" in page.sections["Invalid samples"]
     long_ago = time.time() - 3600
     os.utime(run / "metrics.jsonl", (long_ago, long_ago))
     page = page_of(run)
@@ -148,11 +143,11 @@ def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_pat
     assert lowest[0] == pytest.approx(1000 * 4345 / 6000, abs=3) and lowest[1] > 940
 
 
-def test_the_samples_that_cannot_be_used_are_kept_for_the_page(tmp_path: Path) -> None:
+def test_the_samples_that_cannot_be_used_are_counted_on_the_page(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [step(1)])
     with closing(Sinks(LogConfig(tensorboard=False), tmp_path, resume_step=1)) as sinks:
         sinks.write({"step": 1, "bad_samples": {"no image\tb.tar": 3}}, "invalid")
-    assert "no image b.tar 3" in page_of(tmp_path).sections["Invalid samples"]
+    assert "3 invalid samples" in page_of(tmp_path).sections[""]
 
 
 def test_the_first_step_of_each_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     assert "sha256" in str(lines[1]["problem"])
     shutil.rmtree(tmp_path)
     found = open_read_only(places, 1)
-    assert bits(found.reader.full_state()["ln.weight"]) == bits(whole(1)["ln.weight", "param"])
+    assert bits(found.reader.whole()[1]("ln.weight")) == bits(whole(1)["ln.weight", "param"])
     with pytest.raises(UserError, match=r"has no checkpoint of step 7; it has \[1, 2, 3\]"):
         open_read_only(places, 7)
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
