@@ -102,7 +102,11 @@ class Writer:
         self._timeout = 60 * policy.config.save_timeout_minutes  # seconds
         self.local = LocalStorage(policy.folder)
         remote = policy.config.remote
-        self.remote: Storage | None = open_storage(remote) if remote else None
+        # an outage that a save can outlast costs no checkpoint
+        patience = float(os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", self._timeout))
+        self.remote: Storage | None = None
+        if remote is not None:
+            self.remote = open_storage(remote, patience_seconds=patience)
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
         # two retentions at once would find each other's folders gone

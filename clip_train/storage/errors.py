@@ -106,7 +106,7 @@ RAISED: dict[Meaning, type[OSError]] = {
     "final": RefusedError,
     "elsewhere": RefusedError,
 }
-# NotImplementedError: a store that cannot write.
+# fsspec raises NotImplementedError if a protocol cannot write, as https:// cannot.
 _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 
 

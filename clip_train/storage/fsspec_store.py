@@ -1,9 +1,14 @@
-"""Any other URL that fsspec knows, to read: `https://`, `hf://`, `sftp://`, `memory://`.
+"""Any other URL that fsspec knows: `https://`, `hf://`, `sftp://`, `memory://`; S3 by s3fs.
 
-`fsspec+s3://` reads S3 by s3fs instead of obstore.
+`fsspec+s3://` reads and writes S3 by s3fs instead of obstore.
 """
 
 import asyncio
+import contextlib
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -14,9 +19,11 @@ from clip_train.storage.errors import ChangedError
 from clip_train.storage.redact import REMOVED, WAS_REDACTED
 from clip_train.storage.remote import Pace, RemoteStorage, whole
 
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
 
 class FsspecStorage(RemoteStorage):
-    """`Storage` over a file system of fsspec. It is read-only.
+    """`Storage` over a file system of fsspec; a write is as atomic as that file system's.
 
     fsspec keeps one instance per process, which must not be used after a fork.
     """
@@ -71,11 +78,46 @@ class FsspecStorage(RemoteStorage):
         except FileNotFoundError:
             return []
         return [
-            Entry(key, int(info["size"])) for key, info in infos.items() if key.startswith(folder)
+            Entry(key, int(info["size"]), _modified(info))
+            for key, info in infos.items()
+            if key.startswith(folder)
         ]
+
+    async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
+        if not self._fs.async_impl:  # it may have real folders
+            await self._call("makedirs", self._fs._parent(key), exist_ok=True)
+        if isinstance(source, Path):
+            write = self._call("put_file", str(source), key)
+            return await pace.hold(write, source.stat().st_size)
+        if self._fs.async_impl:
+            write = self._fs._pipe_file(key, source, mode="create" if if_absent else "overwrite")
+        else:
+            write = asyncio.to_thread(self._write, key, source, "xb" if if_absent else "wb")
+        return await pace.hold(write, len(source))
+
+    def _write(self, key: str, data: bytes, mode: str) -> None:
+        """mode: `pipe_file` would look first and write then; "xb" is one system call."""
+        with self._fs.open(key, mode) as file:
+            file.write(data)
+
+    async def remove(self, keys: Sequence[str], pace: Pace) -> object:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                await pace.hold(self._call("rm_file", key))
+        return None
 
     def glob(self, pattern: str) -> list[str]:
         """Uses the file system's own search, because a listing of everything below a web page may
         never end."""
         found = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
         return sorted(self.url + key.removeprefix(self.root) for key in found)
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """Seconds since the epoch; now if the file system does not say: then nobody removes it."""
+    for value in map(info.get, _TIMES):
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return time.time()

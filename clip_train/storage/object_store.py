@@ -144,8 +144,9 @@ class ObjectStorage(RemoteStorage):
         limit = _LONGEST_REQUEST_SECONDS
         if pace.rate:
             limit = min(limit, pace.seconds + part_bytes * PARALLEL / pace.rate)
+        patience = min(self.patience, PATIENCE_SECONDS)  # then the outer retry logs the error
         retries = {
-            "max_retries": int(math.log2(1 + self.patience / _FIRST_BACKOFF_SECONDS)),
+            "max_retries": int(math.log2(1 + patience / _FIRST_BACKOFF_SECONDS)),
             "retry_timeout": timedelta(seconds=1.5 * limit),  # a silent request is repeated once
         }
         client = await asyncio.to_thread(

@@ -114,16 +114,13 @@ class RemoteStorage(Storage):
     async def listing(self, folder: str, pace: Pace) -> builtins.list[Entry]:
         """All keys that begin with `folder`, or an error; never a part of them."""
 
+    @abstractmethod
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
-        """Store a small object by one request, or a file of any size (never with `if_absent`).
+        """Store a small object by one request, or a file of any size (never with `if_absent`)."""
 
-        A store without this method is read-only.
-        """
-        raise NotImplementedError("it cannot be written to")
-
+    @abstractmethod
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         """Remove objects; a missing one is not an error."""
-        raise NotImplementedError("nothing can be deleted there")
 
     async def connect(self) -> None:
         """Called before each request: make sure that there is a client."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 import time
@@ -12,9 +13,18 @@ import pytest
 import torch
 
 from clip_train import dist
+from clip_train.checkpoint import manifest
+from clip_train.checkpoint.commit import SaveRequest, acquire
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
+from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.snapshot import SharedMemory, plan_file
+from clip_train.checkpoint.writer import Event, Message, Writer
 from clip_train.errors import CheckpointError
+from clip_train.storage import object_store, remote
+from clip_train.storage.errors import StorageError
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 from tests.checkpoint.parts import committed, cut, whole
 from tests.checkpoint.runs import kill_writer
 from tests.ranks import run_ranks
@@ -40,6 +50,40 @@ def test_a_store_that_is_down_does_not_hold_up_training(
     proxy.faults = []
     run.until(lambda: len(view.commits("run")) == 1)
     assert view.incomplete("run") == []
+
+
+def test_an_upload_outlasts_an_outage_in_which_other_requests_give_up(
+    tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it is repeated for as long as a save may take."""
+    monkeypatch.delenv("CLIP_TRAIN_S3_PATIENCE_SECONDS")
+    for module in (remote, object_store):  # in place of a minute
+        monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    plan, memory, messages = plan_file(0, [], {}), SharedMemory(), queue.SimpleQueue[Message]()
+    memory.reserve(plan.num_bytes).result()
+    memory.fill(plan)
+    store = open_storage(url)
+    held = acquire(store, [LocalStorage(tmp_path)])
+    policy = Policy(CheckpointConfig(remote=url), held, str(tmp_path))
+    writer = Writer(policy, memory.fd, messages.put)
+    proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/")]
+    prefix = manifest.attempt_prefix(held.epoch, 1)
+    writer.receive(
+        SaveRequest(1, prefix, held.epoch, 0, 1, plan.num_bytes, plan.fragments, {}, scores={})
+    )
+    seen = [messages.get(timeout=60).event for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(StorageError, match="SlowDown"):
+            store.put_file(__file__, "ckpt/other")
+    assert view.commits("run") == {} and messages.empty()
+    proxy.faults = []
+    assert [*seen, messages.get(timeout=120).event] == [
+        Event.WRITTEN,
+        Event.LOCAL,
+        Event.COMMITTED,
+    ]
+    assert len(view.commits("run")) == 1
+    memory.close()
 
 
 @pytest.mark.full
