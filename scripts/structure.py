@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_519,
-    "functions": 1_371,
+    "statements": 16_451,
+    "functions": 1_358,
     "walruses": 0,
-    "lambdas": 43,
+    "lambdas": 42,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 13,
