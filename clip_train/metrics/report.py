@@ -19,8 +19,6 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,12 +69,11 @@ def write_report(run_dir: Path | str) -> Path:
 # -- a run's folder
 
 
-@dataclass
 class Curve:
     """One number over the steps."""
 
-    steps: "array[int]" = field(default_factory=partial(array, "q"))
-    values: "array[float]" = field(default_factory=partial(array, "d"))
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
 
     @property
     def recent(self) -> float:
