@@ -86,7 +86,7 @@ def test_only_bf16_is_rounded(keys):
             None,
             "needs GPUs of compute capability 9.0 or newer, but no GPU is visible: set engine.linear=null",
         ),
-        ("fp8", (8, 0), "and this one has 8.0: set engine.linear=int8, or engine.linear=null"),
+        ("fp8", (8, 0), "but this one has 8.0: set engine.linear=int8, or engine.linear=null"),
         (
             "int8",
             (7, 5),
