@@ -12,6 +12,7 @@ MOST_PRIVATE, MOST_PATCHES = 10, 12
 
 # "file: name" -> why no public interface will do.
 PRIVATE: dict[str, str] = {
+    "engine/test_linear.py: _int_mm": "torch's product of integers, which this processor may saturate",
     "launcher/faults/sitecustomize.py: _next_batch": "a rank that stands still at a chosen step, in the real command",
     "launcher/faults/sitecustomize.py: _record": "a rank that raises or sleeps at a chosen step, in the real command",
     "launcher/faults/sitecustomize.py: _save": "a save that hangs or takes long, in the real command",
