@@ -166,7 +166,7 @@ def resolve(
         error = RankError if all_of_ranks else UserError
         raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
     order = order_keys(config.data, config.batch.sizes, config.run.seed)
-    data = {key: order[f"data.{key}"] for key in ("lanes", "shuffle_block")}
+    data = {"lanes": order["data.lanes"], "shuffle_block": order["data.shuffle_block"]}
     config = config.updated(data=data, engine=dict(engine))
     return Resolved(recipe, config, plan, architecture, source=source)
 
