@@ -357,9 +357,11 @@ def measure_pairs(device: torch.device) -> list[float]:
             dist.barrier()
             start = time.perf_counter()
             if is_paired:
-                ways = [(torch_dist.isend, x), (torch_dist.irecv, y)]
-                both = [torch_dist.P2POp(way, part, partner) for way, part in ways]
-                for work in torch_dist.batch_isend_irecv(both):
+                both_ways = [
+                    torch_dist.P2POp(torch_dist.isend, x, partner),
+                    torch_dist.P2POp(torch_dist.irecv, y, partner),
+                ]
+                for work in torch_dist.batch_isend_irecv(both_ways):
                     work.wait()
                 y.sum().item()  # waits for the device
             seconds = min(seconds, time.perf_counter() - start)

@@ -125,8 +125,10 @@ def complete(args: argparse.Namespace) -> int:
         words += [word for position in verb.positions for word in offered.get(position, [])]
         file = "" if set(verb.positions) <= offered.keys() else "file=1 "
         cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
-    keys = " ".join(f"{key}=" for key, _ in known_keys())
-    script = ZSH if args.shell == "zsh" else BASH
-    lines = "\n".join(f"            {case}" for case in cases)
-    print(script.format(keys=keys, verbs=" ".join(VERBS), cases=lines), end="")
+    script = (ZSH if args.shell == "zsh" else BASH).format(
+        keys=" ".join(f"{key}=" for key, _ in known_keys()),
+        verbs=" ".join(VERBS),
+        cases="\n".join(f"            {case}" for case in cases),
+    )
+    print(script, end="")
     return 0

@@ -59,8 +59,12 @@ def check_transformers(architecture: Architecture) -> None:
         "vision_cfg.": architecture.vision_cfg,
         "text_cfg.": architecture.text_cfg,
     }
-    changed = {at: part.model_dump(exclude_defaults=True) for at, part in parts.items()}
-    foreign = [f"{at}{key}" for at, keys in changed.items() for key in keys if key not in _HELD[at]]
+    foreign = [
+        f"{at}{key}"
+        for at, part in parts.items()
+        for key in part.model_dump(exclude_defaults=True)
+        if key not in _HELD[at]
+    ]
     if architecture.text_cfg.vocab_size <= END:
         foreign.append(
             f"text_cfg.vocab_size ({architecture.text_cfg.vocab_size}, less than CLIP's tokens)"
@@ -159,8 +163,7 @@ def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def huggingface_files(context_length: int) -> dict[str, str]:
     """The same tokenizer for transformers' `CLIPTokenizer`: name of file -> content."""
     start, end = "<|startoftext|>", "<|endoftext|>"  # the names in OpenAI's tokenizer there
-    tokens = [*vocabulary().tokens[:-2], start, end]
-    ids = {token: number for number, token in enumerate(tokens)}
+    ids = {token: number for number, token in enumerate([*vocabulary().tokens[:-2], start, end])}
     special = {"bos_token": start, "eos_token": end, "unk_token": end, "pad_token": end}
     config = {
         "tokenizer_class": "CLIPTokenizer",

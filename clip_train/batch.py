@@ -114,8 +114,9 @@ class BatchSizes:
 
     def __str__(self) -> str:
         """Such as `256 until step 1000, then 1024`."""
-        pieces = zip(self.sizes, self.ends, strict=False)
-        texts = [f"{size} until step {end}" for size, end in pieces]
+        texts = [
+            f"{size} until step {end}" for size, end in zip(self.sizes, self.ends, strict=False)
+        ]
         return ", ".join([*texts, f"{'then ' if texts else ''}{self.sizes[-1]}"])
 
     def check_ranks(self, world_size: int) -> None:

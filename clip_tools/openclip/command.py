@@ -135,11 +135,10 @@ def _flags(words: list[str]) -> dict[str, Any]:
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
     notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
-    variables = {flag: VARIABLE.findall(str(value)) for flag, value in flags.items()}
     notes += [
-        (f"--{flag}", f"{CHECK}{names[0]} is a variable of a script: replace it by its value")
-        for flag, names in variables.items()
-        if names
+        (f"--{flag}", f"{CHECK}{name} is a variable of a script: replace it by its value")
+        for flag, value in flags.items()
+        for name in VARIABLE.findall(str(value))[:1]
     ]
     all_flags = {**DEFAULTS, **flags}
     per_rank, cut = (
@@ -312,8 +311,9 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
             weights = {name: share for name, share in zip(names, shares, strict=False) if share}
             keys["data.caption_key"] = weights or names
     if "train-data-upsampling-factors" in flags:
-        factors = str(flags["train-data-upsampling-factors"]).split("::")
-        keys["data.train_weights"] = [as_value(factor) for factor in factors]
+        keys["data.train_weights"] = [
+            as_value(factor) for factor in str(flags["train-data-upsampling-factors"]).split("::")
+        ]
         notes.append(
             (
                 "--train-data-upsampling-factors",
@@ -372,9 +372,13 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
     keys |= {"checkpoint.every_steps": every or None, "checkpoint.every_minutes": 60}
     if every and "delete-previous-checkpoint" not in flags:
         keys["checkpoint.keep_every"] = every
-    evaluated = {"data.val": "val-frequency", "evaluate.zero_shot_data": "zeroshot-frequency"}
     frequencies = [
-        whole(f"--{flag}", flags[flag]) for key, flag in evaluated.items() if key in keys
+        whole(f"--{flag}", flags[flag])
+        for key, flag in (
+            ("data.val", "val-frequency"),
+            ("evaluate.zero_shot_data", "zeroshot-frequency"),
+        )
+        if key in keys
     ]
     if any(frequencies):
         keys["evaluate.every_steps"] = min(filter(None, frequencies)) * epoch
@@ -408,9 +412,12 @@ def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
         if name not in AUGMENTATIONS:
             notes.append((f"--aug-cfg {name}", "has no counterpart"))
         elif name in idle:
-            word = "with" if timm else "without"
             notes.append(
-                (f"--aug-cfg {name}", f"does nothing there {word} use_timm; {key} would here")
+                (
+                    f"--aug-cfg {name}",
+                    f"does nothing there {'with' if timm else 'without'} use_timm; {key} would "
+                    "here",
+                )
             )
         elif name == "color_jitter":  # timm's: one number for three, or three without hue
             values = [value] * 3 if isinstance(value, int | float) else list(value)

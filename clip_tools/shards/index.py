@@ -221,8 +221,9 @@ def index_shards(
             stack.callback(pool.shutdown, cancel_futures=True)
             results = pool.map(read, todo)
         try:
-            console = Console(stderr=True)
-            shown = track(results, "indexing", len(todo), console=console, disable=quiet)
+            shown = track(
+                results, "indexing", len(todo), console=Console(stderr=True), disable=quiet
+            )
             return dict(zip(todo, shown, strict=True))
         except BrokenProcessPool as e:
             raise DataError(
@@ -268,6 +269,9 @@ def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
     if then.sha256 == now.sha256:
         return None
     size = then.checksums.block_bytes
-    blocks = range(-(-then.checksums.size // size))
-    other = [k for k in blocks if then.checksums.of(k) != now.checksums.of(k)]
+    other = [
+        k
+        for k in range(-(-then.checksums.size // size))
+        if then.checksums.of(k) != now.checksums.of(k)
+    ]
     return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"

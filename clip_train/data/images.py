@@ -253,5 +253,6 @@ def synthetic_sample(seed: int, image_size: int, num_texts: int = 1) -> tuple[Te
 
 @functools.cache
 def _noise(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )

@@ -255,8 +255,8 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         workers = self._stream.workers
         largest = max(worker.most() for worker in workers)
         if self._turns > 1:  # else no two workers read the same bytes
-            streams = -(-self.streams // self._world_size) + 1  # of a rank, at most
-            count = streams * len(self._stream.files)
+            # at most, of a rank: its streams, each of all sources
+            count = (-(-self.streams // self._world_size) + 1) * len(self._stream.files)
             block = self._storage.range_bytes
             # what workers may be apart: each makes a piece and keeps one ready, at least
             window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
