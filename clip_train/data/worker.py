@@ -79,8 +79,8 @@ class Piece:
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error and its origin. Otherwise: the
-    pieces of the rank."""
+    """In a worker: its pieces without end, packed, or one error. Otherwise: the pieces of the
+    rank."""
 
     order: Order
     files: Sequence[Files]
@@ -113,14 +113,9 @@ class PieceStream(IterableDataset):
             for piece in self._pieces(info.id):
                 yield packed(piece)
         except ClipTrainError as e:
-            yield packed((e, ""))  # the message is enough
-        except Exception as e:
-            error: Exception = e
-            try:
-                pickle.loads(pickle.dumps(e))
-            except Exception:  # an error that cannot be pickled would hang the queue
-                error = DataError(f"{type(e).__name__}: {e}")
-            yield packed((error, traceback.format_exc()))
+            yield packed(e)
+        except Exception:  # of a type that perhaps cannot be pickled
+            yield packed(DataError(f"a loader worker failed:\n{traceback.format_exc()}"))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         readers: dict[int, StreamReader] = {}
@@ -214,7 +209,7 @@ class PieceStream(IterableDataset):
         return self.transform(decode.decode_image(data, divisor), seed, size)
 
 
-def packed(made: Piece | tuple[Exception, str]) -> Tensor:
+def packed(made: Piece | ClipTrainError) -> Tensor:
     """Put the piece into shared memory, so that only its name goes through the workers' one pipe.
 
     A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep
