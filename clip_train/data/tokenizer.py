@@ -12,6 +12,7 @@ import itertools
 import re as plain_re
 import string
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,18 +72,13 @@ def repair(text: str) -> str:
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
+@dataclass(frozen=True)
 class Tokenizer:
-    """Captions -> token ids.
+    """Captions -> token ids."""
 
-    Args:
-        context_length: tokens per caption, start and end included; longer captions lose their tail,
-            and the end token takes the last place. Padding is 0.
-    """
-
-    def __init__(self, context_length: int = 77) -> None:
-        if context_length < 1:
-            raise ValueError(f"context_length ({context_length}) must be at least 1; CLIP's is 77")
-        self.context_length = context_length
+    # Of a caption, start and end included, at least 1. Longer captions lose their tail, and the end
+    # token takes the last place. Padding is 0.
+    context_length: int = 77
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """[b] captions -> int64 [b, context_length]. Cleaned as by OpenCLIP's "lower"."""

@@ -54,11 +54,6 @@ def test_travels_to_a_worker(tokenizer):
     assert torch.equal(twin(["a dog"]), tokenizer(["a dog"]))
 
 
-def test_context_length_must_be_positive():
-    with pytest.raises(ValueError, match="context_length"):
-        Tokenizer(0)
-
-
 def test_another_tokenizer_without_its_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ):
