@@ -54,7 +54,7 @@ def shared_index(
     found = dist.agreed(lambda: look() if looks else None)
     offer: tuple[str, str, str] | None = None
     if found is not None:
-        offer = (found.fingerprint(), found.shared.path, found.shared.name)
+        offer = (found.fingerprint(), *found.shared.address)
     # by node, rank 0's first
     offers = {node: its for node, its in dist.gather_objects((node_name(), offer)) if its}
     first = next(iter(offers))

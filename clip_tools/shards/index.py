@@ -59,8 +59,6 @@ def run_index(
     DataError for shards that are damaged, unusable, or differ from their index."""
     sources = [source for spec in specs for source in existing(spec, "SHARDS")]
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers ({workers}) must be at least 1")
     found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
         write_indexes({}, shards)  # raise UserError before hours of reading

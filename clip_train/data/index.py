@@ -108,17 +108,13 @@ class SharedList:
             return cls(f"/proc/self/fd/{file.fileno()}")
 
     @property
-    def path(self) -> str:
-        """Under which other processes of this user open it."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    @property
-    def name(self) -> str:
-        """Unique to this list."""
-        return os.readlink(self.path)
+    def address(self) -> tuple[str, str]:
+        """The path at which other processes of this user open it, and a name unique to it."""
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return path, os.readlink(path)
 
     def __reduce__(self) -> tuple[type[SharedList], tuple[str]]:
-        return SharedList, (self.path,)
+        return SharedList, self.address[:1]
 
     def __len__(self) -> int:
         return len(self._edges) - 1
@@ -157,8 +153,8 @@ class ShardIndex:
         """What another process of this node has shared, by its list's path and name. OSError if
         this process cannot open it."""
         shared = SharedList(path)
-        if shared.name != name:
-            raise OSError(f"{path} is {shared.name}, not {name}")
+        if shared.address[1] != name:
+            raise OSError(f"{path} is {shared.address[1]}, not {name}")
         shards, counts, digits, sources = shared[len(shared) - 1]
         return cls(shards, counts, digits, sources, shared)
 
