@@ -149,14 +149,16 @@ class PieceStream(IterableDataset):
                     )
                     images[len(samples)] = row  # at once, while it is in the cache
                     samples.append((texts, key, group, seed))
-            all_texts = [text for texts, *_ in samples for text in texts]
+            all_texts = [text for texts, key, group, seed in samples for text in texts]
             yield Piece(
                 images if self.memory is None else None,
                 self.tokenizer(all_texts).unflatten(0, (count, self.num_texts)).squeeze(1),
-                torch.tensor([seed for *_, seed in samples], dtype=torch.int64),
+                torch.tensor([seed for texts, key, group, seed in samples], dtype=torch.int64),
                 torch.stack(stored) if stored else None,
-                [key for _, key, *_ in samples],
-                None if self.groups is None else sample_ids(group for *_, group, _ in samples),
+                [key for texts, key, group, seed in samples],
+                None
+                if self.groups is None
+                else sample_ids(group for texts, key, group, seed in samples),
                 invalid,
             )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
