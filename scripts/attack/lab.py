@@ -47,8 +47,10 @@ def run(
 
 
 def curve(run_dir: Path) -> list[tuple]:
-    """What must not change: the steps, what was in their batches, and the loss to the bit."""
-    return [(line["step"], line["batch_digest"], line["loss"]) for line in metrics(run_dir)]
+    """What must not change: the steps, what was in their batches, and the loss to the bit. None
+    where a byte of the line was flipped."""
+    keys = ("step", "batch_digest", "loss")
+    return [tuple(line.get(key) for key in keys) for line in metrics(run_dir)]
 
 
 @functools.cache
