@@ -76,11 +76,11 @@ def remarks(classes: Classes, rows: dict[str, list[Row]]) -> str:
         for each in together
         if each["wrong"]
     ]
-    lines += [
-        f"- {each['case']}: waits on purpose ({waits[each['case']]}), {each['seconds']:.0f} s."
-        for each in together
-        if waits[each["case"]] and each["seconds"] > SECONDS and not each["wrong"]
-    ]
+    for each in together:
+        key = waits[each["case"]]
+        if each["seconds"] > SECONDS and not each["wrong"]:
+            why = f"its runs together, with {key}" if " " in key else f"waits on purpose ({key})"
+            lines.append(f"- {each['case']}: {why}, {each['seconds']:.0f} s.")
     missing = sum(map(len, classes.values())) - len(together)
     lines += [f"- {missing} listed cases have no recorded run."] * bool(missing)
     return "\n".join(["", *lines]) + "\n" if lines else ""
