@@ -52,8 +52,11 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
     try:
         for text in preflight(storage):
             yield warning("S3", *text.rsplit("; ", 1))
-        can = "can be listed, read, written to (conditionally, too) and have files deleted"
-        yield ok("S3", f"checkpoint.remote ({storage.url}) {can}")
+        yield ok(
+            "S3",
+            f"checkpoint.remote ({storage.url}) can be listed, read, written to (conditionally, "
+            "too) and have files deleted",
+        )
     except ClipTrainError as e:
         yield error("S3", *str(e).rsplit("; ", 1))
 

@@ -205,8 +205,9 @@ class RunConfig(Settings):
                 f"({self.model.name}) gets images: set model.name to the import path of one, or "
                 "data.inputs=null"
             )
-        layout = layout_of(inputs, architecture.vision_cfg.image_size)
-        return architecture.model_copy(update={"inputs": layout})
+        return architecture.model_copy(
+            update={"inputs": layout_of(inputs, architecture.vision_cfg.image_size)}
+        )
 
     @property
     def teacher_widths(self) -> list[int]:

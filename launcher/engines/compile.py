@@ -79,7 +79,6 @@ def compile_units(model: nn.Module) -> None:
     take any batch and length. Blocks of the same code and sizes share them: two in training (with a
     gradient or without), and for some blocks one in evaluation. Random numbers are eager's, so that
     a replayed forward draws what the first one drew."""
-    options = {"fallback_random": True}
     torch.fx.experimental._config.use_duck_shape = (
         False  # sizes that happen to be equal need not stay so
     )
@@ -88,7 +87,10 @@ def compile_units(model: nn.Module) -> None:
     patches = [m for m in modules if isinstance(m, PatchEmbedding)]
     for unit in (*patches, *(unit for unit in units(model) if unit not in one_token)):
         compiled = torch.compile(  # type: ignore[call-overload]  # its stubs lack the limit
-            unit.forward, dynamic=True, options=options, recompile_limit=MOST_GRAPHS
+            unit.forward,
+            dynamic=True,
+            options={"fallback_random": True},
+            recompile_limit=MOST_GRAPHS,
         )
         unit.forward = partial(_compiled, unit.forward, compiled)
 

@@ -98,7 +98,6 @@ def render(
     """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen.
     options: of sbatch."""
     torchrun = job.template == "torchrun"  # one task for each node
-    escaped = str(folder).replace("%", "%%")
     settings = {
         "job-name": name,
         "nodes": job.nodes,
@@ -107,7 +106,7 @@ def render(
         "cpus-per-task": job.cpus_per_task * (job.tasks if torchrun else 1),
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
-        "output": f"{escaped}/%x-%j.log",
+        "output": str(folder).replace("%", "%%") + "/%x-%j.log",
         "partition": job.partition,
         "account": job.account,
         **job.sbatch,
@@ -208,8 +207,13 @@ def run(args: argparse.Namespace) -> int:
             "script with --dry-run"
         )
     described = freeze(folder, script, frozen_recipe(config, base), job)
-    line = ["sbatch", "--parsable", str(folder / "job.sbatch")]
-    sent = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    sent = subprocess.run(
+        ["sbatch", "--parsable", str(folder / "job.sbatch")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     if sent.returncode:
         raise UserError(f"sbatch refused {folder / 'job.sbatch'}: {sent.stderr.strip()}")
     identity = sent.stdout.strip().split(";")[0]

@@ -68,8 +68,9 @@ def build_engine(
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     # it insists that Open MPI's local rank is the same; a task that sees one GPU alone has device 0
     local_rank = os.environ.pop(MPI_LOCAL_RANK, None)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, verbose=False, auto_mpi_discovery=False)
+    deepspeed.init_distributed(
+        "nccl" if device.type == "cuda" else "gloo", verbose=False, auto_mpi_discovery=False
+    )
     stage = config.zero_stage
     # DeepSpeed prints its memory use during setup, whatever the log level.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -365,9 +366,9 @@ class DeepSpeedEngine(Engine):
     def extra_state(self) -> dict[str, Any]:
         out = super().extra_state()
         if self.engine.fp16_enabled() and self.engine.dynamic_loss_scale():
-            keys = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
             out["loss_scaler"] = {
-                key: getattr(self.engine.optimizer.loss_scaler, key) for key in keys
+                key: getattr(self.engine.optimizer.loss_scaler, key)
+                for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
             }
         return out
 
