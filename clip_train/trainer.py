@@ -116,14 +116,13 @@ class Trainer:
         if self.closed:
             return
         self.closed = True
-        before, self.failure = self.failure, None
+        self.failure = None  # from here on the first error of closing
         self.call("phase", "end")
         self.checkpoints.close()
         self.call("close")
         self._on_this_rank(self.batches.close)
-        error, self.failure = self.failure, before
-        if error is not None:
-            raise error
+        if self.failure is not None:
+            raise self.failure
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
         """The next batch. A rank that has failed gets its previous batch again to take part in the

@@ -388,10 +388,10 @@ class VisionTower(nn.Module):
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
         self.image_size = cfg.image_size
-        scale = cfg.width**-0.5
+        scale, side = cfg.width**-0.5, cfg.image_size // cfg.patch_size
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
-        self.positional_embedding = normal_parameter(1 + cfg.num_patches, cfg.width, std=scale)
+        self.positional_embedding = normal_parameter(1 + side**2, cfg.width, std=scale)
         self.patch_dropout = patch_dropout
         self.ln_pre = nn.LayerNorm(cfg.width)
         blocks = (

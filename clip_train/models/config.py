@@ -32,7 +32,6 @@ from clip_train.models.openclip.config import (
     is_resnet,
     named_model,
     parse_openclip,
-    with_context,
 )
 from clip_train.settings import (
     IMPORT_PATH,
@@ -107,10 +106,6 @@ class VisionConfig(_Tower):
     def heads(self) -> int:
         return self.width // self.head_width
 
-    @property
-    def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
 
 class TokenizerOptions(Described):
     """`tokenizer_kwargs` of OpenCLIP's schema, for a Hugging Face tokenizer."""
@@ -184,14 +179,18 @@ class Architecture(Described):
         }
 
     def changed(
-        self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
+        self,
+        config: ModelConfig,
+        scalars: dict[str, float],
+        vision: dict[str, Any],
+        text: dict[str, Any],
     ) -> Architecture:
         """With the overrides of the recipe's `model` section. UserError."""
         try:
             vision_cfg = VisionConfig.model_validate({**self.vision_cfg.model_dump(), **vision})
         except ValidationError as e:
             raise UserError(f"model.{e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-        text_cfg = with_context(self.text_cfg, config.context_length)
+        text_cfg = self.text_cfg.model_copy(update=text)
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
 
 
@@ -240,13 +239,17 @@ class OwnModel(Architecture):
         return import_path("model.name", self.own or "").tokenizer if here else None
 
     def changed(
-        self, config: ModelConfig, scalars: dict[str, float], vision: dict[str, Any]
+        self,
+        config: ModelConfig,
+        scalars: dict[str, float],
+        vision: dict[str, Any],
+        text: dict[str, Any],
     ) -> OwnModel:
         keys = {
-            "dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers", "context_length",
-            "keep_positions",
+            "dropout", "lock_image_unlocked_groups", "lock_text_unlocked_layers", "keep_positions",
         }  # fmt: skip
-        unsupported = scalars | vision | config.model_dump(include=keys, exclude_defaults=True)
+        other = config.model_dump(include=keys, exclude_defaults=True)
+        unsupported = scalars | vision | text | other
         for key, value in unsupported.items():
             raise UserError(
                 f"model.{key} ({value}): {self.own} builds its module without arguments; remove "
@@ -364,6 +367,7 @@ class ModelConfig(Settings):
             self,
             self.model_dump(include={"init_logit_scale", "init_logit_bias"}, exclude_none=True),
             self.model_dump(include={"image_size", "patch_dropout"}, exclude_none=True),
+            self.model_dump(include={"context_length"}, exclude_none=True),
         )
         return changed.model_copy(update={"lora": self.lora})
 

@@ -12,7 +12,7 @@ import pytest
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import ModelConfig, load_architecture
-from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
+from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, parse_openclip
 from tests.models.small import small_architecture
 
 SMALL: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], word
 )
 def test_options_of_our_own_towers_are_refused(options: dict[str, Any], words: str):
     with pytest.raises(UserError, match=words):
-        small().changed(ModelConfig(**options), {}, {})
+        small().changed(ModelConfig(**options), {}, {}, {})
 
 
 RESNET = {"image_size": 64, "layers": [2, 1, 1, 1], "width": 8, "head_width": 32}
@@ -127,7 +127,7 @@ def test_checkpoints_of_earlier_versions_are_read():
     assert parse_saved(old) == small_architecture()
     old["vision_cfg"] |= RESNET
     read = parse_saved(old)
-    assert isinstance(read, OpenCLIPArchitecture) and read.vision_cfg.is_resnet
+    assert isinstance(read, OpenCLIPArchitecture) and is_resnet(read.model_dump())
     assert read.embed_dim == 24 and read.text_cfg.context_length == 8
 
 

@@ -100,11 +100,6 @@ class VisionKeys(Described):
             )
         return keys
 
-    @property
-    def is_resnet(self) -> bool:
-        """Its `layers` are the numbers of blocks of four stages."""
-        return isinstance((self.model_extra or {}).get("layers"), list | tuple)
-
 
 class TextKeys(Described):
     """`text_cfg`. OpenCLIP checks the keys that are not listed here."""
@@ -197,7 +192,7 @@ class OpenCLIPArchitecture(Described):
         )
 
     def changed(
-        self, config: Any, scalars: dict[str, float], vision: dict[str, Any]
+        self, config: Any, scalars: dict[str, float], vision: dict[str, Any], text: dict[str, Any]
     ) -> OpenCLIPArchitecture:
         """With the overrides of the recipe's `model` section. UserError."""
         rules = [
@@ -207,7 +202,7 @@ class OpenCLIPArchitecture(Described):
                 "towers have their own dropouts (timm_drop, timm_drop_path); set model.dropout=0",
             ),
             (
-                self.vision_cfg.is_resnet and bool(config.patch_dropout),
+                is_resnet(self.model_dump()) and bool(config.patch_dropout),
                 f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and "
                 "has no patches; set model.patch_dropout=null",
             ),
@@ -228,13 +223,8 @@ class OpenCLIPArchitecture(Described):
         for message in broken(rules):
             raise UserError(message)
         vision_cfg = self.vision_cfg.model_copy(update=vision)
-        text_cfg = with_context(self.text_cfg, config.context_length)
+        text_cfg = self.text_cfg.model_copy(update=text)
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
-
-
-def with_context(text: Any, length: int | None) -> Any:
-    """A `text_cfg` of so many tokens; None: as it is."""
-    return text if length is None else text.model_copy(update={"context_length": length})
 
 
 def library(name: str) -> Any:
