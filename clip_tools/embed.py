@@ -1,5 +1,5 @@
-"""Load a run, or any weights, by name in Python (`load`), embed whole data sets (`clip-train embed`)
-and caption images (`clip-train caption`)."""
+"""Load a run, or any weights, by name in Python (`load`), embed whole data sets
+(`clip-train embed`) and caption images (`clip-train caption`)."""
 
 import argparse
 import io

@@ -433,7 +433,7 @@ def test_an_optimizer_by_timms_name(capsys, tmp_path):
     capsys.readouterr()
     assert main(["import-args", f"main.py {VIT} --opt timm/adafactor"]) == 2
     assert (
-        "optim.name ('adafactor') must be adamw, sgd, lion, muon or the import path of a class"
+        "optim.name ('adafactor') must be adamw, sgd, muon or the import path of a class"
         in capsys.readouterr().err
     )
 
