@@ -76,8 +76,8 @@ def repair(text: str) -> str:
 class Tokenizer:
     """Captions -> token ids."""
 
-    # Of a caption, start and end included, at least 1. Longer captions lose their tail, and the end
-    # token takes the last place. Padding is 0.
+    # Tokens of a caption, start and end included, at least 1. Longer captions lose their tail, and
+    # the end token takes the last place. Padding is 0.
     context_length: int = 77
 
     def __call__(self, texts: str | list[str]) -> Tensor:
