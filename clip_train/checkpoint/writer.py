@@ -104,9 +104,7 @@ class Writer:
         remote = policy.config.remote
         # an outage that a save can outlast costs no checkpoint
         patience = float(os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", self._timeout))
-        self.remote: Storage | None = None
-        if remote is not None:
-            self.remote = open_storage(remote, patience_seconds=patience)
+        self.remote = open_storage(remote, patience_seconds=patience) if remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
         # two retentions at once would find each other's folders gone
@@ -166,11 +164,10 @@ class Writer:
         The store repeats each of its requests; the next save repeats an upload that has failed.
         FencedError, RefusedError, OSError; SupersededError: a newer save waits already.
         """
-        assert self.remote is not None and request.entry is not None
-        if self._newest is not request:
-            assert self._newest is not None
-            step = self._newest.step
-            raise SupersededError(f"superseded by step {step} before its upload began")
+        newest = self._newest
+        assert self.remote is not None and request.entry is not None and newest is not None
+        if newest is not request:
+            raise SupersededError(f"superseded by step {newest.step} before its upload began")
         name = f"{request.prefix}/{request.entry.name}"
         self.remote.put_file(self.local.path(name), name)
         put_rank_manifest(self.remote, request)

@@ -5,7 +5,7 @@ ranks that have run out of samples encode a blank one for as long as another ran
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,6 +40,21 @@ class Encoded:
 def first_values(x: Tensor, width: int | None) -> Tensor:
     """[..., D] -> [..., width], normalized; None: as it is."""
     return x if width is None else F.normalize(x[..., :width], dim=-1)
+
+
+def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
+    """Collective: all ranks' samples, and how many images and captions each rank has."""
+    counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
+    images, texts = ([count[i] for count in counts] for i in (0, 1))
+    whole = replace(
+        encoded,
+        image=dist.gather_rows(encoded.image, images),
+        labels=dist.gather_rows(encoded.labels, images),
+        text=dist.gather_rows(encoded.text, texts),
+        texts=dist.gather_rows(encoded.texts, texts),
+        owners=dist.gather_rows(encoded.owners + sum(images[: dist.rank()]), texts),
+    )
+    return whole, images, texts
 
 
 def encode(

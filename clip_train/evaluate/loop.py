@@ -12,7 +12,7 @@ from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import Encoded, encode, first_values
+from clip_train.evaluate.features import Encoded, encode, first_values, gather
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
 from clip_train.settings import import_path
@@ -68,7 +68,8 @@ def evaluate(
                 found = caption_metrics(replace(tested, image=image, text=text), config)
                 out |= {f"{prefix}{name}": value for name, value in found.items()}
             if config.functions:
-                out |= own_metrics(config.functions, tested)
+                everything, _, _ = gather(tested)
+                out |= dist.on_main(own_metrics, config.functions, everything)
         if labelled is not None:
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:
@@ -82,25 +83,10 @@ def evaluate(
 
 
 def own_metrics(paths: Sequence[str], encoded: Encoded) -> dict[str, float]:
-    """Collective: the numbers that the functions of `evaluate.functions` return on rank 0.
+    """On rank 0: the numbers that the functions of `evaluate.functions` return for all samples.
 
-    They are called with an `Encoded` of all ranks' samples. UserError on all ranks if a function
-    cannot be imported, raises, or does not return numbers by name.
+    UserError if a function cannot be imported, raises, or does not return numbers by name.
     """
-    counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
-    images, texts = ([count[i] for count in counts] for i in (0, 1))
-    gathered = replace(
-        encoded,
-        image=dist.gather_rows(encoded.image, images),
-        labels=dist.gather_rows(encoded.labels, images),
-        text=dist.gather_rows(encoded.text, texts),
-        texts=dist.gather_rows(encoded.texts, texts),
-        owners=dist.gather_rows(encoded.owners + sum(images[: dist.rank()]), texts),
-    )
-    return dist.on_main(_call, paths, gathered)
-
-
-def _call(paths: Sequence[str], encoded: Encoded) -> dict[str, float]:
     out: dict[str, float] = {}
     for path in paths:
         function = import_path("evaluate.functions", path)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import Encoded
+from clip_train.evaluate.features import Encoded, gather
 
 _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
@@ -74,14 +74,8 @@ def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float
         `text_retrieval_recall@10`, where a hit on any of an image's captions counts. With
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
-    counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
-    num_images, num_texts = ([count[i] for count in counts] for i in (0, 1))
-    here = dist.rank()
-    image = dist.gather_rows(encoded.image, num_images)  # [N, D]
-    text, tokens = (
-        dist.gather_rows(x, num_texts) for x in (encoded.text, encoded.texts)
-    )  # [T, D], [T, context_length]
-    owners = dist.gather_rows(encoded.owners + sum(num_images[:here]), num_texts)  # [T]
+    whole, num_images, num_texts = gather(encoded)
+    image, text, owners = whole.image, whole.text, whole.owners  # [N, D], [T, D], [T]
     first = torch.ones_like(owners, dtype=torch.bool)
     first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
@@ -90,7 +84,7 @@ def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float
         out["val_loss"] = dist.agreed(validation_loss, *pairs)
     if not config.retrieval:
         return out
-    same = torch.unique(tokens, dim=0, return_inverse=True)[1]  # [T]
+    same = torch.unique(whole.texts, dim=0, return_inverse=True)[1]  # [T]
     indices = torch.arange(len(image), device=image.device)
     rules = {  # of images and captions, and of captions and images
         ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(first, -1)),
@@ -104,7 +98,10 @@ def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float
         of_side = list(rules.values())
         if side == 1:
             of_side = [Groups(texts, images, ahead) for images, texts, ahead in of_side]
-        mine = [groups._replace(queries=groups.queries.split(lengths)[here]) for groups in of_side]
+        mine = [
+            groups._replace(queries=groups.queries.split(lengths)[dist.rank()])
+            for groups in of_side
+        ]
         matches = dist.agreed(partial(ranks_of_matches, queries, candidates, mine))
         for names, groups, found in zip(rules, of_side, matches, strict=True):
             places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
