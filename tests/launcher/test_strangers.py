@@ -68,7 +68,7 @@ def test_nobody_waits_for_what_is_no_file(tmp_path, make, kind):
         partial(JsonlSink, tmp_path / "metrics.jsonl"),
         partial(History(tmp_path).append, "x"),
     ):
-        with pytest.raises(UserError, match=f"is {kind}, and .* plain files alone; remove it"):
+        with pytest.raises(UserError, match=f"is {kind}, and .* to plain files; remove it"):
             opened()
 
 
