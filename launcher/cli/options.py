@@ -311,7 +311,7 @@ VERBS = {
     The folder is what export writes: evaluate and model.init_from take it.""",
         """\
     clip-train average runs/clip@18000,runs/clip@20000 --output mean
-    clip-train average runs/a@20000,runs/b@20000 --ema""",
+    clip-train average runs/a@20000,runs/b@20000""",
         positions=("checkpoints",),
         options=(
             ("output", "DIR", "folder to write (default: average)", "average"),

@@ -34,8 +34,8 @@ def test_each_set_has_the_numbers_that_it_has_alone(recipe, data, tmp_path):
     assert "test/image-to-text R@1" in out and "keep_best" not in out, out
     told = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
     assert "ema_test/val_loss" in told and "ema_test/num_samples" not in told
-    page = (tmp_path / "run" / "report.html").read_text()  # of all numbers a table, of some a chart
-    assert page.count("seen-1/num_samples") == 1 < page.count("seen-1/val_loss")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "seen-1/num_samples" not in page and "seen-1/val_loss" in page
     assert told["test/samples_seen_by_own"] == data.num_val
     for name, place in (("test", data.val), ("seen-1", seen)):
         status, out = run(tmp_path / "run", *common, f"data.val={place}", "--json", verb="evaluate")
