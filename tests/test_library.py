@@ -495,7 +495,9 @@ def test_mistakes_are_explained():
     with pytest.raises(ValueError, match="model holds EngineOfItsOwn, which reduces"):
         contrastive_step(Adapter(EngineOfItsOwn()), images, texts, micro_size=2)
     for engine in (EngineOfItsOwn(), ZeroEngine()):
-        with pytest.raises(ValueError, match=r"model is \w*Engine\w*, which cannot reduce gradients once"):
+        with pytest.raises(
+            ValueError, match=r"model is \w*Engine\w*, which cannot reduce gradients once"
+        ):
             contrastive_step(engine, images, texts, micro_size=2)
     with pytest.raises(ValueError, match="scaler: ZeroEngine scales the loss itself"):
         scaler = torch.amp.GradScaler("cpu")
