@@ -65,7 +65,7 @@ def branched(
         )
     name = apply_overrides({}, overrides).get("run", {}).get("name", f"{source.run.name}-{step}")
     raw, remote = source.model_dump(mode="json"), source.checkpoint.remote
-    if remote is not None:  # beside the source's, in a bucket of its own below it
+    if remote is not None:  # next to the source's folder; in a bucket, below the source's prefix
         above = posixpath.dirname(remote.rstrip("/"))
         remote = posixpath.join(remote if above.endswith(":") else above, name)
     raw["run"] |= {

@@ -261,7 +261,7 @@ def write_export(
 ) -> int:
     """The mean of these checkpoints as `args.format` has it; prints how it is loaded.
 
-    config: of the run, which says where the base of adapters lies.
+    config: the run's, which names the base of adapters.
     """
     description = found[0].state["architecture"]  # works even if the recipe's files have changed
     if not isinstance(description, dict):

@@ -2,7 +2,7 @@
 
 With `loss.kind=my_package.losses.margin` as PREFIX: the options of that function or class.
 
-`clip-train completion SHELL`: a script by which the shell completes verbs, options, choices and
+`clip-train completion SHELL`: a script with which the shell completes verbs, options, choices and
 keys. The script contains all of these, so pressing Tab does not start Python.
 """
 

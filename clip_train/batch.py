@@ -108,7 +108,7 @@ class BatchSizes:
 
     def steps_for(self, samples: float) -> int:
         """The number of steps, at least one, that use a number of samples closest to `samples`."""
-        # The most whole steps that need no more than `samples`.
+        # The largest number of whole steps that need at most `samples`.
         whole = bisect.bisect_right(range(int(samples) + 1), int(samples), key=self.before) - 1
         return max(1, round(whole + (samples - self.before(whole)) / self.at(whole)))
 

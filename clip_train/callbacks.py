@@ -26,7 +26,7 @@ class Callback:
         """
 
     def before_save(self, state: dict[str, Any]) -> None:
-        """Put into `state` what a resumed run needs, as JSON and the same on all ranks."""
+        """Add to `state` the values that a resumed run needs, as JSON, equal on all ranks."""
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
         """record: the step, and the evaluation's numbers by name."""

@@ -58,7 +58,7 @@ class MovingAverage:
     warmup: bool = False  # at step t at most 1 - t^(-2/3): that of timm's --model-ema-warmup
     of: dict[Tensor, Tensor] = field(
         default_factory=dict
-    )  # what an engine holds -> [numel] of this rank's part of it
+    )  # an engine's tensor -> [numel] of this rank's part of it
 
     def update(self, step: int) -> None:
         """After optimizer step `step`, from 1."""
@@ -119,7 +119,7 @@ class Engine(abc.ABC):
     and `_update`.
     """
 
-    task: Task = IMAGE_TEXT  # what the model means for a step
+    task: Task = IMAGE_TEXT  # how a step uses the model
     ema: MovingAverage | None = None  # set before the weights are loaded
     files: Mapping[str, str] = {}  # for the run directory: name -> text
     notes: Sequence[str] = ()  # for the log

@@ -78,7 +78,7 @@ class RendezvousError(ClipTrainError):
     """The process group did not form: a port, a host name, a network, or a rank that never
     connected.
 
-    node_suspect: this rank's node is to blame.
+    node_suspect: this rank's node may be the cause.
     """
 
     def __init__(self, message: str, *, node_suspect: bool = False) -> None:

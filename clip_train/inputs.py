@@ -30,7 +30,7 @@ class Input(NamedTuple):
 
 
 def layout_of(paths: Mapping[str, str] | None, image_size: int) -> tuple[Input, ...]:
-    """What `data.inputs` names. UserError for a function that does not declare what it returns."""
+    """The inputs of `data.inputs`. UserError for a function that does not declare its result."""
     import torch
 
     layout = []

@@ -154,8 +154,8 @@ def contrastive_step(
 def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
     """Sizes of micro-batches in order, each with at most `most` tokens, or one sample.
 
-    num_tokens: of each sample. k: chunks that are needed at least, because another rank has as
-    many; there must be as many samples.
+    num_tokens: of each sample. k: the minimum number of chunks, because another rank has that many;
+    needs at least k samples.
     """
     sizes, total = [0], 0
     for tokens in num_tokens:

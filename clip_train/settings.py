@@ -170,7 +170,7 @@ def import_path(
 ) -> Any:
     """Import the object at `path`, the value of `key`.
 
-    base: what it must be a subclass of; object: it may be anything. UserError.
+    base: the required base class; `object` allows any object. UserError.
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:

@@ -191,7 +191,8 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
 
 @contextmanager
 def matmul_precision(chosen: Matmul) -> Iterator[None]:
-    """How GPUs multiply float32 matrices inside, whatever they do for the model's own."""
+    """How GPUs multiply float32 matrices inside the block, independent of the model's own
+    products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if chosen == "tf32" else "highest")
     try:

@@ -123,8 +123,8 @@ def on_base(
 ) -> dict[str, Tensor]:
     """Collective: the state of a checkpoint, its adapters merged into their base, if it has any.
 
-    The description of its model then is that of the plain one. config: where the base lies.
-    UserError for another base, CheckpointError.
+    The description of its model is then that of the plain model. config: names the base. UserError
+    for another base, CheckpointError.
     """
     lora = found.state["architecture"].pop("lora", None)
     if lora is None:

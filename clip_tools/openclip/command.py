@@ -185,7 +185,8 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
 
 
 def as_value(text: Any) -> Any:
-    """As Python reads it, else as it is; `4e8` is a whole number where OpenCLIP wants one."""
+    """A Python literal if it is one, else the text; `4e8` is a whole number where OpenCLIP wants
+    one."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):  # a text, a list, nothing
@@ -195,7 +196,7 @@ def as_value(text: Any) -> Any:
 
 
 def whole(name: str, text: Any) -> int:
-    """UserError where it is not an integer."""
+    """UserError if it is not an integer."""
     value = as_value(text)
     if not isinstance(value, int):
         raise UserError(f"{name} ({text}) must be an integer; put the number in")
@@ -205,7 +206,7 @@ def whole(name: str, text: Any) -> int:
 def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     """The model to train, and its initial weights."""
     name = str(flags["model"])
-    config_file = f"{name.removesuffix('.json')}.json"  # which OpenCLIP knows by add_model_config
+    config_file = f"{name.removesuffix('.json')}.json"  # registered in OpenCLIP by add_model_config
     keys["model.name"] = config_file
     if name != config_file and not Path(config_file).is_file():
         quick = "force-quick-gelu" in flags

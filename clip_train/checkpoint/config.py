@@ -89,7 +89,7 @@ class CheckpointConfig(Settings):
         return value
 
 
-# -- what `checkpoint.resume` names
+# -- the path in `checkpoint.resume`
 
 
 def locate(path: str) -> tuple[str, CommitRef | None]:
@@ -120,7 +120,7 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
     )
 
 
-# -- what the store must be able to do, tried before the model is built
+# -- requirements of the store, tested before the model is built
 
 _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
 
@@ -152,7 +152,7 @@ def preflight(storage: Storage) -> list[str]:
         if storage.read_bytes(file) != content:
             raise CheckpointError("returns other bytes than were written")
         doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
-        # two writers, of which one may win: this is how leases and commits are taken
+        # two writers, only one of which may win: leases and commits depend on this
         if not storage.put_bytes(once, b"first", if_absent=True):
             raise CheckpointError(
                 "refuses a conditional write (If-None-Match) to a name that is new"
@@ -176,7 +176,7 @@ def preflight(storage: Storage) -> list[str]:
 
 
 def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> ClipTrainError:
-    """What went wrong, and what to do. A server that is only busy is not the user's mistake."""
+    """The error and its remedy. A server that is only busy is not the user's mistake."""
     kind: type[ClipTrainError] = UserError
     result = f"cannot {doing}: {e}"
     remedy = "give s3://bucket/prefix, or a folder"

@@ -241,7 +241,7 @@ class CheckpointManager:
     def _snapshot(
         self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]
     ) -> SaveRequest:
-        """Copy this rank's state to the memory. Whatever goes wrong is an error."""
+        """Copy this rank's state to the memory. Every failure is an error."""
         assert self._memory is not None and self._policy is not None
         if dist.is_main() and self._fatal is not None:
             raise CheckpointError(self._fatal)
@@ -410,7 +410,7 @@ class CheckpointManager:
         return False
 
     def _share(self) -> None:
-        """Collective: what rank 0 knows about commits and failures, on all ranks."""
+        """Collective: share rank 0's knowledge of commits and failures with all ranks."""
         known = (self._saved, self.last_good, self._fatal)
         self._saved, self.last_good, self._fatal = dist.broadcast_object(known)
 

@@ -164,7 +164,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """The expected size and checksums of a file."""
 
     name: FileName  # within the attempt's folder
     size: Natural  # bytes

@@ -338,8 +338,8 @@ class FragmentReader:
         """Verify and fetch every parameter of the model's state dict. Returns tensors on `meta`
         with their shapes and types, and a function that reads one of them (fp32). Collective.
 
-        ema: its moving average, if it has one (a frozen one has not). here: False on a rank that
-        only waits for the others. UserError if no parameter has an average; CheckpointError.
+        ema: its moving average, if it has one (frozen parameters have none). here: False on a rank
+        that only waits for the others. UserError if no parameter has an average; CheckpointError.
         """
         shapes = self.shapes if here else {}
         slots = {name: EMA if ema and EMA in self.slots(name) else "param" for name in shapes}

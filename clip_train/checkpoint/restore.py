@@ -86,7 +86,7 @@ def is_shared(storage: LocalStorage, *, required: bool) -> bool:
     """Collective: whether all ranks see the files that rank 0 writes there. CheckpointError, on all
     ranks.
 
-    required: RankError where one of them does not, even after a while.
+    required: RankError if one of them does not, even after a while.
     """
     if dist.world_size() == 1:
         return True
@@ -171,7 +171,7 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
 
 
 def places_at(root: str) -> Places:
-    """A folder is read where it is."""
+    """A folder is read in place."""
     storage = open_storage(root)
     return Places(storage, None) if isinstance(storage, LocalStorage) else Places(None, storage)
 
@@ -332,8 +332,8 @@ def open_read_only(
 ) -> Resumed:
     """The newest committed checkpoint, or that of `step`, to export or evaluate. Collective.
 
-    The run's folders stay as they are. Only what is read is verified and fetched.
-    UserError if the newest is damaged; CheckpointError.
+    The run's folders are not changed. Only what is read is verified and fetched. UserError if the
+    newest is damaged; CheckpointError.
     """
     where = " or ".join(each.url for each in places if each is not None)
     if step is not None:

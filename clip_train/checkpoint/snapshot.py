@@ -131,7 +131,7 @@ class SharedMemory:
 
 
 def _register(view: Tensor) -> bool:
-    """Pin memory that torch has not allocated; without it the copy is slower and still right."""
+    """Pin memory that torch has not allocated. Without it, the copy is slower but still correct."""
     try:
         status = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
     except (AttributeError, RuntimeError):

@@ -193,7 +193,7 @@ def _stabiliser(rows: list[Block], cols: list[Block], scale: Tensor) -> Tensor |
         ]
         longest.append(torch.stack([norm.max() for norm in norms]).max())
     shift = (scale * longest[1] * longest[0] - HEADROOM).clamp_(min=0.0)
-    # a pass over the logits spared, where it costs no wait to know
+    # saves a pass over the logits if the answer needs no wait
     return None if shift.device.type == "cpu" and not shift.any() else shift
 
 

@@ -28,9 +28,8 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 def auto_side(n: int, N: int) -> int:
     """The side of the tiles of an n x N matrix: as large as fits into the second-level caches.
 
-    The elementwise passes over a tile then read from cache what the matrix product left there, and
-    the product is large enough to run at full speed. Rounded so that no thin strip is left at an
-    edge.
+    The elementwise passes over a tile then read the matrix product from cache, and the product is
+    large enough to run at full speed. Rounded so that no thin strip is left at an edge.
     """
     if torch.cuda.is_available():
         side = GPU_SIDE

@@ -217,8 +217,8 @@ class DataConfig(Settings):
         ),
         Refused,
     ] = None
-    """What a model of your own gets instead of images, by name: functions from a sample's members
-    to an array whose shape and dtype they declare; `image` is the image (docs/extending.md)."""
+    """Inputs of your own model instead of images, by name: functions from a sample's members to an
+    array whose shape and dtype they declare; `image` is the image (docs/extending.md)."""
 
     stages: Annotated[
         list[ImportPath] | None,
@@ -304,8 +304,8 @@ def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
 
     Any number works with any sizes and ranks. If it divides all sizes, each stream gives the same
     number of samples to every batch. If it does not, several ranks read some samples (each is
-    decoded once), and more so if a stream gives fewer samples. Hence `auto`: a
-    divisor where there is one of some size, else a number that takes a few samples from each.
+    decoded once), and more so if a stream gives fewer samples. Hence `auto` is a divisor if there
+    is a large enough one, else a number that takes a few samples from each stream.
     """
     if lanes != "auto":
         return lanes
@@ -353,7 +353,7 @@ def _normalized(weights: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """What `check_source` has found."""
+    """The result of `check_source`."""
 
     first_key: str
     first_caption: str
@@ -385,7 +385,7 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
 
 
 def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str, str]:
-    """Its key and its caption. UserError where it cannot be used."""
+    """Its key and its caption. UserError if it cannot be used."""
     from clip_train.data import decode  # imports torch: a recipe is read without
 
     caption_key, stages = config.caption_key, config.stages or ()

@@ -49,7 +49,7 @@ them with."""
 
 
 def image_bytes(members: Mapping[str, Any]) -> Any:
-    """The image member's content, or what a stage has decoded it to. InvalidSample."""
+    """The image member's content, or the image decoded from it by a stage. InvalidSample."""
     for extension in IMAGE_EXTENSIONS:
         if extension in members:
             if members[extension] is None:
@@ -126,7 +126,7 @@ def texts_of(
 def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
     """The name of a sample's group by `loss.groups`; None: it is of no group.
 
-    caption: the one that was drawn. Its case and its spaces make no other group.
+    caption: the one that was drawn. Case and spaces do not distinguish groups.
     """
     if groups == "caption":
         return " ".join(caption.lower().split())
@@ -311,7 +311,7 @@ def decode_image(data: Any, divisor: int = 1) -> Tensor:
     """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
 
     Args:
-        data: bytes; or what a stage has made of them: a Pillow image, or an array uint8 [H, W, 3].
+        data: bytes, or the output of a stage: a Pillow image, or an array uint8 [H, W, 3].
         divisor: 1, 2, 4 or 8. JPEGs that simplejpeg decodes are decoded at this fraction of their
             sides, rounded up: most of the inverse DCT is left out.
 

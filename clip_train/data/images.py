@@ -42,7 +42,7 @@ FEWEST, MOST = 4, 24  # words of a synthetic caption
 def own_augmentation(
     path: str | None, options: Mapping[str, Any]
 ) -> Callable[[Tensor], Tensor] | None:
-    """What `data.aug_own` names: a function, or an object of a class. UserError."""
+    """The augmentation of `data.aug_own`: a function, or an object of a class. UserError."""
     if path is None:
         return None
     found = import_path("data.aug_own", path)

@@ -57,7 +57,8 @@ class ShardEntry:
 
 
 class IndexLine(NamedTuple):
-    """A shard's line of an index. It unpickles as its entry, of which a process needs few."""
+    """A shard's line of an index. It unpickles as its entry, because a process needs only a few
+    entries."""
 
     line: bytes
     places: int  # as `ShardEntry.places`
@@ -150,8 +151,8 @@ class ShardIndex:
 
     @classmethod
     def opened(cls, path: str, name: str) -> ShardIndex:
-        """What another process of this node has shared, by its list's path and name. OSError if
-        this process cannot open it."""
+        """The index that another process of this node has shared, by its list's path and name.
+        OSError if this process cannot open it."""
         shared = SharedList(path)
         if shared.address[1] != name:
             raise OSError(f"{path} is {shared.address[1]}, not {name}")
@@ -177,7 +178,7 @@ class ShardIndex:
         return None if None in self.counts else sum(filter(None, self.counts))
 
     def rows(self) -> list[Row]:
-        """What a checkpoint keeps of each shard, once all are counted."""
+        """The facts of each shard that a checkpoint stores, once all are counted."""
         return [
             (redact(split_name(shard)[1]), digits, count or 0)
             for shard, digits, count in zip(self.shards, self.digits, self.counts, strict=True)
@@ -189,7 +190,7 @@ class ShardIndex:
         return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
-        """What the index gives, or what is lost without it."""
+        """A line for the log about the index, or about missing ones."""
         text = f"{len(self.shards)} shards, all indexed"
         if self.without:
             text = (
@@ -215,8 +216,8 @@ def index_of(
 
 
 def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
-    """Reads the indexes beside the shards of some sources. Signed links have none: nobody can ask
-    for a file in their folder.
+    """Reads the indexes beside the shards of some sources. Signed links have none, because files in
+    their folder cannot be requested.
 
     Args:
         verify: as `data.verify`; "off" leaves indexes alone.

@@ -143,7 +143,8 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self._closed = False
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside its step, as JSON: see `resume_data`."""
+        """The state that a checkpoint stores in addition to its step, as JSON: see
+        `resume_data`."""
         return {
             "data_began": self._order_start,
             "shards": pack_rows(self.index.rows()),
@@ -376,7 +377,7 @@ def _start_fork_server() -> None:
     """With the signals ignored that a launcher sends to the group: the workers inherit this and
     must outlive them.
 
-    They are blocked here meanwhile, so that none of them is lost.
+    They are blocked during this time, so that none is lost.
     """
     if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
         forkserver.ensure_running()

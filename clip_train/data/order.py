@@ -91,7 +91,7 @@ class Source:
         self._pieces: dict[int, tuple[int, list[Segment]]] = {}  # stream -> its latest epoch, piece
 
     def piece(self, stream: int, epoch: int) -> list[Segment]:
-        """What a stream reads in an epoch: as many samples as it has positions there."""
+        """The samples that a stream reads in an epoch, one for each of its positions."""
         known, piece = self._pieces.get(stream, (-1, []))
         if known == epoch:
             return piece

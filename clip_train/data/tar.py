@@ -24,7 +24,7 @@ MAX_SAMPLE_BYTES = 1 << 28  # larger samples are not read, because a block of sa
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = 64  # of a sample: a shard whose names share a dot would become one huge sample
 
-# what webdataset keeps beside samples, such as __index__.json
+# webdataset's additional files, such as __index__.json
 _METADATA = re.compile(r"(^|/)__[^/]*__([./]|$)")
 
 

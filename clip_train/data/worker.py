@@ -45,10 +45,10 @@ MAX_TRIED = 10_000  # this many unusable samples in a row mean broken data
 def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ...]) -> Tensor:
     """uint8 [workers, slots, capacity, *row] in shared memory, filled by workers over and over.
 
-    Sent through the loader's queue, every piece would be copied once more, into fresh pages that
-    the kernel has to clear: a quarter of the whole cost of a 256 px image. A worker fills its slots
-    in turn. The trainer asks for piece k after it has fetched piece k - prefetch, and finishes with
-    that one before it fetches the next. So prefetch + 1 slots are enough.
+    The loader's queue would copy every piece once more, into new pages that the kernel has to
+    clear: a quarter of the whole cost of a 256 px image. A worker fills its slots in turn. The
+    trainer asks for piece k after it has fetched piece k - prefetch, and finishes with that one
+    before it fetches the next. So prefetch + 1 slots are enough.
 
     capacity: samples in the largest piece. row: as `PieceStream.row`. RankError without room.
     """

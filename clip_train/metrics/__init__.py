@@ -1,1 +1,1 @@
-"""What a run reports while it trains (progress, sinks) and afterwards (report)."""
+"""Reports of a run: during training (progress, sinks) and afterwards (report)."""

@@ -28,7 +28,7 @@ REMEDY = "the run is not affected; correct the cause before you ask for it again
 
 @dataclass(frozen=True)
 class GPU:
-    """What its datasheet says."""
+    """Values from its datasheet."""
 
     memory: float  # bytes
     flops: float  # a second, dense bf16, or fp16
@@ -83,8 +83,8 @@ def seconds_between(earlier: Any, later: Any) -> float:  # a GPU must have reach
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """A second: on a GPU the datasheet's in bf16, None if it is not in `GPUS`; on a CPU what a
-    product of fp32 matrices reaches with this rank's threads."""
+    """FLOPs per second. On a GPU: the datasheet's value in bf16, None if it is not in `GPUS`. On a
+    CPU: the measured speed of a product of fp32 matrices with this rank's threads."""
     if device.type == "cuda":
         words = re.split(r"\W+", torch.cuda.get_device_name(device))
         return next((gpu.flops for name, gpu in GPUS.items() if name.split("-")[0] in words), None)

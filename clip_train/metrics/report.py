@@ -82,10 +82,11 @@ class Curve:
 
 
 class Run:
-    """A folder, read once: look again with another `Run`. Without files the run has not begun."""
+    """A folder, read once: look again with another `Run`. A folder without files is a run that has
+    not started."""
 
     def __init__(self, folder: Path | str) -> None:
-        """OSError where it cannot be read."""
+        """OSError if it cannot be read."""
         self.folder = Path(folder)
         self.name = self.folder.resolve().name
         self.recipe = self._load("recipe.yaml")
@@ -150,7 +151,7 @@ class Run:
         return None
 
     def _load(self, name: str) -> dict[str, Any]:
-        """A mapping in JSON or YAML; empty where it cannot be read."""
+        """A mapping in JSON or YAML; empty if it cannot be read."""
         parse = json.loads if name.endswith(".json") else yaml.safe_load
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             found = parse((self.folder / name).read_text(encoding="utf-8"))

@@ -89,7 +89,8 @@ class CLIP(nn.Module):
         sample_seeds: Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Outputs:
-        """Encode what is given. Call the model itself: ZeRO-3 gathers parameters in no other way.
+        """Encode what is given. Call the model itself, or ZeRO-3 does not gather the
+        parameters.
 
         Args:
             images: uint8 [b, 3, H, W], normalized here, or float, already normalized.

@@ -210,7 +210,7 @@ class OwnModel(Architecture):
 
     @classmethod
     def at(cls, path: str) -> Architecture:
-        """What the import path names. UserError."""
+        """The object at the import path. UserError."""
         found = import_path("model.name", path)
         facts = {name: getattr(found, name) for name in OWN_FACTS if hasattr(found, name)}
         size, tokenizer = facts.pop("image_size", 224), facts.pop("tokenizer", None)
@@ -276,8 +276,8 @@ class ModelConfig(Settings):
     """Tokens of a text, its start and end included; positional embeddings of `init_from` are
     interpolated; none: as the JSON says. Long-CLIP has 248."""
     keep_positions: NonNegativeInt = 0
-    """With context_length, the first positions of `init_from` that stay as they are, 20 in
-    Long-CLIP; those behind them are interpolated. 0: all are interpolated, as in OpenCLIP."""
+    """With context_length, the number of first positions of `init_from` that stay unchanged, 20 in
+    Long-CLIP; later ones are interpolated. 0: all are interpolated, as in OpenCLIP."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON
     says."""

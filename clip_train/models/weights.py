@@ -99,9 +99,9 @@ def silent(text: str) -> None:
 def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
     """Load `model.init_from`, `init_image_from` and `init_text_from`; draw the rest from `seed`.
 
-    OpenCLIP's initialization is drawn in float32 and on the CPU for every precision, device and
-    ZeRO stage, so that none of them changes where a run starts. Files are mapped into memory, and
-    each tensor is drawn by itself: a rank holds the parts that it has prepared.
+    OpenCLIP's initialization is always drawn in float32 on the CPU, so precision, device and ZeRO
+    stage do not change the initial weights. Files are mapped into memory, and each tensor is drawn
+    by itself: a rank holds the parts that it has prepared.
     """
     architecture, state = config.architecture(), {}
     base = architecture.model_copy(update={"lora": None})

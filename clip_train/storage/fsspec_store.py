@@ -114,7 +114,8 @@ class FsspecStorage(RemoteStorage):
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """Seconds since the epoch; now if the file system does not say: then nobody removes it."""
+    """Seconds since the epoch. If the file system does not report it, the current time, so that
+    nobody removes the file."""
     for value in map(info.get, _TIMES):
         if isinstance(value, datetime.datetime):
             return value.timestamp()

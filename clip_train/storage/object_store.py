@@ -139,7 +139,7 @@ class ObjectStorage(RemoteStorage):
             mode: Literal["create", "overwrite"] = "create" if if_absent else "overwrite"
             request = obstore.put_async(self._client, key, source, mode=mode, use_multipart=False)
             return await pace.hold(request, len(source))
-        # a client of its own, which repeats each part by itself
+        # a separate client, which repeats each part by itself
         part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / _MAX_PARTS))
         limit = _LONGEST_REQUEST_SECONDS
         if pace.rate:

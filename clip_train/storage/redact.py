@@ -38,7 +38,7 @@ _OPAQUE = re.compile(
     r"(?i)([?&#](?!(?:version|generation|rev|commit|sha|md5|etag|digest)[\w-]{0,20}=)[\w.-]{1,40}=)"
     r"(?=[\w~%+=-]{0,200}?\d)(?=[\w~%+=-]{0,200}?[a-z])[\w~%+=-]{32,}"
 )
-# What else is signed in a shared access signature of Azure.
+# Other signed parameters of an Azure shared access signature.
 _SAS = re.compile(
     rf"(?ix) ([?&](?:s[vtepris]|srt|spr|sip|sdd|sk[a-z]{{1,4}}|s[au]oid|scid)=) {_VALUE}"
 )

@@ -102,7 +102,7 @@ class RemoteStorage(Storage):
 
     @abstractmethod
     async def head(self, key: str, pace: Pace) -> Entry:
-        """The object as it is now, with its tag if the store has such a thing."""
+        """The object's present state, with its tag if the store has tags."""
 
     @abstractmethod
     async def get(
@@ -128,7 +128,7 @@ class RemoteStorage(Storage):
     def renew(self, kind: Meaning, again: bool) -> bool:
         """Fetch credentials anew. Return whether another attempt may then succeed.
 
-        kind: what the error meant. again: it was done for this operation already.
+        kind: the class of the error. again: this operation has fetched them once already.
         """
         return False
 

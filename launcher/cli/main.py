@@ -1,5 +1,5 @@
-"""`clip-train VERB ...`: parses the line, imports what the verb needs, and ends the process with
-its exit status.
+"""`clip-train VERB ...`: parse the line, import the verb's module, and end the process with its
+exit status.
 """
 
 import argparse

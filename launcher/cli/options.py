@@ -64,7 +64,7 @@ EXPORT_FORMAT = (
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: where it is, what it takes, its help."""
+    """One verb: its function, its arguments and its help."""
 
     run: str  # module:function, which is called with the parsed arguments
     help: str

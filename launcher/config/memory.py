@@ -163,8 +163,8 @@ def choose_layout(
     """Decide every `auto`: the layout with the least work within `limit` bytes per rank, at most
     `activations` of them for activations.
 
-    The numbers that the recipe gives stay as they are. If only batch.kept_graphs is `auto`, one
-    graph is kept where more cannot fit, or where the limit is unknown (None).
+    Numbers that the recipe gives are not changed. If only batch.kept_graphs is `auto`, one graph is
+    kept where more cannot fit, or where the limit is unknown (None).
     """
     config, batch, plan = resolved.config, resolved.recipe.batch, resolved.plan
     one_graph = resolved

@@ -34,7 +34,7 @@ SAME = {
     "coca-caption-loss-weight": "loss.caption_weight",
     "coca-contrastive-loss-weight": "loss.contrastive_weight",
 }
-# What users of OpenCLIP and of Hugging Face write.
+# Names used in OpenCLIP and Hugging Face.
 OTHER_NAMES = {flag.replace("-", "_"): key for flag, key in SAME.items()} | {
     "learning_rate": "optim.lr",
     "batch_size": "batch.global_size",

@@ -38,7 +38,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine's rules need to know beside the `engine` section."""
+    """Facts that an engine's rules need in addition to the `engine` section."""
 
     world_size: int
     micro_size: int = 1

@@ -75,10 +75,10 @@ def compile_units(model: nn.Module) -> None:
     """torch.compile each of the model's units and native patch embeddings. The last block of a
     native transformer stays eager if it computes one token only: it would need graphs of its own.
 
-    The method is compiled, not the module: hooks stay outside, and names as they are. The graphs
-    take any batch and length. Blocks of the same code and sizes share them: two in training (with a
-    gradient or without), and for some blocks one in evaluation. Random numbers are eager's, so that
-    a replayed forward draws what the first one drew."""
+    The method is compiled, not the module, so hooks stay outside and names do not change. The
+    graphs take any batch and length. Blocks of the same code and sizes share them: two in training
+    (with a gradient or without), and for some blocks one in evaluation. Random numbers are those of
+    eager mode, so a replayed forward draws the same ones as the first."""
     torch.fx.experimental._config.use_duck_shape = (
         False  # sizes that happen to be equal need not stay so
     )

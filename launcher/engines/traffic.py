@@ -16,7 +16,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine cuts. Nothing holds data."""
+    """The parameters that an engine shards. Nothing holds data."""
 
     # the parameters of each unit, in the order of a forward; all others last
     parts: Sequence[Sequence[nn.Parameter]]

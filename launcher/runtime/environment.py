@@ -48,7 +48,7 @@ DRIVER = "proc/driver/nvidia/version"
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands."""
+    """The rank of this process and the size of its world."""
 
     rank: int
     world_size: int
@@ -316,9 +316,9 @@ def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
 
 
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
-    """CPU cores for this rank and its loader workers. srun has not handed --cpus-per-task on since
-    Slurm 22.05 unless SRUN_CPUS_PER_TASK says so, but binds the task to its cores then: the smaller
-    of both. CPU cores that this process may use."""
+    """CPU cores for this rank and its loader workers. Since Slurm 22.05, srun ignores sbatch's
+    --cpus-per-task unless SRUN_CPUS_PER_TASK is set, but it binds the task to its cores. So this is
+    the smaller of the two. CPU cores that this process may use."""
     share = max(1, usable // env.local_world_size)
     asked = environ.get("SLURM_CPUS_PER_TASK") or environ.get("SRUN_CPUS_PER_TASK") or ""
     return max(1, min(int(asked), usable)) if asked.isdigit() and env.found == SLURM_STEP else share

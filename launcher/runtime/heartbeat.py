@@ -72,7 +72,7 @@ class Heartbeat:
         self._thread.start()
 
     def claim(self, failure: Failure, trace: str = "") -> Failure:
-        """End the run with this failure, which is published now, unless another one came first.
+        """End the run with this failure and publish it now, unless another one was first.
 
         Returns the failure that ends the run. From any thread.
         """
@@ -126,10 +126,10 @@ class Heartbeat:
                 left = self._store.add("left", 0)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
-        """What ends the run. The watchdog's thread calls this, so a store that does not answer must
-        not block it.
+        """The failure that ends the run. The watchdog's thread calls this, so a store that does not
+        answer must not block it.
 
-        frozen_seconds: for which this whole process has not run.
+        frozen_seconds: how long this whole process was suspended.
         """
         self._answered += frozen_seconds
         silent = time.monotonic() - self._answered

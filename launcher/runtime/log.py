@@ -1,4 +1,4 @@
-"""What a process logs on stderr."""
+"""A process's log on stderr."""
 
 import contextlib
 import io

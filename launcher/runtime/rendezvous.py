@@ -41,7 +41,7 @@ ANSWER_SECONDS = 15.0  # of the store to one request
 OPEN_FILES = 65536
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("clip_train", "launcher")
-# What the ranks sum at the start, by device: enough bytes on GPUs to show a slow network.
+# Bytes of the all-reduce at the start, by device: enough on GPUs to show a slow network.
 REDUCED_BYTES = {"cuda": 64 << 20, "cpu": 1 << 20}
 
 
@@ -110,7 +110,7 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
 
 
 def resolve(env: RankEnv) -> None:
-    """RendezvousError where this node does not know the name of rank 0's node."""
+    """RendezvousError if this node cannot resolve the name of rank 0's node."""
     end = time.monotonic() + RESOLVE_SECONDS
     while True:
         try:
@@ -254,7 +254,7 @@ def start(
     timeout_seconds: float = 1800.0,
 ) -> None:
     """Meet the other ranks within `rendezvous_seconds`, then form the process group within
-    `group_seconds`; RendezvousError. RemoteRankError where one of them fails before.
+    `group_seconds`; RendezvousError. RemoteRankError if one of them fails before.
 
     recipe: as resolved; UserError if a rank's differs from rank 0's, or its code does.
     timeout_seconds: of every collective.

@@ -1,8 +1,8 @@
 """`clip-train submit`: check, freeze recipe and code beside the batch script, and hand it to
 sbatch.
 
-The templates in slurm/ are used as they are: a few #SBATCH values are set, and one block of lines
-is added.
+The templates in slurm/ are used with a few changed #SBATCH values and one additional block of
+lines.
 """
 
 import argparse
@@ -231,8 +231,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
-    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. What
-    the last has."""
+    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. The
+    files of the last submission."""
     try:
         (folder / "code").mkdir(parents=True)
         for package in FROZEN:

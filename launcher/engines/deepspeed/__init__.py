@@ -70,7 +70,7 @@ class DeepSpeedKind(EngineKind):
         W, stage = world_size, config.zero_stage
         word = 4 if config.precision == "fp32" else 2
         accumulation = 4 if config.precision == "bf16" else word
-        # what a backward leaves, beside the fp32 sum
+        # the gradients of a backward, in addition to the fp32 sum
         unsummed = word if stage == 1 and accumulation > word else 0
         master = 0 if stage == 0 else 4
         optimizer = (master + moment_bytes) * trained / (W if stage >= 1 else 1)
