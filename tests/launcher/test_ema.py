@@ -90,7 +90,7 @@ def test_what_has_no_average_says_so(recipe, tmp_path):
         ),
         (
             {"ema_decay": 0.9999},
-            r"optim.ema_decay \(0.9999\): after all 5000 steps 61% .* set optim.ema_warmup=true",
+            r"optim.ema_decay \(0.9999\) is too high for 5000 steps: 61% .* set optim.ema_warmup=true",
         ),
         (
             {"ema_decay": 1.0},
