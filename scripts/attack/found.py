@@ -53,6 +53,11 @@ MENDED = {
     **dict.fromkeys(["ulimit -u 20, 1 rank", "ulimit -u 20, 2 ranks"], "167b96b8"),
 }
 KNOWN = {
+    **dict.fromkeys(
+        ["ulimit -v of 3 GiB", "ulimit -u 100, 1 rank"],
+        "its cold start alone takes more than 58 s on a busy machine",
+    ),
+    "a million empty members": "each reading of its 512 MB takes 5 CPU seconds, and it is read every epoch",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
     "20 unused members of 200 MiB": "the same",
