@@ -141,9 +141,9 @@ class Forgetful(torch.optim.SGD):
         ("torch.optim.Lyon", "cannot be imported: module 'torch.optim' has no attribute 'Lyon'"),
         ("nowhere.Optimizer", "cannot be imported: No module named 'nowhere'"),
         ("torch.nn.Linear", "is not a subclass of torch.optim.optimizer.Optimizer"),
-        ("torch.optim.NAdam", "remembers mu_product, which does not have a parameter's shape"),
-        ("tests.optim.test_optim.Forgetful", "remembers k,"),
-        ("torch.optim.LBFGS", "cannot be used|remembers"),
+        ("torch.optim.NAdam", "keeps the state mu_product, which does not have a parameter's shape"),
+        ("tests.optim.test_optim.Forgetful", "keeps the state k,"),
+        ("torch.optim.LBFGS", "cannot be used|keeps the state"),
     ],
 )
 def test_an_optimizer_that_no_checkpoint_could_hold_is_refused(name, said):
@@ -160,7 +160,7 @@ def test_what_an_update_needs_and_remembers():
     assert told == [
         ("elements", 8), ("elements", 0), ("elements", 8), *[("elements", 8)] * len(IMPORTED),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="remembers row_var, col_var"):
+    with pytest.raises(UserError, match="keeps the state row_var, col_var"):
         needs(OptimConfig(name="torch.optim.Adafactor"))
     assert needs(OptimConfig(name="torch.optim.Muon")) == "parameters"
 
