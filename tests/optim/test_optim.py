@@ -141,7 +141,10 @@ class Forgetful(torch.optim.SGD):
         ("torch.optim.Lyon", "cannot be imported: module 'torch.optim' has no attribute 'Lyon'"),
         ("nowhere.Optimizer", "cannot be imported: No module named 'nowhere'"),
         ("torch.nn.Linear", "is not a subclass of torch.optim.optimizer.Optimizer"),
-        ("torch.optim.NAdam", "keeps the state mu_product, which does not have a parameter's shape"),
+        (
+            "torch.optim.NAdam",
+            "keeps the state mu_product, which does not have a parameter's shape",
+        ),
         ("tests.optim.test_optim.Forgetful", "keeps the state k,"),
         ("torch.optim.LBFGS", "cannot be used|keeps the state"),
     ],
