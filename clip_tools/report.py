@@ -62,7 +62,7 @@ def folder_of(place: str) -> Path:
     folder = load_config(place).run_dir if path.is_file() else path
     if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):
         raise UserError(
-            f"{folder} has no run (no recipe.yaml, no metrics.jsonl): give a run's folder, or "
+            f"{place} has no run (no recipe.yaml, no metrics.jsonl): give a run's folder, or "
             "its recipe"
         )
     return folder

@@ -27,6 +27,9 @@ def test_report_renders_a_run_anew(tmp_path, capsys):
     assert LINE.fullmatch(said).groups() == ("0", "info", f"written: {one / 'report.html'}")
     assert main(["report", str(tmp_path)]) == 2
     assert "has no run" in capsys.readouterr().err
+    assert main(["report", "http://me:planted@127.0.0.1:1/run"]) == 2
+    err = capsys.readouterr().err
+    assert "http://REDACTED@127.0.0.1:1/run has no run" in err and "planted" not in err
 
 
 def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
