@@ -46,19 +46,24 @@ class JsonlSink:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Remove everything after the last line of `step` or an earlier step: later steps, a torn
-    line."""
+    """Keep the first line of each step up to `step`. Later steps, torn lines and repeated steps are
+    removed. Two starts of one run that overlap write the same steps, with equal numbers."""
     if not path.is_file():
         return
     kept = end = 0  # bytes
-    with path.open("rb") as file:
+    steps: set[int] = set()
+    with path.open("rb") as file, open_own(path, "r+b") as own:
         for line in file:
             end += len(line)
             record = parse_record(line) if line.endswith(b"\n") else None
-            if record is not None and record.get("step", 0) <= step:
-                kept = end
-    with open_own(path, "r+b") as file:
-        file.truncate(kept)
+            if record is None or record.get("step", 0) > step or record.get("step", 0) in steps:
+                continue
+            steps.add(record.get("step", 0))
+            if kept + len(line) < end:
+                own.seek(kept)
+                own.write(line)
+            kept += len(line)
+        own.truncate(kept)
 
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -57,8 +57,6 @@ KNOWN = {
         ["ulimit -v of 3 GiB", "ulimit -u 100, 1 rank", "umask 077", "umask 000", "umask 022"],
         "its cold start alone takes more than 58 s on a busy machine",
     ),
-    "the same line twice in one second": "its metrics were not those of the calm run once; the "
-    "cause was not looked for",
     "a million empty members": "each reading of its 512 MB takes 5 CPU seconds, and it is read every epoch",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",

@@ -77,6 +77,15 @@ def test_resume_of_a_long_run(tmp_path: Path, step: int, torn: str) -> None:
     assert path.read_text() == "".join(whole[:step])
 
 
+def test_a_resume_keeps_one_line_of_each_step(tmp_path: Path) -> None:
+    """Two starts overlapped, and one was killed within a line."""
+    path = tmp_path / "m.jsonl"
+    first, second = ([f'{{"step": {s}, "of": "{of}"}}\n' for s in range(1, 7)] for of in "ab")
+    path.write_text("".join([*first[:3], second[0], first[3][:9] + "\n", *second[1:], first[3]]))
+    truncate_jsonl(path, 5)
+    assert path.read_text() == "".join([*first[:3], *second[3:5]])
+
+
 def test_a_fresh_start_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n')
