@@ -50,6 +50,7 @@ MENDED = {
         "4e20e1b7",
     ),
     **dict.fromkeys(["an answer without end", "PPM in letters"], "e4af8ede"),
+    "the same line twice in one second": "59ffe162",
     **dict.fromkeys(["ulimit -u 20, 1 rank", "ulimit -u 20, 2 ranks"], "167b96b8"),
 }
 KNOWN = {
