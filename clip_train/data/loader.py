@@ -48,6 +48,10 @@ SPARE_BLOCKS, MOST_BLOCKS = 8, 256  # of a stream; of a rank, each with an open 
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
+class WorkerTraceback(Exception):
+    """Where in the worker it happened."""
+
+
 class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoader"]):
     """Batches without end; the first is that of step `step`.
 
@@ -298,8 +302,9 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                 ) from e
             if isinstance(made, Piece):
                 return made
+            error, where = made
             self.stop()  # a worker ends with its error
-            raise made
+            raise error from (WorkerTraceback(where) if where else None)
         raise StopIteration
 
 

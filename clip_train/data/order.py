@@ -198,6 +198,10 @@ class Order:
         """
         return bisect.bisect_right(self._edges, (position * STRIDE + self._offset) % WORD)
 
+    def sample_seed(self, stream: int, count: int) -> int:
+        """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
+        return hash64(self.seed, stream, count)
+
     def epoch(self, position: int) -> int:
         """Whole epochs before a position; of several sources, of the one that has been read least
         often."""

@@ -26,7 +26,7 @@ from clip_train.data import decode
 from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
-from clip_train.data.order import Order, Partition, hash64
+from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -79,8 +79,8 @@ class Piece:
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error. Otherwise: the pieces of the
-    rank."""
+    """In a worker: its pieces without end, packed, or one error and its origin. Otherwise: the
+    pieces of the rank."""
 
     order: Order
     files: Sequence[Files]
@@ -113,9 +113,14 @@ class PieceStream(IterableDataset):
             for piece in self._pieces(info.id):
                 yield packed(piece)
         except ClipTrainError as e:
-            yield packed(e)
-        except Exception:  # of a type that perhaps cannot be pickled
-            yield packed(DataError(f"a loader worker failed:\n{traceback.format_exc()}"))
+            yield packed((e, ""))  # the message is enough
+        except Exception as e:
+            error: Exception = e
+            try:
+                pickle.loads(pickle.dumps(e))
+            except Exception:  # an error that cannot be pickled would hang the queue
+                error = DataError(f"{type(e).__name__}: {e}")
+            yield packed((error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         readers: dict[int, StreamReader] = {}
@@ -143,7 +148,7 @@ class PieceStream(IterableDataset):
                 for number in sample_numbers:
                     if self.closing.value:
                         return
-                    seed = hash64(self.order.seed, stream, number)  # of all that is random about it
+                    seed = self.order.sample_seed(stream, number)
                     row, texts, key, group = self._first_usable(
                         readers[stream].at(number), seed, invalid, stored
                     )
@@ -211,7 +216,7 @@ class PieceStream(IterableDataset):
         return self.transform(decode.decode_image(data, divisor), seed, size)
 
 
-def packed(made: Piece | ClipTrainError) -> Tensor:
+def packed(made: Piece | tuple[Exception, str]) -> Tensor:
     """Put the piece into shared memory, so that only its name goes through the workers' one pipe.
 
     A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep

@@ -241,26 +241,6 @@ def test_worker_errors_arrive_as_they_were(tmp_path):
         next(loader)
 
 
-class OddError(Exception):
-    """It cannot be pickled and made again."""
-
-    def __init__(self, what: str, where: str) -> None:
-        super().__init__(what)
-
-
-def failing(texts):
-    raise OddError("no such word", "here")
-
-
-def test_any_other_error_of_a_worker_arrives_with_its_place(folder):
-    place = r"a loader worker failed:\n(.|\n)*in failing(.|\n)*OddError: no such word"
-    with (
-        loader_of(config_of(folder, workers=1), tokenizer=failing) as loader,
-        pytest.raises(DataError, match=place),
-    ):
-        next(loader)
-
-
 @pytest.fixture
 def workers():
     """() -> the loaders' processes that this test has started, alive or not."""
