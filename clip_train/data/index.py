@@ -30,6 +30,7 @@ from clip_train.storage.urls import open_read
 INDEX_NAME = "clip_train_index.json"  # MosaicML has taken index.json
 FORMAT = "clip-train index 2"
 OFFSET_EVERY = 64  # samples
+READS = 3  # of an index that seems damaged
 DIGITS = 16  # of a shard's sha256, by which lists of shards are compared
 # a shard's line of an index, as `to_bytes` writes it
 _LINE = re.compile(
@@ -296,23 +297,23 @@ def resume_data(
 def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
     """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
     url = folder + INDEX_NAME
-    try:
-        with open_read(url, storage) as file:
-            return parse(file.read())
-    except FileNotFoundError:
-        return {}
-    except UserError:  # a ValueError too: an unknown protocol is not damage
-        raise
-    except OSError as e:
-        raise unreadable(
-            e,
-            f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}; "
-            "data.verify=off trains without one",
-        ) from e
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
-        raise UserError(
-            f"the index {url} is damaged ({e}); remove it, and run `clip-train index` again"
-        ) from e
+    damage: Exception | None = None
+    for _ in range(READS):  # bits may flip on the way
+        try:
+            with open_read(url, storage) as file:
+                return parse(file.read())
+        except FileNotFoundError:
+            return {}
+        except UserError:  # a ValueError too: an unknown protocol is not damage
+            raise
+        except OSError as e:
+            message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
+            raise unreadable(e, f"{message}; data.verify=off trains without one") from e
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
+            damage = e
+    raise UserError(
+        f"the index {url} is damaged ({damage}); remove it, and run `clip-train index` again"
+    ) from damage
 
 
 def parse(data: bytes) -> dict[str, IndexLine]:
