@@ -176,6 +176,7 @@ class Trainer:
         except StepDiscarded:
             self._end_failed()
         except DivergedError as e:
+            self.checkpoints.settle()
             good = self.checkpoints.last_good
             where = "no checkpoint yet"
             if good is not None:

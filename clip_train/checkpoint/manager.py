@@ -419,6 +419,15 @@ class CheckpointManager:
         text = f"the save of step {step} was abandoned after {self.config.grace_seconds:.0f} s{why}"
         self._warn(f"{text}; {self._fallback()}")
 
+    def settle(self, seconds: float = 20.0) -> None:
+        """Wait until the newest save is committed somewhere or has failed: for `last_good`."""
+        end = time.monotonic() + min(seconds, self.config.grace_seconds)
+        newest = max(self._pending, default=0)
+        while newest in self._pending and time.monotonic() < end:
+            if self.last_good is not None and self.last_good.step == newest:
+                return
+            self._poll(min(0.2, max(end - time.monotonic(), 0.0)))
+
     def close(self) -> None:
         """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
 

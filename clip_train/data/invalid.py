@@ -123,7 +123,7 @@ class InvalidLog(Callback):
         state["bad_samples"] = dict(self.total)
 
     def on_error(self, error: BaseException | None) -> None:
-        """The report of a run that ends because of invalid samples shows them."""
+        """A run that ends because of invalid samples records them."""
         self.sum_and_write()
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_out_of_memory_on_one_rank(recipe, tmp_path):
     assert read_verdict(tmp_path / "run")[0] == "FATAL"  # the same sizes would fail again
     alone = f"run.dir={tmp_path / 'alone'}"
     status, out = finish(start(recipe, FSDP, "run.steps=8", alone, fault="memory:0"))
-    assert status == 0 and "batch.micro_size from 12 to 6" in out, out
+    assert status == 0 and "batch.micro_size is 6 instead of 12" in out, out
     status, out = run(recipe, "run.steps=8", f"run.dir={tmp_path / 'undisturbed'}")
     assert status == 0, out
     losses = [

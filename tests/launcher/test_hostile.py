@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -62,11 +63,9 @@ def test_it_trains_through_and_the_tables_are_exact(tmp_path, model, ranks):
     assert second.startswith(f"epoch 2 is done (step 2): {2 * each} invalid samples so far")
     table = rows(first[: first.index("more rows")])
     assert len(table) == 20 and table.items() <= expected.items()
-    report = (tmp_path / "run" / "report.html").read_text()
-    cells = re.findall(
-        r"<tr><td>([^<]+)</td><td>[^<]*/([^<]+\.tar)</td><td>(\d+)</td></tr>", report
-    )
-    assert {(reason, shard): int(n) for reason, shard, n in cells} == {
+    counts = json.loads((tmp_path / "run" / "invalid.json").read_text())["bad_samples"]
+    places_found = {tuple(place.split("\t")): n for place, n in counts.items()}
+    assert {(reason, Path(shard).name): n for (reason, shard), n in places_found.items()} == {
         k: 3 * n for k, n in expected.items()
     }
 
