@@ -23,10 +23,10 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_431,
+    "statements": 16_429,
     "functions": 1_356,
     "walruses": 0,
-    "lambdas": 42,
+    "lambdas": 43,
     "statements in a module": 330,
     "lines over 100 characters": 0,
     "modules in a folder": 13,

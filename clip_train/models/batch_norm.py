@@ -7,7 +7,6 @@ The running statistics see each sample of a step once.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +112,10 @@ class BatchNorm2d(nn.BatchNorm2d):
             )
         out, mean, variance, count = _Normalise.apply(x, weight, bias, self.eps)
         if _updates is not None:
-            unbiased = variance * (count / (count - 1).clamp(min=1))
-            _updates.append(partial(self._update, mean, unbiased))
+            # computed when it is applied: a recomputation must save the same tensors
+            _updates.append(
+                lambda: self._update(mean, variance * (count / (count - 1).clamp(min=1)))
+            )
         return out
 
     @torch.no_grad()
