@@ -149,7 +149,8 @@ def test_statistics_of_a_locked_tower_can_be_frozen():
     torch.testing.assert_close(training, model.eval()(*parts)[0], rtol=0, atol=0)
     assert (training - moving).abs().max() > 0.01
     with pytest.raises(
-        ValueError, match=r"freeze_bn_stats \(true\) without a lock; set model.lock_image=true"
+        ValueError,
+        match=r"freeze_bn_stats \(true\) has no effect without a lock; set model.lock_image=true",
     ):
         ModelConfig(lock_image_freeze_bn_stats=True)
 

@@ -93,7 +93,7 @@ def test_what_cannot_be_meant_is_refused(keys, said):
 def test_unlocking_what_is_not_locked_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"lock_image_unlocked_groups \(2\) without a lock; set model.lock_image=true",
+        match=r"lock_image_unlocked_groups \(2\) has no effect without a lock; set model.lock_image=true",
     ):
         ModelConfig(lock_image_unlocked_groups=2)
 
