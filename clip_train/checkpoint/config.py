@@ -125,10 +125,10 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
 _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
 
 
-_IGNORES_CONDITIONS = (
+_IGNORES_CONDITIONS = (  # the remedy follows the semicolon
     "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
     "both take it for theirs. Checkpoints are still complete or do not exist, and a run that was "
-    "started earlier stops at its next save. Make sure that no two jobs use this "
+    "started earlier stops at its next save; make sure that no two jobs use this "
     "checkpoint.remote at once"
 )
 
