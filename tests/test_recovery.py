@@ -133,7 +133,7 @@ def test_one_of_two_ranks_runs_out_of_memory(kind, precision, places):
     for alone, together, *others in run_ranks(run_all, 2, kind, precision, places):
         for place, (told, plan, log, state) in zip(places, others, strict=True):
             assert (plan.micro_size, plan.kept_graphs) == AFTER, place
-            assert len(log) == 1 and "batch.micro_size from 3 to 2" in log[0], place
+            assert len(log) == 1 and "batch.micro_size is 2 instead of 3" in log[0], place
             expected = alone if place in FIRST_PASS else together
             assert told == expected[0], place
             torch.testing.assert_close(state, expected[3], rtol=1e-6, atol=1e-9, msg=place)
