@@ -30,9 +30,7 @@ class CheckpointConfig(Settings):
     """
 
     every_minutes: float | None = Field(None, gt=0, le=1e6)
-    """Save this many minutes after the last save, by rank 0's clock at every tenth step; null:
-    never by time.
-    """
+    """Save this many minutes after the last save, by rank 0's clock; null: never by time."""
 
     remote: str | None = Field(None, min_length=1)
     """Where checkpoints are uploaded to: `s3://bucket/prefix`, or a folder on another disk. It

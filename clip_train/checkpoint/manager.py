@@ -38,7 +38,6 @@ from clip_train.storage.urls import open_storage
 from clip_train.task import Fragment
 
 logger = logging.getLogger(__name__)
-LOOK_STEPS = 10  # between two looks at rank 0's clock: each is a message to all ranks
 
 
 class Saved(Enum):
@@ -88,6 +87,7 @@ class CheckpointManager:
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
         self._clock, self._since = clock, clock()  # of the last save, or since one was overdue
+        self._since_step, self._next_look = -1, 0  # of the last save; of the next look at the clock
         self._deferred: int | None = None  # the step whose save could not be taken yet
         self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
         self._policy: Policy | None = None  # once `begin` has taken a lease
@@ -171,8 +171,8 @@ class CheckpointManager:
         self._poll()
         every, minutes = self.config.every_steps, self.config.every_minutes
         due = self._deferred is not None or (every is not None and step > 0 and step % every == 0)
-        if minutes is not None and step % LOOK_STEPS == 0:
-            due |= dist.broadcast_object(self._clock() - self._since >= 60 * minutes)
+        if minutes is not None and step >= self._next_look:
+            due |= self._look_at_the_clock(step, minutes)
         if not due:
             return False
         if not dist.any_rank(self._writing is not None):
@@ -188,6 +188,18 @@ class CheckpointManager:
 
     def _still_writing(self) -> str:
         return f"step {self._step} is still being written to {self.folder}"
+
+    def _look_at_the_clock(self, step: int, minutes: float) -> bool:
+        """Whether a timed save is due. Each look is a message to all ranks, so the next one comes
+        after half of the steps that are expected until the save."""
+        if self._since_step < 0:
+            self._since_step = step - 1
+        passed = self._clock() - self._since
+        left = 60 * minutes - passed
+        steps_left = min(left * (step - self._since_step) / max(passed, 1e-9), 2e6)
+        look = (left <= 0, step + max(1, int(steps_left / 2)))
+        due, self._next_look = dist.broadcast_object(look)
+        return due
 
     def save(
         self,
@@ -219,6 +231,7 @@ class CheckpointManager:
             self._abandon(step, f"; {self._still_writing()}")
             return Saved.FAILED
         self._since, self._deferred = self._clock(), None
+        self._since_step, self._next_look = step, 0
         self._step, self._snapshots = step, self._snapshots + 1
         plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
         try:
