@@ -63,13 +63,15 @@ def evaluate(
             own = label if labelled is None else None
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
+            if with_text:
+                whole, num_images, num_texts = gather(tested)
             for prefix, width in sizes.items() if with_text else ():
-                image, text = (first_values(x, width) for x in (tested.image, tested.text))
-                found = caption_metrics(replace(tested, image=image, text=text), config)
+                image, text = (first_values(x, width) for x in (whole.image, whole.text))
+                narrow = replace(whole, image=image, text=text)
+                found = caption_metrics(narrow, num_images, num_texts, config)
                 out |= {f"{prefix}{name}": value for name, value in found.items()}
             if config.functions:
-                everything, _, _ = gather(tested)
-                out |= dist.on_main(own_metrics, config.functions, everything)
+                out |= dist.on_main(own_metrics, config.functions, whole)
         if labelled is not None:
             tested = encode(engine, labelled, label, config.batch_size, with_text=False)
         if classes is not None and tested is not None:

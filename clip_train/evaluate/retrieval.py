@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import Encoded, gather
+from clip_train.evaluate.features import Encoded
 
 _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
@@ -63,9 +63,15 @@ def ranks_of_matches(
     return [torch.cat(found) for found in places]
 
 
-def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float]:
+def caption_metrics(
+    whole: Encoded, num_images: list[int], num_texts: list[int], config: EvaluateConfig
+) -> dict[str, float]:
     """Retrieval metrics, each under the name of the project that defines it (docs/evaluation.md).
-    Recalls are from 0 to 1.
+    Recalls are from 0 to 1. Collective.
+
+    Args:
+        whole: the samples of all ranks, as `gather` returns them.
+        num_images, num_texts: how many of them each rank has encoded, and ranks now.
 
     Returns:
         With `config.retrieval`, from each image's first caption: OpenCLIP's `image_to_text_R@1` ...
@@ -74,13 +80,12 @@ def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float
         `text_retrieval_recall@10`, where a hit on any of an image's captions counts. With
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
-    whole, num_images, num_texts = gather(encoded)
     image, text, owners = whole.image, whole.text, whole.owners  # [N, D], [T, D], [T]
     first = torch.ones_like(owners, dtype=torch.bool)
     first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
     if config.val_loss:
-        pairs = image[owners[first]], text[first], encoded.logit_scale, config.batch_size
+        pairs = image[owners[first]], text[first], whole.logit_scale, config.batch_size
         out["val_loss"] = dist.agreed(validation_loss, *pairs)
     if not config.retrieval:
         return out
@@ -93,8 +98,9 @@ def caption_metrics(encoded: Encoded, config: EvaluateConfig) -> dict[str, float
         ),
         ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, owners),
     }
-    sides = ((encoded.image, text, num_images), (encoded.text, image, num_texts))
-    for side, (queries, candidates, lengths) in enumerate(sides):
+    sides = ((image, text, num_images), (text, image, num_texts))
+    for side, (all_queries, candidates, lengths) in enumerate(sides):
+        queries = all_queries.split(lengths)[dist.rank()]
         of_side = list(rules.values())
         if side == 1:
             of_side = [Groups(texts, images, ahead) for images, texts, ahead in of_side]
