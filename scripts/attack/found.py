@@ -62,4 +62,13 @@ KNOWN = {
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
     "20 unused members of 200 MiB": "the same",
+    **dict.fromkeys(
+        [f"the end of a run by {name}" for name in ("SIGKILL", "SIGABRT", "SIGSEGV")],
+        "the empty folder of Python's fork server stays in the temporary folder, since no process "
+        "that knows it is left",
+    ),
+    "the end of a run by a kill of all": (
+        "the same folder stays, and so do the names of semaphores (32 bytes each), since Python's "
+        "resource tracker was killed too"
+    ),
 }
