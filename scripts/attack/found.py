@@ -64,7 +64,7 @@ KNOWN = {
     "20 unused members of 200 MiB": "the same",
     **dict.fromkeys(
         [f"the end of a run by {name}" for name in ("SIGKILL", "SIGABRT", "SIGSEGV")],
-        "the empty folder of Python's fork server stays in the temporary folder, since no process "
+        "the folder of Python's fork server stays in the temporary folder, since no process "
         "that knows it is left",
     ),
     "the end of a run by a kill of all": (
