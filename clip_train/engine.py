@@ -219,7 +219,9 @@ class Engine(abc.ABC):
         return self._sum_and_clip(on_device)
 
     def step(self, lr: float, norms: Sequence[float]) -> StepResult:
-        """Update, clear, clamp the scalars. norms: what `reduce` returned first, read."""
+        """Update the weights, clear the gradients, and clamp the scalars to `Task.bounds`.
+
+        norms: the values of the first tensor that `reduce` returned."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)

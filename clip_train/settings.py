@@ -34,6 +34,10 @@ from clip_train.errors import UserError
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
 LARGEST = 10**18  # a larger number is a typing error and would overflow somewhere in torch
 
+# The ceiling of `logit_scale`, in training and in a recipe. It is OpenCLIP's: logits are cosines
+# times a factor of at most 100, which is a temperature of at least 0.01.
+MAX_LOGIT_SCALE = math.log(100)
+
 Matmul = Literal["highest", "tf32"]
 """How GPUs multiply float32 matrices: in full, or with factors rounded to 11 bits."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]

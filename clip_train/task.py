@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clip_train.batch import chunk_sizes, num_chunks
-from clip_train.settings import Matmul
+from clip_train.settings import MAX_LOGIT_SCALE, Matmul
 
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
 EMA = "param_ema"  # the slot of a parameter's moving average
@@ -287,7 +287,7 @@ class Task:
     # the groups of all other parameters, such as the towers; norms are reported for each
     group_names: tuple[str, ...] = ("image", "text")
     # the range that a scalar is clamped to after each optimizer step
-    bounds: Mapping[str, tuple[float, float]] = {"logit_scale": (0.0, math.log(100))}
+    bounds: Mapping[str, tuple[float, float]] = {"logit_scale": (0.0, MAX_LOGIT_SCALE)}
 
     def group(self, parameter: str) -> str | None:
         """The group of a parameter, by its name in the model's state dict; None for a scalar."""

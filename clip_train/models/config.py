@@ -35,6 +35,7 @@ from clip_train.models.openclip.config import (
 )
 from clip_train.settings import (
     IMPORT_PATH,
+    MAX_LOGIT_SCALE,
     Allowed,
     Refused,
     Rules,
@@ -326,7 +327,7 @@ class ModelConfig(Settings):
     tag, or the open_clip_config.json in its folder."""
     init_logit_scale: Annotated[
         float | None,
-        Field(ge=0, le=math.log(100)),
+        Field(ge=0, le=MAX_LOGIT_SCALE),
         Allowed("a number from 0 to 4.6 (ln 100), or null"),
     ] = None
     """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says
