@@ -96,7 +96,8 @@ def as_tried(line: str, home: Path) -> list[str]:
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
         here.append("run.dir=new-runs")  # the run that is there is done: a dry run says so
-        here.append("checkpoint.keep_last=1")  # five checkpoints of a large model need 31 GB of disk
+        # five checkpoints of a large model need 31 GB of disk
+        here.append("checkpoint.keep_last=1")
         own, options = rest, []
         if "--" in rest:  # what follows is for sbatch
             own, options = rest[: rest.index("--")], rest[rest.index("--") :]
