@@ -160,7 +160,7 @@ VERBS = {
             (
                 "template",
                 ["train", "torchrun"],
-                "of slurm/ (default: train)",
+                "the batch script in slurm/ (default: train)",
             ),
             (
                 "site",

@@ -16,7 +16,7 @@ HOME = Path("~/.config/clip-train/site.yaml")
 
 
 class Site(Settings):
-    """Defaults of a cluster; each option of `submit` overrides its namesake."""
+    """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
     partition: str | None = None
     """Partition; null: the cluster's default."""
@@ -36,12 +36,12 @@ class Site(Settings):
     """Seconds before the time limit at which the ranks get the signal; must be enough for a
     checkpoint. Slurm may be 30 s early."""
     template: Literal["train", "torchrun"] = "train"
-    """Of slurm/."""
+    """The batch script: slurm/train.sbatch or slurm/torchrun.sbatch."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines to run before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Other options of sbatch, such as constraint: h100 or qos: large; true for an option without
-    a value, such as exclusive."""
+    """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an option
+    without a value, such as `exclusive: true`."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )

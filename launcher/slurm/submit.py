@@ -1,8 +1,7 @@
-"""`clip-train submit`: check, freeze recipe and code beside the batch script, and hand it to
-sbatch.
+"""`clip-train submit`: check the job, copy recipe and code beside the batch script, and give the
+script to sbatch.
 
-The templates in slurm/ are used with a few changed #SBATCH values and one additional block of
-lines.
+The script is a template of slurm/ with this job's #SBATCH lines and one additional block of lines.
 """
 
 import argparse
@@ -95,8 +94,9 @@ def quote(word: str) -> str:
 def render(
     template: str, job: Site, *, name: str, folder: Path, options: Sequence[str] = ()
 ) -> str:
-    """The template with this job's numbers. folder: where recipe.yaml and code/ are frozen.
-    options: of sbatch."""
+    """The template with this job's values. folder: holds the copies of recipe.yaml and code/.
+    options: sbatch options of this job, as given after `--`; they override those of the site file.
+    """
     torchrun = job.template == "torchrun"  # one task for each node
     settings = {
         "job-name": name,
@@ -112,6 +112,7 @@ def render(
         **job.sbatch,
     }
     for word in [*(f"--{key}" for key in job.sbatch), *options]:
+        # "--nodes=2" is "nodes"; "-N2" is "N"
         option = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
         if word.startswith("-") and option in OWN_OPTIONS:
             raise UserError(f"sbatch's {word}: {OWN_OPTIONS[option]}")
@@ -231,8 +232,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
-    """job.sbatch, recipe.yaml, code/ and submit.json: a requeued job runs what was submitted. The
-    files of the last submission."""
+    """Write job.sbatch, recipe.yaml, code/ and submit.json into `folder`: a requeued job runs these
+    copies. Returns what submit.json has. UserError."""
     try:
         (folder / "code").mkdir(parents=True)
         for package in FROZEN:
