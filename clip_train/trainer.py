@@ -77,7 +77,8 @@ class Trainer:
         """Train to the last step; returns the last evaluation's numbers (none: empty).
 
         Raises Preempted after a committed checkpoint, DivergedError, DataError, CheckpointError;
-        on all ranks.
+        on all ranks. At the end the checkpoint must be in the remote store, if there is one. For a
+        preemption the disk is enough.
         """
         batches = iter(self.batches)
         self.step_start = time.perf_counter()
@@ -240,7 +241,8 @@ class Trainer:
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
             **result.metrics,
         }
-        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))  # earlier saves
+        # results of earlier saves; an error on rank 0 after too many failures
+        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))
         return record
 
     def _evaluate(self) -> dict[str, float]:
@@ -291,9 +293,9 @@ class Trainer:
         if step > 0:
             saved = self._save(wait=True)
             good = self.checkpoints.last_good
-            # enough for a stop, even if the upload failed
-            local = good is not None and good.step == step
-            if saved is not Saved.COMMITTED and not local:
+            # on a disk that all ranks see; enough for a stop, even if the upload failed
+            on_disk = good is not None and good.step == step
+            if saved is not Saved.COMMITTED and not on_disk:
                 raise CheckpointError(
                     f"stopped by {reasons} after step {step}, and the save failed (see above); "
                     f"{self.committed()}"

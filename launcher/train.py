@@ -64,8 +64,8 @@ from launcher.weights import weights_here
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
-    """The `train` verb, on every rank; returns the exit status 0, or raises what `outcome.finish`
-    explains.
+    """The `train` verb, on every rank. Returns the exit status 0. Any error is raised, and the
+    caller passes it to `outcome.finish`.
 
     stop: its signal handlers were installed before the imports.
     """
@@ -195,14 +195,14 @@ def build_trainer(
     checkpoints = CheckpointManager(
         config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn
     )
-    checkpoints.preflight()
+    checkpoints.preflight()  # an error if the remote store is down
     resumed = checkpoints.resume()
     objective, teacher = components.build_objective(config, device)
     digests = {"teacher": teacher, "init_from": components.base_of(config)}
     notes = (
         [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, digests)
     )
-    checkpoints.begin()
+    checkpoints.begin()  # from here on an older process of this run cannot commit
     start = resumed.state["step"] if resumed else 0
     dist.on_main(partial(describe_run_dir, resolved, start, env, device))
     outcome.notify = config.log.notify

@@ -181,8 +181,8 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
     data = manifest.add_checksum(asdict(whole))
     store.put_bytes(f"{prefix}/{manifest.LAYOUT}", layout)
     store.put_bytes(f"{prefix}/{manifest.MANIFEST}", data)
-    # A local commit does not ask the remote store for the lease: it is needed most when that is
-    # down, and one that comes too late sorts below the successor's.
+    # Each store is asked for its own lease, so that local commits continue while the remote store
+    # is down. A commit that comes too late sorts below the successor's.
     check(store, held)
     ref = CommitRef(request.epoch, request.step)
     marker = Commit(*ref, prefix, manifest.sha256_of(data), held.token)

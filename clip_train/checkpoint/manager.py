@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class Saved(Enum):
     """The result of `CheckpointManager.save`; the same on all ranks."""
 
-    COMMITTED = auto()
+    COMMITTED = auto()  # in the main store: the remote one if there is one, else the disk
     UNDER_WAY = auto()  # the snapshot is taken; `poll` reports the rest
     FAILED = auto()  # rank 0 has logged why, and training may continue
 
@@ -63,7 +63,8 @@ class CheckpointManager:
 
     folder: `<run.dir>/checkpoints`. log, warn: called on rank 0 with messages for the user; warn
     gets failures. clock: in seconds. Decides when a save is due, or has waited too long. last_good:
-    the newest checkpoint that this process has committed or resumed from.
+    the newest checkpoint that this process has committed, on the disk or in the store, or resumed
+    from.
     """
 
     def __init__(
@@ -107,7 +108,10 @@ class CheckpointManager:
     # -- begin
 
     def preflight(self) -> None:
-        """Check that the remote store can be used. UserError, CheckpointError: what to fix."""
+        """Check that the remote store can be used. UserError, CheckpointError: what to fix.
+
+        A run does not start while its store is down, even if the disk has checkpoints.
+        """
         if self.remote is not None:
             for warning in dist.on_main(partial(preflight, self.remote)):
                 self._warn(warning)
@@ -433,7 +437,9 @@ class CheckpointManager:
         self._warn(f"{text}; {self._fallback()}")
 
     def settle(self, seconds: float = 20.0) -> None:
-        """Wait until the newest save is committed somewhere or has failed: for `last_good`."""
+        """Wait until the newest save is committed, on the disk or in the store, or has failed. Then
+        `last_good` is up to date.
+        """
         end = time.monotonic() + min(seconds, self.config.grace_seconds)
         newest = max(self._pending, default=0)
         while newest in self._pending and time.monotonic() < end:

@@ -102,7 +102,7 @@ class Writer:
         self._timeout = 60 * policy.config.save_timeout_minutes  # seconds
         self.local = LocalStorage(policy.folder)
         remote = policy.config.remote
-        # an outage that a save can outlast costs no checkpoint
+        # uploads outlast an outage that is shorter than this
         patience = float(os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", self._timeout))
         self.remote = open_storage(remote, patience_seconds=patience) if remote else None
         self._memory_fd = memory_fd
@@ -161,7 +161,7 @@ class Writer:
     def _upload(self, request: SaveRequest) -> str:
         """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
-        The store repeats each of its requests; the next save repeats an upload that has failed.
+        The store repeats each of its requests. After a failed upload the next save is uploaded.
         FencedError, RefusedError, OSError; SupersededError: a newer save waits already.
         """
         newest = self._newest
