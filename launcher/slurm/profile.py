@@ -40,8 +40,8 @@ class Site(Settings):
     setup: list[str] = Field(default_factory=list)
     """Shell lines to run before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an option
-    without a value, such as `exclusive: true`."""
+    """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an
+    option without a value, such as `exclusive: true`."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
