@@ -2,7 +2,7 @@
 
     recipe -> checks -> ranks -> resume? -> engine + weights -> loader -> Trainer.run -> outcome
 
-Every module below knows only its own part, and this one computes nothing.
+Each imported module does one of these parts. This module only connects them.
 """
 
 import contextlib
@@ -51,8 +51,7 @@ from launcher.config.memory import choose_layout, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, resolve
 from launcher.config.resume import compare_with
-from launcher.runtime import environment as ranks
-from launcher.runtime import rendezvous
+from launcher.runtime import environment, rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
@@ -64,13 +63,13 @@ from launcher.weights import weights_here
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
-    """The `train` verb, on every rank. Returns the exit status 0. Any error is raised, and the
-    caller passes it to `outcome.finish`.
+    """The `train` verb, on every rank. Returns the exit status 0.
 
-    stop: its signal handlers were installed before the imports.
+    Every error is raised. The caller gives it to `outcome.finish`, which writes the message and the
+    verdict. stop: already catches signals; its handlers were installed before the slow imports.
     """
-    env = ranks.detect(os.environ)
-    ranks.prepare(os.environ, config.engine.deterministic)
+    env = environment.detect(os.environ)
+    environment.prepare(os.environ, config.engine.deterministic)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
     outcome.watchdog = watchdog = Watchdog(
         config.launch,
@@ -79,9 +78,11 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         run_dir=config.run_dir if env.rank == 0 else None,
     )
     watchdog.start()
+    # The engine's library is imported before the ranks wait for each other: it takes seconds, and
+    # may be missing.
     kind = engines.on_this_machine(config.engine, env.world_size).kind
     importlib.import_module(engines.find_engine(kind).module)
-    # mistakes that a single rank can find; only rank 0 opens the shards
+    # Mistakes that a rank can find without the others. Only rank 0 opens the shards.
     resolved = resolve(
         config,
         env.world_size,
@@ -89,13 +90,14 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         read_data=env.rank == 0,
         is_rank=True,
     )
-    device, workers = ranks.take_device(env, config.data.workers)
+    device, workers = environment.take_device(env, config.data.workers)
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
+        versions = {"torch": torch.__version__, **environment.stack(device)}
         log(
-            f"{env.describe()}; {device}, {ranks.BACKENDS[device.type]}{through}, "
-            f"{torch.get_num_threads()} threads; torch {torch.__version__}"
-            f"{''.join(f', {name} {found}' for name, found in ranks.stack(device).items())}"
+            f"{env.describe()}; {device}, {environment.BACKENDS[device.type]}{through}, "
+            f"{torch.get_num_threads()} threads; "
+            + ", ".join(f"{name} {version}" for name, version in versions.items())
         )
     rendezvous.start(
         env,
@@ -107,25 +109,25 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         # a waiting rank must not give up before the watchdog of the hanging rank fires
         timeout_seconds=2 * config.launch.longest_limit,
     )
-    with writing(config.run_dir):  # now rather than after a model has been loaded
+    with explain_write_errors(config.run_dir):  # before minutes are spent on loading a model
         dist.on_main(partial(config.run_dir.mkdir, parents=True, exist_ok=True))
-    # not the same on all ranks, as all other keys are
+    # From here on `data.workers` may differ between ranks. All other keys are the same on all.
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
-    resolved = choose_layout(
-        resolved, memory_limit(resolved, device), float(os.environ.get(ROOM, "inf"))
-    )
+    # set by the batch script's controller after an attempt ran out of memory
+    activation_bytes = float(os.environ.get(ROOM, "inf"))
+    resolved = choose_layout(resolved, memory_limit(resolved, device), activation_bytes)
     outcome.layout = resolved.layout
     trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
-    rendezvous.set_timeout(2 * config.launch.longest_limit)  # of the engine's groups too
-    stop.listen()  # again: a library may have taken the signals over
+    rendezvous.set_timeout(2 * config.launch.longest_limit)  # also of groups that the engine made
+    stop.listen()  # again: a library may have replaced the signal handlers
     trainer.run()
     outcome.succeed()
     return 0
 
 
 @contextlib.contextmanager
-def writing(run_dir: Path) -> Iterator[None]:
-    """RankError where the run directory cannot be written."""
+def explain_write_errors(run_dir: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a RankError that names the run directory."""
     try:
         yield
     except OSError as e:
@@ -134,43 +136,55 @@ def writing(run_dir: Path) -> Iterator[None]:
         ) from e
 
 
-def facts(config: RunConfig, env: ranks.RankEnv, device: torch.device) -> dict[str, Any]:
-    """The facts of an attempt for its line in attempts.jsonl. config: as the user gave it."""
+def describe_attempt(
+    config: RunConfig, env: environment.RankEnv, device: torch.device
+) -> dict[str, Any]:
+    """Steps, command, commit, hardware, versions and changed keys of an attempt, for its line in
+    attempts.jsonl. config: as the user gave it."""
     if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
+        machine = torch.cuda.get_device_name(device)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        what = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
-    W = env.world_size
-    size = f"{W} rank{'s' * (W > 1)} on {device.type}, {env.local_world_size} on each host"
-    differing = redact(config.model_dump(mode="json", exclude_defaults=True)).items()
+        machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
+    changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     return {
         "steps": config.steps,
         "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),
         "commit": rendezvous.commit(),
-        "hardware": f"{size}; {node_name()}: {what}",
-        "versions": rendezvous.versions() | ranks.stack(device),
+        "hardware": (
+            f"{ranks} on {device.type}, {env.local_world_size} on each host; "
+            f"{node_name()}: {machine}"
+        ),
+        "versions": rendezvous.versions() | environment.stack(device),
         "changed": {
-            f"{section}.{key}": value for section, keys in differing for key, value in keys.items()
+            f"{section}.{key}": value
+            for section, keys in changed.items()
+            for key, value in keys.items()
         },
     }
 
 
-def describe_run_dir(
-    resolved: Resolved, start: int, env: ranks.RankEnv, device: torch.device
+def record_attempt(
+    resolved: Resolved, start: int, env: environment.RankEnv, device: torch.device
 ) -> None:
-    """On rank 0, once the run directory is known to belong to this recipe: write the recipe as
-    given, and that an attempt begins after step `start`."""
+    """Write the recipe as given, and a line in attempts.jsonl: an attempt begins after step
+    `start`. On rank 0, once the run directory is known to belong to this recipe."""
     config = resolved.config
-    with writing(config.run_dir):
-        before = read_verdict(config.run_dir)
+    with explain_write_errors(config.run_dir):
+        previous = None
+        verdict = read_verdict(config.run_dir)
+        if verdict is not None:
+            word, details = verdict
+            previous = [word, details["reason"]]
         History(config.run_dir).append(
             "start",
             step=start,
-            previous=[before[0], before[1]["reason"]] if before else None,
-            **facts(resolved.recipe, env, device),
+            previous=previous,
+            **describe_attempt(resolved.recipe, env, device),
         )
-        # in a batch job the controller has removed the old verdict; a rank may have a new one
+        # In a batch job the controller has removed the old verdict. A file that is here now is
+        # from a rank that has just failed.
         if RUN_DIR not in os.environ:
             (config.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         LocalStorage(config.run_dir).put_bytes("recipe.yaml", resolved.recipe.to_yaml().encode())
@@ -178,7 +192,7 @@ def describe_run_dir(
 
 def build_trainer(
     resolved: Resolved,
-    env: ranks.RankEnv,
+    env: environment.RankEnv,
     device: torch.device,
     outcome: Outcome,
     stop: StopRequest,
@@ -186,12 +200,10 @@ def build_trainer(
     heartbeat: Heartbeat,
 ) -> Trainer:
     """Build every part, resume from a checkpoint if there is one, and assemble the trainer."""
-    config = resolved.config
-    steps, sizes = config.steps, config.batch.sizes
-    recipe = resolved.kept
-    torch.manual_seed(
-        (config.run.seed * 1_000_003 + dist.rank()) % 2**63
-    )  # random numbers other than counter-based draws
+    config = resolved.config  # what runs
+    stored_recipe = resolved.kept  # what a checkpoint stores and a resume compares
+    # for random numbers that are not a hash of the sample, such as those of a user's own model
+    torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)
     checkpoints = CheckpointManager(
         config.checkpoint, config.run_dir / "checkpoints", log=log, warn=warn
     )
@@ -199,26 +211,24 @@ def build_trainer(
     resumed = checkpoints.resume()
     objective, teacher = components.build_objective(config, device)
     digests = {"teacher": teacher, "init_from": components.base_of(config)}
-    notes = (
-        [] if resumed is None else compare_with(recipe, resumed, resolved.plan.world_size, digests)
-    )
+    start, notes = 0, []
+    if resumed is not None:
+        start = resumed.state["step"]
+        notes = compare_with(stored_recipe, resumed, resolved.plan.world_size, digests)
     checkpoints.begin()  # from here on an older process of this run cannot commit
-    start = resumed.state["step"] if resumed else 0
-    dist.on_main(partial(describe_run_dir, resolved, start, env, device))
+    dist.on_main(partial(record_attempt, resolved, start, env, device))
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from here on the run directory belongs to this recipe
     engine = components.build_engine(resolved, device)
-    if resumed is None or not engine.saves_frozen:
-        say = log if dist.is_main() else silent
+    if resumed is None or not engine.saves_frozen:  # else the checkpoint has all weights
+        log_once = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
-            engine.load_fragments(
-                dist.agreed(partial(initial_weights, model, config.run.seed, say)), {}
-            )
+            weights = dist.agreed(partial(initial_weights, model, config.run.seed, log_once))
+            engine.load_fragments(weights, {})
     if resolved.layout is not None and dist.is_main():
-        log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
-    index = components.shared_index(
-        config, "data.train", config.data.train, resolved.source.index if resolved.source else None
-    )
+        log(f"{', '.join(stored_recipe.chosen)} = auto: {resolved.layout.describe()}")
+    known_index = resolved.source.index if resolved.source else None
+    index = components.shared_index(config, "data.train", config.data.train, known_index)
     loader = components.build_loader(resolved, device, resumed, index)
     skipped = Skipped(warn, start)
     sinks = dist.agreed(
@@ -226,32 +236,33 @@ def build_trainer(
         config.log,
         config.run_dir,
         resume_step=start,
-        recipe=recipe.to_keep(),
+        recipe=stored_recipe.to_keep(),
         skipped=skipped,
     )
     progress: list[Callback] = []
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
-        progress = [ProgressLine(steps, start_step=start)]
+        progress = [ProgressLine(config.steps, start_step=start)]
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
-    architecture, traced = resolved.architecture, sorted(config.log.profile_steps or [0])
+    architecture = resolved.architecture
     forward_flops = partial(
         flops_per_sample,
         architecture,
         architecture.vision_cfg.patch_dropout,
         config.data.num_texts,
     )
+    profilers: list[Callback] = []
+    profiled_steps = config.log.profile_steps
+    if profiled_steps and max(profiled_steps) > start:
+        first, last = min(profiled_steps), max(profiled_steps)
+        profilers = [Profiler(first, last, start, config.run_dir / "profile", skipped)]
     callbacks: list[Callback] = [
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
         *([Utilization(forward_flops, device, skipped)] if dist.is_main() else []),
         *([SlowRank(heartbeat)] if env.world_size > 1 else []),
-        *(
-            [Profiler(traced[0], traced[-1], start, config.run_dir / "profile", skipped)]
-            if traced[-1] > start
-            else []
-        ),
+        *profilers,
         *dist.agreed(own_callbacks, config.log, skipped),
         sinks,
         *progress,
@@ -262,19 +273,19 @@ def build_trainer(
         objective=objective,
         batches=Prefetcher(loader, device),
         plan=resolved.plan,
-        sizes=sizes,
-        steps=steps,
-        learning_rate=partial(learning_rate, config.schedule, config.optim.lr, steps=steps),
+        sizes=config.batch.sizes,
+        steps=config.steps,
+        learning_rate=partial(learning_rate, config.schedule, config.optim.lr, steps=config.steps),
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=components.evaluation(config, resolved.architecture, engine),
+        evaluate=components.evaluation(config, architecture, engine),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
-            "recipe": recipe.to_keep(),
-            # for an export without the recipe's files
-            "architecture": resolved.architecture.model_dump(mode="json"),
+            "recipe": stored_recipe.to_keep(),
+            # an export reads it, because the recipe's files may be gone by then
+            "architecture": architecture.model_dump(mode="json"),
             **digests,
             **(loader.state() if dist.is_main() else {}),  # only rank 0 writes it
         },
@@ -295,15 +306,17 @@ def describe_start(
     resumed: Resumed | None,
     notes: list[str],
 ) -> None:
-    """Log the plan of this run on rank 0, and write it as resolved.yaml beside the engine's
-    files."""
+    """Log the plan of this run on rank 0. Write resolved.yaml and the engine's files.
+
+    notes: the differences between the recipe and the checkpoint's, in words.
+    """
     config, plan = resolved.config, resolved.plan
-    with writing(config.run_dir):
+    with explain_write_errors(config.run_dir):
         for name, text in {"resolved.yaml": config.to_yaml(), **engine.files}.items():
             LocalStorage(config.run_dir).put_bytes(name, text.encode())
-    varying = f"{config.batch.sizes}; the largest, " if config.batch.schedule else ""
+    scheduled = f"{config.batch.sizes}; the largest, " if config.batch.schedule else ""
     log(
-        f"{config.model.name}: global batch {varying}{plan.global_size} = {plan.world_size} ranks "
+        f"{config.model.name}: global batch {scheduled}{plan.global_size} = {plan.world_size} ranks "
         f"x {plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
         f"{engines.describe(config.engine)}, "
         f"{config.engine.precision}, {engine.device.type}; {config.data.lanes} streams; "
