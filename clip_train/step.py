@@ -70,48 +70,54 @@ def train_step(
     micro_batches = batch.micro_batches(micro_size)
 
     random_state = rng_state(engine.device)
+    # The second round is rare. The first computes the loss without a maximum, and learns only with
+    # the results whether exponentials underflowed (`LossOutput.unsafe`). The second is always safe.
     for deferred in (True, False):
+        # without shares, all ranks hold equally many samples, so no global size is needed
         context = Context(sum(batch.shares) or None, batch.keys, ids=batch.ids, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
-        norms, flags_set = engine.reduce(flags())
+        norms, flag_sum = engine.reduce(flags())  # the global norm first, then each group's
         numbers = {"loss": output.loss, **output.metrics}
         if output.unsafe is not None:
             numbers["unsafe"] = output.unsafe
-        values, norms_read, total = read_together(numbers, norms, flags_set)
-        agreed = Flags.unpacked(total)
+        values, norms_read, flag_sum_read = read_together(numbers, norms, flag_sum)
+        agreed = Flags.unpacked(flag_sum_read)
         if agreed.failed or agreed.again:
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break
-        engine.discard_gradients()  # rare: exponentials underflowed; repeat, with a running maximum
+        engine.discard_gradients()
         restore_rng(random_state, engine.device)
     loss = values.pop("loss")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss}")
-    if not all(map(math.isfinite, norms_read)):  # known before the update
+    if not all(map(math.isfinite, norms_read)):  # empty for engines whose `step` measures them
         raise DivergedError(f"the gradient norm is {norms_read[0]} at a loss of {loss:.6g}")
-    report = engine.step(lr, norms_read)
-    if not math.isfinite(report.grad_norm) and not report.skipped:  # some engines know it only now
+    report = engine.step(lr, norms_read)  # updates the weights, then clamps logit_scale
+    if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
     return replace(report, loss=loss, metrics=report.metrics | values, flags=agreed)
 
 
 def read_together(
-    numbers: Mapping[str, Tensor | float], norms: Tensor, flags: Tensor
+    numbers: Mapping[str, Tensor | float], norms: Tensor, flag_sum: Tensor
 ) -> tuple[dict[str, float], list[float], float]:
-    """The values of all three. This is the step's only wait for the device; all work has been
-    queued."""
+    """Copy all three to the host in one transfer, and return them as Python numbers.
+
+    This is the step's only wait for the device; all work has been queued.
+    """
     on_device = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
-    flat = [x.double().reshape(-1) for x in (*on_device.values(), norms, flags)]
-    # norms of gradients that were offloaded are in the CPU's memory
+    flat = [x.double().reshape(-1) for x in (*on_device.values(), norms, flag_sum)]
+    # with offloaded gradients, the norms are in the CPU's memory
     together = torch.cat([x.to(flat[0].device, non_blocking=True) for x in flat])
     read = together.cpu().tolist()
+    count = len(on_device)
     values = {name: float(x) for name, x in numbers.items() if name not in on_device}
-    values.update(zip(on_device, read, strict=False))
-    return values, read[len(on_device) : -1], read[-1]
+    values.update(zip(on_device, read[:count], strict=True))
+    return values, read[count:-1], read[-1]
 
 
 def two_pass(
@@ -123,15 +129,15 @@ def two_pass(
     kept_graphs: int = 1,
     guard: Guard = nullcontext,
 ) -> LossOutput:
-    """Add the objective's gradient, over the samples of all ranks, to `.grad`. Returns its output.
+    """Add the gradient of the global loss to `.grad` of the parameters. Returns the loss's output.
 
-    engine: has `device`, `forward` and `backward`, as an `Engine` has them. kept_graphs:
-    micro-batches whose graphs are retained.
+    engine: an `Engine`, or any object with its `device`, `forward` and `backward`. kept_graphs: how
+    many micro-batches keep their graph after pass 1, and need no second forward.
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
     with collect_updates() as running_statistics, guard("forward pass"):
         cache = encode(engine, micro_batches, objective, kept_graphs)
-    # the loss sees the samples in their canonical order, however they were cut
+    # Micro-batches may be sorted by text length. The loss sees the samples in the batch's order.
     places = [entry.places for entry in cache if entry.places is not None]
     order = torch.cat(places) if places else None  # [n]
     features = joined([entry.features for entry in cache], order)
@@ -144,16 +150,16 @@ def two_pass(
     gradients: list[Features] = [{} for _ in cache]
     for name, gradient in output.gradients.items():
         if is_scalar(gradient):
-            # Equal parts: under ZeRO-3, a parameter without a gradient in one micro-batch would
-            # add to the previous step's.
+            # Equal parts for all micro-batches. Under ZeRO-3, a parameter without a gradient in one
+            # micro-batch would add to the previous step's gradient.
             parts = [gradient / len(cache)] * len(cache)
         else:
-            rows = gradient
-            if order is not None:
+            rows = gradient  # a sample may have several rows: one for each of its texts
+            if order is not None:  # from the batch's order back to that of the micro-batches
                 rows = gradient.unflatten(0, (len(order), -1))[order].flatten(0, 1)
             parts = list(rows.split([len(entry.features[name]) for entry in cache]))
-        for of_micro_batch, part in zip(gradients, parts, strict=True):
-            of_micro_batch[name] = part
+        for micro_batch_gradients, part in zip(gradients, parts, strict=True):
+            micro_batch_gradients[name] = part
     with guard("backward pass"):
         replay(engine, micro_batches, cache, gradients)
     for update in running_statistics:
@@ -176,10 +182,10 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
     """
     names = [name for name in features if name.endswith(LOCAL_LOSS)]
     sums = torch.stack([features[name].double().sum(dim=0) for name in names])  # [losses, 2]
-    whole = weights.get("contrastive_loss", 1.0)
+    contrastive_weight = weights.get("contrastive_loss", 1.0)
     output.metrics["contrastive_loss"] = output.loss
-    output.loss = output.loss * whole
-    output.gradients = {name: x * whole for name, x in output.gradients.items()}
+    output.loss = output.loss * contrastive_weight
+    output.gradients = {name: x * contrastive_weight for name, x in output.gradients.items()}
     for name, (total, count) in zip(names, dist.all_reduce_sum(sums), strict=True):
         factor = weights.get(name, 1.0) / count.clamp(min=1)
         output.metrics[name] = total / count.clamp(min=1)
@@ -191,8 +197,7 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
 
 @contextmanager
 def matmul_precision(chosen: Matmul) -> Iterator[None]:
-    """How GPUs multiply float32 matrices inside the block, independent of the model's own
-    products."""
+    """Set how GPUs multiply float32 matrices inside the block. The model has its own setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if chosen == "tf32" else "highest")
     try:
@@ -205,12 +210,12 @@ def matmul_precision(chosen: Matmul) -> Iterator[None]:
 class CachedMicroBatch:
     """A micro-batch between the two passes."""
 
-    places: Tensor | None  # int64 [b], as those of the micro-batch
+    places: Tensor | None  # int64 [b]: `MicroBatch.places`
     features: Features  # with their graph, if it is retained
-    seeds: Tensor  # int64 [b]
+    seeds: Tensor  # int64 [b]: `MicroBatch.sample_seeds`
     # the random state before its forward pass; None if the graph is retained
     rng: dict[str, torch.Tensor] | None
-    prepared: Features | None  # by `Objective.prepare`
+    prepared: Features | None  # what `Objective.prepare` returned
 
 
 def encode(
@@ -221,8 +226,8 @@ def encode(
 ) -> list[CachedMicroBatch]:
     """Pass 1: features of every micro-batch, with the graphs of the last `kept_graphs`.
 
-    At least one graph is retained. It needs no more memory than pass 2 does, and a single
-    micro-batch becomes an ordinary step without a second forward pass.
+    At least one graph is retained: pass 2 needs the memory of one in any case. So a step with a
+    single micro-batch has no second forward pass.
     """
     cache = []
     first_retained = len(micro_batches) - max(kept_graphs, 1)
@@ -245,15 +250,16 @@ def replay(
     cache: list[CachedMicroBatch],
     gradients: list[Features],
 ) -> None:
-    """Pass 2: retained graphs first, which frees them; then every other micro-batch again.
+    """Pass 2: backward through the retained graphs first, which frees them. Then forward and
+    backward for every other micro-batch.
 
-    Each of those starts from its own random state. Afterwards the state after pass 1 is restored,
-    as after a single forward pass.
+    Each of these forwards starts from the random state that it had in pass 1. At the end, the state
+    after pass 1 is restored, as if there had been one pass only.
     """
-    after = rng_state(engine.device)
+    after = rng_state(engine.device)  # after pass 1
     while cache and cache[-1].rng is None:
         entry = cache.pop()
-        draw_by(entry.seeds)  # for activations that are computed again
+        draw_by(entry.seeds)  # dropout needs them if activations are recomputed in the backward
         engine.backward(entry.features, gradients.pop(), last=not cache)
     for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True)):
         assert entry.rng is not None
@@ -264,9 +270,10 @@ def replay(
 
 
 def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
-    """The rows of all micro-batches in one, detached; the scalars are those of the last.
+    """The features of all micro-batches, concatenated and detached. Scalars, which are equal in
+    all, are taken from the last.
 
-    order: int64 [n], the place of each row in the result; None: as they come.
+    order: int64 [n], the place of each sample in the result; None: the order of the parts.
     """
     out = {}
     for name, last in parts[-1].items():
@@ -275,8 +282,8 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
         else:
             rows = torch.cat([part[name].detach() for part in parts])
             if order is not None:
-                moved = rows.unflatten(0, (len(order), -1))  # [n, m, ...]: of each sample
-                rows = moved.index_copy(0, order, moved).flatten(0, 1)
+                samples = rows.unflatten(0, (len(order), -1))  # [n, rows of a sample, ...]
+                rows = samples.index_copy(0, order, samples).flatten(0, 1)
             out[name] = rows
     return out
 
@@ -297,8 +304,10 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
             raise ValueError(
                 f"torch.{device.type} has no get_rng_state: the second pass would draw other masks"
             )
-        # MPS has one device, and takes none.
-        state["rng.device"] = module.get_rng_state(*([device] if device.type != "mps" else []))
+        if device.type == "mps":  # there is one device, and the function takes no argument
+            state["rng.device"] = module.get_rng_state()
+        else:
+            state["rng.device"] = module.get_rng_state(device)
     return state
 
 
@@ -306,5 +315,8 @@ def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
     """Restore what `rng_state` saved. A state saved on a CPU restores the CPU's generator only."""
     torch.set_rng_state(state["rng.cpu"])
     if "rng.device" in state and device.type != "cpu":
-        which = [device] if device.type != "mps" else []
-        torch.get_device_module(device).set_rng_state(state["rng.device"], *which)
+        module = torch.get_device_module(device)
+        if device.type == "mps":
+            module.set_rng_state(state["rng.device"])
+        else:
+            module.set_rng_state(state["rng.device"], device)

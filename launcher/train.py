@@ -316,8 +316,9 @@ def describe_start(
             LocalStorage(config.run_dir).put_bytes(name, text.encode())
     scheduled = f"{config.batch.sizes}; the largest, " if config.batch.schedule else ""
     log(
-        f"{config.model.name}: global batch {scheduled}{plan.global_size} = {plan.world_size} ranks "
-        f"x {plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs kept; "
+        f"{config.model.name}: global batch {scheduled}{plan.global_size} = "
+        f"{plan.world_size} ranks x {plan.accum_steps} micro-batches of {plan.micro_size}, "
+        f"{plan.kept_graphs} graphs kept; "
         f"{engines.describe(config.engine)}, "
         f"{config.engine.precision}, {engine.device.type}; {config.data.lanes} streams; "
         f"{config.steps} steps into {config.run_dir}"
