@@ -250,7 +250,7 @@ def crawling(rate: int, action: str = "crawl") -> Callable[[Path], str]:
             impatient = ("storage.patience_seconds=5", "checkpoint.max_failed_saves=2")
             store = f"checkpoint.remote=s3://{name}/run"
             process = start(lab.recipe(folder), *QUICK, *impatient, store, environ=environ)
-            status, out = ended(process, 55)
+            status, out = ended(process, 400)
         return lab.same(folder / "run") if status == 0 else said(status, out, f"s3://{name}")
 
     return attack
