@@ -26,9 +26,9 @@ class StopRequest:
         if self.reason is None:
             self.reason = reason
 
-    def obey(self) -> bool:
-        """Remove the STOP file that asked for the stop, so that the same line resumes. True if it
-        was removed."""
+    def remove_file(self) -> bool:
+        """Remove the STOP file that asked for the stop, so that the same command resumes. True if
+        it was removed."""
         if self.file is None:
             return False
         with contextlib.suppress(OSError):

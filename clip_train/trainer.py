@@ -47,8 +47,8 @@ class Trainer:
     stop: StopRequest
     evaluate: Callable[[], dict[str, float]] | None = None  # collective
     evaluate_every: int | None = None  # steps; None: after the last one
-    log: Callable[[str], None] = print  # lines that a user must see, progress shown or not
-    # a resumed run compares itself with these
+    log: Callable[[str], None] = print  # for lines that appear even without a progress display
+    # recipe, architecture, digests: saved in every checkpoint, and compared on a resume
     run_state: dict[str, Any] = field(default_factory=dict)
     # failures of observers (metrics, evaluations, reports), which do not end a run
     skipped: Skipped = field(default_factory=Skipped)
@@ -59,7 +59,7 @@ class Trainer:
     closed: bool = False
     # an error of this rank alone; the other ranks learn of it in the next step
     failure: Exception | None = None
-    last: Batch | None = None  # the newest batch that the data gave
+    last: Batch | None = None  # the newest batch from `batches`
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -89,8 +89,9 @@ class Trainer:
                 batch = self._next_batch(batches)
                 stop = self._step(batch, time.perf_counter() - asked)
             except RuntimeError as e:
-                # A collective fails if another rank is lost: an error of this rank came first. Its
-                # own cause (a loader worker's traceback) stays.
+                # If this rank had failed before, the other ranks may have ended, and the collective
+                # failed for that reason. Raise the first error. B904: without `from e`, it keeps
+                # its own cause, such as a loader worker's traceback.
                 raise self.failure or e  # noqa: B904
             if stop and self.step < self.steps:
                 self._end_preempted()
@@ -105,7 +106,7 @@ class Trainer:
         return evaluated
 
     def call(self, method: str, *args: Any) -> None:
-        """Call `method` of every callback. An error ends the run in the next step."""
+        """Call `method` of every callback. An error in one ends the run in the next step."""
         for callback in self.callbacks:
             self._on_this_rank(partial(getattr(callback, method), *args))
 
@@ -117,7 +118,7 @@ class Trainer:
         if self.closed:
             return
         self.closed = True
-        self.failure = None  # from here on the first error of closing
+        self.failure = None  # from here on: the first error of closing
         self.call("phase", "end")
         self.checkpoints.close()
         self.call("close")
@@ -126,9 +127,13 @@ class Trainer:
             raise self.failure
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch. A rank that has failed gets its previous batch again to take part in the
-        step's collectives; its flag makes all ranks discard the step."""
-        first = self.last is None  # no batch could be repeated
+        """The next batch.
+
+        A rank that has failed gets its previous batch again, because the other ranks need it in the
+        step's collectives. Its flag then makes all ranks discard the step. Before the first step
+        there is no previous batch, so the ranks agree here, with one more collective.
+        """
+        first = self.last is None
         if self.failure is None:
             try:
                 self.last = next(batches)
@@ -137,7 +142,8 @@ class Trainer:
             except Exception as e:
                 self.failure = e
         if first:
-            failed, stopped = dist.max_scalars(*self._flags()[:2])
+            flags = self._flags()
+            failed, stopped = dist.max_scalars(flags.failed, flags.stop)
             if failed:
                 self._end_failed()
             if stopped:
@@ -145,8 +151,8 @@ class Trainer:
         assert self.last is not None
         if self.failure is None:
             return self.last
-        of_ranks = shares(self.sizes.at(self.step), dist.world_size())
-        return self.last.repeated(of_ranks[dist.rank()], tuple(of_ranks))
+        samples_by_rank = shares(self.sizes.at(self.step), dist.world_size())
+        return self.last.repeated(samples_by_rank[dist.rank()], tuple(samples_by_rank))
 
     def _flags(self) -> Flags:
         return Flags(failed=self.failure is not None, stop=self.stop.reason is not None)
@@ -159,13 +165,13 @@ class Trainer:
         raise AssertionError("no rank has failed")
 
     def _step(self, batch: Batch, waited: float) -> bool:
-        """One step, and the save and the evaluation that are due after it. waited: seconds.
+        """One step, then a save and an evaluation if they are due. waited: seconds for the batch.
 
-        Returns True if any rank was asked to stop; then neither of them runs."""
+        Returns True if any rank was asked to stop. This method then neither saves nor evaluates."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
-            result, fitting = recovering_step(
+            result, next_plan = recovering_step(
                 self.engine,
                 batch,
                 self.objective,
@@ -177,7 +183,7 @@ class Trainer:
         except StepDiscarded:
             self._end_failed()
         except DivergedError as e:
-            self.checkpoints.settle()
+            self.checkpoints.settle()  # a pending save may become the last good checkpoint
             good = self.checkpoints.last_good
             where = "no checkpoint yet"
             if good is not None:
@@ -186,15 +192,15 @@ class Trainer:
                 f"step {self.step + 1}: {e}; {where}. Lower optim.lr or optim.grad_clip_norm, "
                 "or raise schedule.warmup_steps, and run again"
             ) from None
-        if fitting is not plan:  # out of memory: smaller from here on
-            kept = min(self.plan.kept_graphs, fitting.kept_graphs)
-            self.plan = replace(self.plan, micro_size=fitting.micro_size, kept_graphs=kept)
+        if next_plan is not plan:  # out of memory: all later steps use the smaller micro-batches
+            kept = min(self.plan.kept_graphs, next_plan.kept_graphs)
+            self.plan = replace(self.plan, micro_size=next_plan.micro_size, kept_graphs=kept)
         self.step += 1
         self.skipped.step = self.step
-        self.samples += fitting.global_size
-        record = self._record(result, lr, fitting, waited)
+        self.samples += next_plan.global_size
+        record = self._record(result, lr, next_plan, waited)
         self.call("after_step", record, batch.keys, batch.bad_samples)
-        if not self.saves_prepared:  # now that the optimizer has its state
+        if not self.saves_prepared:  # after the first step, which creates the optimizer's state
             self.saves_prepared = True
             self._on_this_rank(
                 lambda: self.checkpoints.prepare(
@@ -212,7 +218,7 @@ class Trainer:
         if evaluates:
             self._evaluate()
         if saves or evaluates:
-            self.step_start = time.perf_counter()  # neither is part of the next step
+            self.step_start = time.perf_counter()  # neither counts as time of the next step
         return False
 
     def _log_of_this_step(self, message: str) -> None:
@@ -222,8 +228,8 @@ class Trainer:
     def _record(
         self, result: StepResult, lr: float, plan: BatchPlan, waited: float
     ) -> dict[str, Any]:
-        """One optimizer step, as `metrics.jsonl` has it."""
-        now = time.perf_counter()  # after the loss was read: the device is done
+        """The line of `metrics.jsonl` for one optimizer step."""
+        now = time.perf_counter()  # the loss was read, so the device has finished the step
         seconds = now - self.step_start
         self.step_start = now
         record: dict[str, Any] = {
@@ -253,15 +259,15 @@ class Trainer:
             "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
         )
         if evaluated is None:
-            release()  # it may have run out of memory
+            release()  # the evaluation may have run out of memory: free what it held
             return {}
         self.call("after_evaluate", {"step": self.step, **evaluated})
         self._on_this_rank(partial(self.checkpoints.note_metrics, self.step, evaluated))
         return evaluated
 
     def _on_this_rank(self, action: Callable[[], None]) -> None:
-        """Run an action that may fail on this rank only, without leaving the others in a
-        collective."""
+        """Run an action that may fail on this rank alone. Keep its error for the next step: if it
+        were raised here, the other ranks would wait in a collective."""
         try:
             action()
         except Exception as e:
@@ -289,7 +295,9 @@ class Trainer:
         reasons = ", ".join(
             dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None)
         )
-        step, where, remedy = self.step, "before the first step", "start"
+        step = self.step
+        where = "before the first step"
+        remedy = "start"
         if step > 0:
             saved = self._save(wait=True)
             good = self.checkpoints.last_good
@@ -300,11 +308,13 @@ class Trainer:
                     f"stopped by {reasons} after step {step}, and the save failed (see above); "
                     f"{self.committed()}"
                 )
-            where, remedy = f"after step {step}: {self.committed()}", "continue"
-        removed = ", and the STOP file was removed" if dist.any_rank(self.stop.obey()) else ""
+            where = f"after step {step}: {self.committed()}"
+            remedy = "continue"
+        file_removed = dist.any_rank(self.stop.remove_file())
+        removed = ", and the STOP file was removed" if file_removed else ""
         raise Preempted(f"stopped by {reasons} {where}{removed}; run the same command to {remedy}")
 
     def committed(self) -> str:
-        """The newest committed checkpoint, in words."""
+        """The newest committed checkpoint, as part of a message."""
         good = self.checkpoints.last_good
         return f"step {good.step} is committed ({good.path})" if good else "nothing is committed"

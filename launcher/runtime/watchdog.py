@@ -167,7 +167,7 @@ class Watchdog(Callback):
             self._asked = self._asked or now
             if now - self._asked > EARLY_SECONDS:
                 # there is nothing to save, and the other ranks may have ended
-                removed = ", which was removed," if self.stop.obey() else ""
+                removed = ", which was removed," if self.stop.remove_file() else ""
                 stopped = Failure(
                     self._heartbeat.env.rank,
                     node_name(),
