@@ -343,7 +343,7 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
         capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to wandb"
     )
     assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["wandb"] is True
-    assert "# --use-naflex: images of one size alone: model.image_size\n" in text
+    assert "# --use-naflex: not supported: all images have one size, model.image_size\n" in text
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -509,7 +509,7 @@ def test_a_flag_of_openclip_where_a_key_belongs(capsys):
         main(line)
     said = capsys.readouterr().err
     for text in ("--lr: optim.lr\n", "--warmup: schedule.warmup_steps\n", "batch.global_size",
-                 "--grad-checkpointing: engine.activation_checkpointing\n", "resumes by itself"):  # fmt: skip
+                 "--grad-checkpointing: engine.activation_checkpointing\n", "resumes automatically"):  # fmt: skip
         assert text in said, text
     with pytest.raises(SystemExit):
         main(["train", "my.yaml", "--learningrate", "1e-3"])
