@@ -297,16 +297,18 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
         source.index.describe(),
         f"clip-train index '{config.data.train}'",
     )
+    for note in resolved.notes():
+        yield warning("recipe", note, "see the message")
     shard = Path(source.index.shards[0])
     if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:
         seen = index_shard(str(shard), config.data.caption_key)
-        pairs = describe([seen.captions], seen.entry.samples - seen.invalid.total()).strip()
+        used = seen.entry.samples - seen.invalid.total()
+        pairs = describe([seen.captions], used, [plan.global_size]).strip()
         yield warning_if(
             bool(pairs) and config.loss.groups is None,
             "captions",
             f"by the first shard, {pairs or 'few samples have equal captions'}",
-            "clip-train index counts all shards; with loss.groups=caption such pairs are not "
-            "negatives",
+            "set loss.groups=caption, and such pairs are not negatives of each other",
         )
 
 

@@ -322,7 +322,7 @@ def list_run(args: argparse.Namespace) -> int:
         console.print("no checkpoints")
         return status
     table = Table(box=None, pad_edge=False)
-    for column in ("step", "epoch", "written (UTC)", "MB", "layout", "where", "state"):
+    for column in ("step", "lease", "written (UTC)", "MB", "layout", "where", "state"):
         table.add_column(
             column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
         )

@@ -157,6 +157,8 @@ def dry_run(args: argparse.Namespace) -> int:
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
+    for note in resolved.notes():
+        print(f"note: {note}")
     print("nothing was started or written; run the same command without --dry-run to train")
     return 0
 

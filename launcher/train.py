@@ -325,7 +325,7 @@ def describe_start(
     )
     if resolved.source is not None:
         log(f"data.train: {resolved.source.index.describe()}")
-    for note in (*resolved.architecture.notes, *engine.notes):
+    for note in (*resolved.notes(), *resolved.architecture.notes, *engine.notes):
         log(f"note: {note}")
     if config.engine.pack_texts and resolved.padded_because is not None:
         log(f"note: texts are computed with their padding: {resolved.padded_because}")

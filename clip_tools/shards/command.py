@@ -16,7 +16,9 @@ from clip_tools.shards.convert import STATS_SUFFIX, make_shards, read_rows, same
 from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
-RECIPE = "recipes/vit_b32.yaml"
+RECIPE = "recipes/small.yaml"
+LARGE_RECIPE = "recipes/vit_b32.yaml"
+LARGE = 1_000_000  # samples
 INSTALLED = Path(__file__).resolve().parents[2]  # a checkout, or site-packages
 CLASSES = "classes.json"
 TEMPLATE = "a photo of a {}."
@@ -62,9 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if args.label_key:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
         _describe_labels(args.label_key, labels, folder, named=first[0].label_key is not None)
-    recipe = RECIPE if Path(RECIPE).is_file() else INSTALLED / RECIPE
+    samples = sum(shard["successes"] for shard in stats)
+    name = RECIPE if samples < LARGE else LARGE_RECIPE
+    recipe = name if Path(name).is_file() else INSTALLED / name
+    length = "" if samples < LARGE else " data.num_samples=null"  # the index has it
     names = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
-    print(f"next: clip-train train {recipe} data.train='{folder}/{names}.tar'")
+    print(f"next: clip-train train {recipe} data.train='{folder}/{names}.tar'{length}")
     return 0
 
 

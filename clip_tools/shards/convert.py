@@ -35,7 +35,10 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 
-IMAGE_KEYS = ("filepath", "file_name", "image_path", "image", "path", "file", "img", "jpg")
+IMAGE_KEYS = (
+    "filepath", "file_name", "filename", "image_path", "image", "path", "file", "img", "jpg",
+    "picture", "photo",
+)  # fmt: skip
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -46,6 +49,7 @@ READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 ROWS_AT_ONCE = 1000
 UNREADABLE = 'an unclosed quote ("): close it, or write "" for a quote within a quoted text'
+NOT_UTF8 = "a byte that is not UTF-8: save the table as UTF-8"
 TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
 
 
@@ -155,16 +159,26 @@ def _folder_rows(folder: Path) -> Iterator[Row]:
 
 def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
     """A row that cannot be read becomes a `Row` with a problem, at the line where it ends."""
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        delimiter = "\t" if "\t" in file.readline() else ","
+    with source.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        head = file.readline()
+        try:
+            head.encode()  # a byte that is not UTF-8 was escaped, and has no code
+        except UnicodeEncodeError as e:
+            raise UserError(
+                f"SOURCE ({source}), line 1 has {NOT_UTF8}, such as with `iconv -f UTF-16 -t UTF-8`"
+            ) from e
+        delimiter = "\t" if "\t" in head else ","
         file.seek(0)
         table = csv.DictReader(file, delimiter=delimiter, strict=True)
         while True:
             record: dict[Any, Any] | Row
             try:
                 record = next(table)
+                "".join(map(str, record.values())).encode()
             except StopIteration:
                 return
+            except UnicodeEncodeError:
+                record = Row(f"line {table.reader.line_num}", {}, problem=NOT_UTF8)
             except csv.Error as e:
                 record = Row(f"line {table.reader.line_num}", {}, problem=f"{UNREADABLE} ({e})")
             if isinstance(record, dict) and None in record:
@@ -173,13 +187,14 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
 
 
 def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
-    with source.open(encoding="utf-8") as file:
+    with source.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line or "null")
+                record = json.loads(line)
             except ValueError as e:
                 raise UserError(
-                    f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line"
+                    f"SOURCE ({source}), line {number} is not JSON: {e}; one object in each line, "
+                    "in UTF-8"
                 ) from e
             if not isinstance(record, dict):
                 raise UserError(

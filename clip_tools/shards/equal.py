@@ -22,10 +22,15 @@ def sketch(captions: Iterable[str]) -> np.ndarray:
     return np.bincount(ids // 2 % CELLS, 1.0 - ids % 2 * 2, CELLS).astype(np.int32)
 
 
-def describe(sketches: Sequence[np.ndarray], captions: int) -> str:
-    """A text with the expected pairs of a batch; empty if they are below the noise."""
+def describe(
+    sketches: Sequence[np.ndarray], captions: int, batches: Sequence[int] = BATCHES
+) -> str:
+    """A text with the expected pairs of a global batch, for each of these sizes; empty if they are
+    below the noise, or below half a pair."""
     squares = float(np.square(np.sum(sketches, axis=0, dtype=np.float64)).sum())
     chance = (squares - captions) / max(captions * (captions - 1), 1)
-    pairs = [f"{chance * N * (N - 1) / 2:,.0f} in a global batch of {N:,}" for N in BATCHES]
+    pairs = [f"{chance * N * (N - 1) / 2:,.0f} in a global batch of {N:,}" for N in batches]
     is_seen = squares - captions > 3 * (2 / CELLS) ** 0.5 * squares  # three standard deviations
-    return f"\npairs of samples with equal captions: about {', '.join(pairs)}" if is_seen else ""
+    is_many = chance * max(batches) ** 2 >= 1
+    text = f"\npairs of samples with equal captions: about {', '.join(pairs)}"
+    return text if is_seen and is_many else ""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import track
 
-from clip_tools.shards.equal import describe, sketch
+from clip_tools.shards.equal import BATCHES, describe, sketch
 from clip_train.data import decode, index
 from clip_train.data.config import existing
 from clip_train.data.index import ShardEntry, look_up
@@ -79,7 +79,9 @@ def run_index(
     written = write_indexes(indexed)
     # these are replaced by other samples
     invalid = sum((result.invalid for result in indexed.values()), Counter[str]())
-    equal = describe([result.captions for result in indexed.values()], samples - invalid.total())
+    used = samples - invalid.total()
+    batches = sorted({min(batch, used) for batch in BATCHES})
+    equal = describe([result.captions for result in indexed.values()], used, batches)
     print(f"{summary}; wrote {', '.join(written)}{equal}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())

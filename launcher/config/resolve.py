@@ -63,6 +63,28 @@ class Resolved:
             batch={} if self.layout else {"kept_graphs": self.config.batch.kept_graphs},
         )
 
+    def notes(self) -> list[str]:
+        """Sizes of the recipe that do not fit the samples that an index counts."""
+        data, counted = self.config.data, self.source and self.source.index.num_samples
+        if counted is None or data.train_weights is not None or data.resampled:
+            return []
+        epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
+        return broken(
+            [
+                (
+                    epochs is not None and given != counted,
+                    f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
+                    f"data.train has {counted} samples: set data.num_samples=null",
+                ),
+                (
+                    size > counted,
+                    f"batch.global_size ({size}) is more than the samples of data.train "
+                    f"({counted}): a batch holds some of them twice, as negatives of each other; "
+                    "lower batch.global_size",
+                ),
+            ]
+        )
+
     @property
     def texts_end(self) -> bool:
         """No tower reads behind a text's end, and teachers find it at the same token."""

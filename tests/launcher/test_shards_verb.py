@@ -202,6 +202,8 @@ def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_pa
         ("x.csv", "a,b\n1,2\n", "its columns are a, b: add --image-key NAME"),
         ("x.csv", "", "has no rows"),
         ("x.jsonl", "{'a'}\n", "line 1 is not JSON"),
+        ("x.jsonl", b'{"a": "caf\xe9"}\n', "line 1 is not JSON"),
+        ("x.csv", "image,title\n0.jpg,x\n".encode("utf-16"), "line 1 has a byte that is not UTF-8"),
         ("x.doc", "", "cannot be read as a table"),
         ("y/0.jpg", "x", "has no image with a caption"),
     ],
@@ -209,7 +211,7 @@ def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_pa
 def test_mistakes(name, content, said, tmp_path, capsys):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     source = path.parent if name.startswith("y/") else path
     assert main(["shards", str(source), str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
@@ -302,6 +304,20 @@ def test_rows_with_an_unclosed_quote_are_left_out_and_reported(tmp_path, capsys)
     assert [place for place, _ in left] == [f"line {i}" for i in (5, 7, 8, 9, 10)]  # where it ends
 
 
+@pytest.mark.parametrize("options", [[], ["--label-key", "kind"]])
+def test_rows_that_are_not_utf8_are_left_out_and_reported(options, tmp_path, capsys):
+    images(tmp_path, 3)
+    rows = ["0.jpg,a café,x", "1.jpg,a café,x".encode("latin-1"), "2.jpg,a \ufffd,x"]
+    lines = [row if isinstance(row, bytes) else row.encode() for row in ["photo,title,kind", *rows]]
+    (tmp_path / "x.csv").write_bytes(b"\n".join(lines))
+    table, folder = str(tmp_path / "x.csv"), str(tmp_path / "out")
+    out, _ = typed(["shards", table, folder, "--workers", "1", *options], capsys)
+    assert "1 a byte that is not UTF-8: save the table as UTF-8, such as line 3" in out
+    found = members(tmp_path / "out")
+    texts = [found[name].decode() for name in sorted(found) if name.endswith(".txt")]
+    assert texts == ["a café", "a \ufffd"]
+
+
 def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it(tmp_path, capsys):
     names = images(tmp_path, 3)
     texts = ["ä" * 16_384, "ä" * 16_385, "x" * 54_000]
@@ -330,3 +346,4 @@ def test_the_next_line_names_a_recipe_that_is_there(tmp_path, capsys, monkeypatc
     out, _ = typed(["shards", str(table), "out", "--workers", "1"], capsys)
     words = shlex.split(out.splitlines()[-1])
     assert words[:3] == ["next:", "clip-train", "train"] and Path(words[3]).is_file()
+    assert main([*words[2:], "--dry-run"]) == 0  # a recipe for so few samples
