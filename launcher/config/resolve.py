@@ -65,7 +65,8 @@ class Resolved:
 
     def notes(self) -> list[str]:
         """Sizes of the recipe that do not fit the samples that an index counts."""
-        data, counted = self.config.data, self.source and self.source.index.num_samples
+        data = self.config.data
+        counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
             return []
         epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
