@@ -130,8 +130,8 @@ class Trainer:
         """The next batch.
 
         A rank that has failed gets its previous batch again, because the other ranks need it in the
-        step's collectives. Its flag then makes all ranks discard the step. Before the first step
-        there is no previous batch, so the ranks agree here, with one more collective.
+        step's collectives. Its flag then makes all ranks discard the step. The first batch has no
+        previous one, so after it the ranks agree here, with a collective of its own.
         """
         first = self.last is None
         if self.failure is None:

@@ -54,10 +54,10 @@ class Site(Settings):
 
 
 def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:
-    """From `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else the defaults.
-    UserError.
+    """Read the site file: `path`, else $CLIP_TRAIN_SITE, else ~/.config/clip-train/site.yaml, else
+    only the defaults. UserError.
 
-    options: of `submit`; those that are not None override the values of the same name.
+    options: the arguments of `submit`; those that are not None override keys of the same name.
     """
     named = path or os.environ.get(ENV)
     file = Path(named) if named else HOME.expanduser()

@@ -68,7 +68,7 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
 # -- render
 
 
-# Options of sbatch that would change the checked job -> what to do instead.
+# sbatch options that would change what `check_submission` has checked -> what to do instead.
 OWN_OPTIONS = {
     **dict.fromkeys(("array", "a"), NO_ARRAY),
     **dict.fromkeys(("nodes", "N"), "use submit's --nodes"),
@@ -82,8 +82,8 @@ OWN_OPTIONS = {
 
 
 def quote(word: str) -> str:
-    """As sbatch reads the words of an #SBATCH line: a backslash escapes inside both kinds of
-    quotes."""
+    """Quote one word of an #SBATCH line. sbatch reads a backslash as an escape in both kinds of
+    quotes. UserError for a line break."""
     if "\n" in word:
         raise UserError(f"{word!r} has a line break, which an #SBATCH line cannot hold; remove it")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", word, re.ASCII):
@@ -172,7 +172,8 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
 
 
 def absolute(value: str, base: Path) -> str:
-    """Each `::` source that is a relative path, if its first part exists under `base`."""
+    """Make each `::` source of `value` absolute if it is a relative path whose first part exists
+    under `base`."""
     parts = []
     for part in value.split("::"):
         first = re.split(r"[/{*?\[]", part)[0]
@@ -196,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
     script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
         print(script, end="")
+        # the error message of sbatch; None without sbatch, empty if it accepts the script
         refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
         if refused and not OUTAGE.search(refused):
             raise UserError(f"sbatch --test-only refuses this script: {refused}")
