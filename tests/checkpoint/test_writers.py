@@ -283,9 +283,12 @@ def dies_in_the_upload(folder: Path, store: Path) -> list[Any]:
             kill_writer()
             hold.unlink()
 
+        dies = threading.Thread(target=die, daemon=True)
         if rank == step - 2:
-            threading.Thread(target=die, daemon=True).start()
+            dies.start()
         saved.append(run.start(step, wait=True))
+        if rank == step - 2:
+            dies.join()  # a late unlink would let the next step through
         dist.barrier()
     run.save(4)
     run.manager.close()
