@@ -107,12 +107,14 @@ class Writer:
         self.remote = open_storage(remote, patience_seconds=patience) if remote else None
         self._memory_fd = memory_fd
         self._send, self._sending = send, threading.Lock()
-        # two retentions at once would find each other's folders gone
+        # Two retentions at once would find each other's folders gone. Both threads run the local
+        # one; that of a remote store may take as long as an outage.
         self._tidying = threading.Lock()
         self._active: set[str] = set()  # attempts that may still be committed
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
-        self._newest: SaveRequest | None = None  # whose upload may begin
+        self._newest = 0  # the step that is uploaded next
+        self._upload_job: Future[Any] | None = None  # its upload, which may have begun
 
     def receive(self, request: SaveRequest | None) -> None:
         """From the rank; None: finish. Never waits for a disk or a store."""
@@ -151,9 +153,11 @@ class Writer:
         self._tidy(local, request.scores)
         if self.remote is None:
             return where
-        self._newest = request
-        job = self._remote_jobs.submit(self._upload, request)
-        job.add_done_callback(partial(self._ended, request))
+        self._newest = request.step
+        if self._upload_job is not None:
+            self._upload_job.cancel()  # has no effect once the upload has begun
+        self._upload_job = self._remote_jobs.submit(self._upload, request)
+        self._upload_job.add_done_callback(partial(self._ended, request))
         return None
 
     # -- the remote store
@@ -162,12 +166,9 @@ class Writer:
         """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
         The store repeats each of its requests. After a failed upload the next save is uploaded.
-        FencedError, RefusedError, OSError; SupersededError: a newer save waits already.
+        FencedError, RefusedError, OSError.
         """
-        newest = self._newest
-        assert self.remote is not None and request.entry is not None and newest is not None
-        if newest is not request:
-            raise SupersededError(f"superseded by step {newest.step} before its upload began")
+        assert self.remote is not None and request.entry is not None
         name = f"{request.prefix}/{request.entry.name}"
         self.remote.put_file(self.local.path(name), name)
         put_rank_manifest(self.remote, request)
@@ -178,8 +179,15 @@ class Writer:
     # -- results of saves
 
     def _ended(self, request: SaveRequest, job: Future[Any]) -> None:
-        """Report how a save has ended: it is not going to be committed any more, in any store."""
-        error = job.exception()
+        """Report how a save has ended: it is not going to be committed any more, in any store.
+
+        If an upload was cancelled, a newer save took its place.
+        """
+        error: BaseException | None
+        if job.cancelled():
+            error = SupersededError(f"superseded by step {self._newest} before its upload began")
+        else:
+            error = job.exception()
         if error is None and job.result() is None:
             return
         text = job.result() if error is None else explain(error)
@@ -224,7 +232,7 @@ class Writer:
         scores: rank 0's; None on the others.
         """
         try:
-            with self._tidying:
+            with self._tidying if store is self.local else contextlib.nullcontext():
                 if store is self.local and not self.policy.shared:
                     remove_leftovers(self.local, self.policy.lease.epoch)
                 elif scores is not None:

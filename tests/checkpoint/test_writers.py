@@ -389,3 +389,43 @@ def test_uploads_that_are_slower_than_saves_are_no_failures(
     assert run.numbers["checkpoint_failures"] == 0
     assert_whole(folder, {3, 4})
     assert_whole(store, {1, 4})
+
+
+def held_run(tmp_path: Path, hold: str) -> tuple[Run, Path]:
+    """A run with step 1 in its store, which then holds up what `hold` says; and the file that does."""
+    store = tmp_path / "store"
+    run = Run(tmp_path / "local", remote=f"tests.checkpoint.held.HeldStore://{store}", keep_last=1)
+    run.save(1)
+    (store / hold).touch()
+    return run, store / hold
+
+
+def save_on_disk(run: Run, step: int) -> None:
+    assert run.start(step)
+    run.until(lambda: run.manager.last_good is not None and run.manager.last_good.step == step)
+
+
+def test_a_store_that_is_down_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """Beside the one that is being uploaded and the one that waits, the disk keeps `keep_last`."""
+    run, held = held_run(tmp_path, "hold")
+    for step in range(2, 9):
+        save_on_disk(run, step)
+    wait_for(lambda: {path.name[-1] for path in tmp_path.glob("local/ckpt/*")} <= {"2", "7", "8"})
+    assert sum("not uploaded: superseded by step" in line for line in run.said) >= 4
+    held.unlink()
+    run.until(lambda: run.numbers.get("checkpoint_step") == 8)
+    run.manager.close()
+    assert run.numbers["checkpoint_failures"] == 0
+    assert_whole(tmp_path / "local", {8})
+    assert_whole(tmp_path / "store", {8})
+
+
+def test_a_store_that_hangs_in_its_retention_does_not_hold_up_local_commits(tmp_path: Path) -> None:
+    run, held = held_run(tmp_path, "hold-removals")
+    for step in range(2, 6):
+        save_on_disk(run, step)
+    held.unlink()
+    run.until(lambda: run.numbers.get("checkpoint_step") == 5)
+    run.manager.close()
+    assert_whole(tmp_path / "local", {5})
+    assert_whole(tmp_path / "store", {5})

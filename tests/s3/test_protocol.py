@@ -152,7 +152,7 @@ def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
     run.manager.close()
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 6]
     superseded = [line for line in run.said if "superseded" in line]
-    assert len(superseded) == 4 and "step 2 is not uploaded: superseded by step 6" in superseded[0]
+    assert len(superseded) == 4 and "step 2 is not uploaded: superseded by step 3" in superseded[0]
     assert run.manager.poll().get("checkpoint_failures", 0) == 0
 
 
