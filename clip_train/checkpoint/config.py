@@ -149,6 +149,8 @@ def preflight(storage: Storage) -> list[str]:
         doing, right = "be read", "s3:GetObject"
         if storage.read_bytes(file) != content:
             raise CheckpointError("returns other bytes than were written")
+        if file not in [entry.name for entry in storage.list(folder)]:
+            raise CheckpointError("does not list a file that it has stored")
         doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
         # two writers, only one of which may win: leases and commits depend on this
         if not storage.put_bytes(once, b"first", if_absent=True):

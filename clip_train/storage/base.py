@@ -16,7 +16,7 @@ class Entry:
 
 
 class Storage(ABC):
-    """Files by name under one root, local or remote. A subclass is named in `urls.STORES`.
+    """Files by name under one root, local or remote. `urls.open_storage` finds its subclass.
 
     Names are relative, with "/" and without ".."; "" is the root itself, if it is a file.
     A file that is missing (`FileNotFoundError`, `False`, an empty list) is never confused with a

@@ -37,7 +37,10 @@ class FsspecStorage(RemoteStorage):
                 url.removeprefix("fsspec+"), use_listings_cache=False
             )
         except (ImportError, ValueError) as e:
-            raise UserError(f"{url}: not a URL that fsspec can open ({e}); correct it") from e
+            raise UserError(
+                f"{url}: not a URL that fsspec can open ({e}); give a store of your own by its "
+                "dotted path, or correct it"
+            ) from e
         if hasattr(self._fs, "client_kwargs"):  # of HTTP, before its first request
             from clip_train.storage.http import BoundedResponse
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from fsspec.asyn import get_loop
 from fsspec.utils import glob_translate
@@ -74,9 +73,19 @@ class Pace:
 class RemoteStorage(Storage):
     """A remote store: a subclass makes single requests, this class limits and repeats them.
 
-    The abstract methods are the requests. They run on fsspec's event loop, keep to the `Pace` and
-    may raise anything that `errors.meaning` understands. Their keys are whole: root and name.
+    The abstract methods are the requests. They run on fsspec's event loop and keep to the `Pace`
+    (`pace.hold`). Their keys are whole: root and name. So are the names that `listing` returns.
 
+    A request raises FileNotFoundError, FileExistsError (`if_absent`) or PermissionError; ChangedError
+    or ValueError if another attempt cannot help; TransferError if it can. An error with an HTTP
+    `status` or `code`, or of obstore or botocore, means the same (`errors.meaning`). Any other error
+    is tried again.
+
+    A process makes a storage for each shard that it opens, and never closes one. So let them share
+    a client, as `ObjectStorage` does. Take a URL apart at `://`: `urlsplit` finds no scheme in
+    `my_package.MyStore://bucket/prefix`, because of its underscore.
+
+    url: with the scheme. root: the part of the URL that all keys begin with.
     min_rate: bytes per second. request_seconds: of a request, besides what its bytes take.
     patience_seconds: of one operation with all its retries (None: the environment's
     `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
@@ -93,7 +102,7 @@ class RemoteStorage(Storage):
         patience_seconds: float | None = None,
     ) -> None:
         self.url, self.root, self.part_bytes = url.rstrip("/"), root.rstrip("/"), part_bytes
-        self.host = urlsplit(url).netloc
+        self.host = url.partition("://")[2].partition("/")[0]
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         self.patience = float(default if patience_seconds is None else patience_seconds)
         seconds = min(request_seconds, max(1.0, self.patience / _MIN_ATTEMPTS))
@@ -112,11 +121,18 @@ class RemoteStorage(Storage):
 
     @abstractmethod
     async def listing(self, folder: str, pace: Pace) -> builtins.list[Entry]:
-        """All keys that begin with `folder`, or an error; never a part of them."""
+        """All keys that begin with `folder`, or an error; never a part of them.
+
+        Each with the time of its last change; if the store has none, the present time. What looks
+        old may be removed.
+        """
 
     @abstractmethod
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
-        """Store a small object by one request, or a file of any size (never with `if_absent`)."""
+        """Store a small object by one request, or a file of any size (never with `if_absent`).
+
+        Completely or not at all.
+        """
 
     @abstractmethod
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clip_train.storage.remote import RemoteStorage
 
 # A store is a subclass of `remote.RemoteStorage` that takes a URL. A scheme may be its dotted path
-# as well: `my_package.MyStore://bucket/prefix`.
+# as well: `my_package.MyStore://bucket/prefix`, or `my_package.stores:MyStore://bucket/prefix`.
 STORES = {
     "s3": "clip_train.storage.object_store.S3Storage",
     "s3a": "clip_train.storage.object_store.S3Storage",
@@ -27,7 +27,7 @@ STORES = {
     "az": "clip_train.storage.object_store.ObjectStorage",
 }
 _ANY_OTHER = "clip_train.storage.fsspec_store.FsspecStorage"
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+._-]*)(?:://|::)")
+_SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9+._:-]*?)(?:://|::)")
 
 
 def is_remote(url: str) -> bool:
@@ -54,9 +54,9 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     url = os.fspath(url)
     if not is_remote(url):
         return LocalStorage(local_path(url))
-    scheme = url.partition(":")[0]
+    scheme = re.split("://|::", url)[0].replace(":", ".")
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
-    store = import_path(url, path, Storage, remedy="correct the URL")
+    store = import_path(url, path, Storage, remedy="correct the URL, or PYTHONPATH")
     return store(url, patience_seconds=patience_seconds)
 
 

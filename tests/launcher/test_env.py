@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +36,23 @@ SLURM = {
 def test_nothing_set_is_a_world_of_one():
     env = detect({})
     assert (env.rank, env.world_size, env.local_rank, env.master_addr) == (0, 1, 0, "127.0.0.1")
+
+
+def test_the_script_for_lsf_in_the_documents(tmp_path):
+    page = Path("docs/slurm.md").read_text()
+    (tmp_path / "rank.sh").write_text(re.search("```bash\n(# rank.sh.*?)```", page, re.S)[1])
+    (tmp_path / "python").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "python").chmod(0o755)
+    seen = []
+    for task in "1234":
+        lsf = {"LSF_PM_TASKID": task, "LSB_JOBID": "12001", "LSB_HOSTS": "b9 b9 a1 b9"}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        script = ["bash", "-eu", str(tmp_path / "rank.sh"), "my.yaml"]
+        said = subprocess.run(script, env=lsf | path, text=True, stdout=subprocess.PIPE, check=True)
+        env = detect(dict(line.split("=", 1) for line in said.stdout.splitlines()))
+        seen.append((env.rank, env.world_size, env.local_rank, env.local_world_size))
+        assert (env.master_addr, env.master_port) == ("b9", 20001)
+    assert seen == [(0, 4, 0, 3), (1, 4, 1, 3), (2, 4, 0, 1), (3, 4, 2, 3)]
 
 
 def test_torchrun():

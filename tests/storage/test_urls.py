@@ -5,16 +5,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import obstore
 import pytest
 
+from clip_train.checkpoint.config import preflight
 from clip_train.data.shards import expand
-from clip_train.errors import UserError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import StorageError
 from clip_train.storage.object_store import ObjectStorage
+from clip_train.storage.remote import Pace, RemoteStorage
 from clip_train.storage.urls import (
     expand_glob,
     is_remote,
@@ -40,6 +42,7 @@ def test_is_remote() -> None:
     assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "simplecache::s3://b/k")] == [
         True
     ] * 3
+    assert is_remote("my_package.stores:MyStore://h/p") and is_remote("_my.MyStore://h/p")
     assert [is_remote(u) for u in ("/a/b", "a:b", "file:///a", "~/x", "pipe:cat x")] == [False] * 5
     with pytest.raises(ValueError, match="not a local path"):
         local_path("s3://b/k")
@@ -102,6 +105,27 @@ class ShortStorage(MemoryStorage):
     most_listed = 2
 
 
+class RootlessStorage(MemoryStorage):
+    """Its author took the keys of a listing for names below the root."""
+
+    async def listing(self, folder: str, pace: Pace) -> list[Entry]:
+        found = await super().listing(folder, pace)
+        return [Entry(each.name.removeprefix(f"{self.root}/"), each.size) for each in found]
+
+
+def test_a_store_that_does_not_list_its_files_is_refused() -> None:
+    """A run would not find its checkpoints there, and begin anew."""
+    place = f"bucket/{uuid.uuid4().hex}/run"
+    assert preflight(open_storage(f"{__name__}.MemoryStorage://{place}")) == []
+    with pytest.raises(CheckpointError, match="does not list a file that it has stored"):
+        preflight(open_storage(f"{__name__}.RootlessStorage://{place}"))
+
+
+def test_the_host_of_a_store_of_ones_own_is_known() -> None:
+    """urlsplit finds none, because the module's name has an underscore."""
+    assert cast("RemoteStorage", open_storage(f"{__name__}.MemoryStorage://h:80/p")).host == "h:80"
+
+
 def test_a_listing_without_an_end_is_given_up() -> None:
     storage = ShortStorage(f"memory://bucket/{uuid.uuid4().hex}")
     storage.put_bytes("a", b"")
@@ -113,11 +137,13 @@ def test_a_listing_without_an_end_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["memory", "fsspec+memory", f"{MemoryStorage.__module__}.{MemoryStorage.__name__}"]
+    "scheme",
+    ["memory", "fsspec+memory", f"{__name__}.MemoryStorage", f"{__name__}:MemoryStorage"],
 )
 def test_any_remote_storage_can_be_written_to(scheme: str, tmp_path: Path) -> None:
     """What tests/s3/test_storage.py shows for S3."""
-    storage = open_storage(f"{scheme}://{uuid.uuid4().hex}/run")
+    bucket, root = uuid.uuid4().hex, uuid.uuid4().hex
+    storage = open_storage(f"{scheme}://{bucket}/{root}")
     assert storage.list() == [] and not storage.exists("a")
     assert storage.put_bytes("a", b"1") and storage.put_bytes("b/two", b"22")
     assert storage.put_bytes("b/two", b"222")  # replaces
