@@ -124,6 +124,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
         quote = "; quote the command as one argument"
         hint = quote if args.verb == "import-args" else suggest(left)
+        if args.verb == "submit":
+            hint += "; options of sbatch go after --, as in -- --qos=high"
         parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     if left:
         args.overrides = [*args.overrides, *left]

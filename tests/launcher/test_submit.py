@@ -241,6 +241,12 @@ def test_more_options_of_sbatch(here, capsys):
     assert "#SBATCH --constraint=a100 --dependency afterok:12\n" in script
 
 
+def test_an_option_of_sbatch_in_front_of_the_dashes(here, capsys):
+    with pytest.raises(SystemExit):
+        dry_run(capsys, "--reservation=mine")
+    assert "--reservation=mine; options of sbatch go after --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "option, said",
     [("--array=1-3", "run.seed=$s"), ("-a1-3", "run.seed=$s"), ("-N2", "use submit's --nodes")],
