@@ -71,7 +71,7 @@ OWN = {
     "accum-freq": "`batch.global_size`; `batch.kept_graphs=all` needs no second forward",
     "aug-cfg": "`data.aug_scale`, `data.aug_ratio`, `data.aug_color_jitter`, "
     "`data.aug_color_jitter_prob`, "
-    "`data.aug_gray_scale_prob`; with `use_timm` the same keys (random erasing: `data.aug_erase_prob`)",
+    "`data.aug_gray_scale_prob`; the same keys with `use_timm`; also `data.aug_erase_prob`",
     "batch-size": "`batch.micro_size`; times ranks and `--accum-freq` it is `batch.global_size`",
     "dataset-type": "`data.kind`: `shards` (`clip-train shards` converts a CSV), or `synthetic`",
     "delete-previous-checkpoint": "`checkpoint.keep_last=1`",
@@ -100,7 +100,7 @@ OWN = {
     "also `checkpoint.every_minutes=60`",
     "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
     "skip-scheduler": "`schedule.name=constant` without warm-up",
-    "train-data-upsampling-factors": "`data.train_weights`: multiply each factor by its source's number of shards",
+    "train-data-upsampling-factors": "`data.train_weights`: each factor times its source's number of shards",
     "val-frequency": "`evaluate.every_steps`, in steps",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: the more frequent of the two",
 }
