@@ -84,10 +84,10 @@ class Trainer:
         self.step_start = time.perf_counter()
         while self.step < self.steps:
             self.call("phase", "step")
-            asked = time.perf_counter()
+            wait_start = time.perf_counter()
             try:
                 batch = self._next_batch(batches)
-                stop = self._step(batch, time.perf_counter() - asked)
+                stop = self._step(batch, time.perf_counter() - wait_start)
             except RuntimeError as e:
                 # If this rank had failed before, the other ranks may have ended, and the collective
                 # failed for that reason. Raise the first error. B904: without `from e`, it keeps
@@ -133,7 +133,7 @@ class Trainer:
         step's collectives. Its flag then makes all ranks discard the step. The first batch has no
         previous one, so after it the ranks agree here, with a collective of its own.
         """
-        first = self.last is None
+        no_batch_yet = self.last is None
         if self.failure is None:
             try:
                 self.last = next(batches)
@@ -141,7 +141,7 @@ class Trainer:
                 self.failure = DataError("the data ended, although it should repeat")
             except Exception as e:
                 self.failure = e
-        if first:
+        if no_batch_yet:
             flags = self._flags()
             failed, stopped = dist.max_scalars(flags.failed, flags.stop)
             if failed:
@@ -211,13 +211,13 @@ class Trainer:
             )
         if result.flags.stop or self.step == self.steps:
             return result.flags.stop  # `run` saves and evaluates at the end
-        saves = self.checkpoints.due(self.step)
-        evaluates = self.step % (self.evaluate_every or self.steps) == 0
-        if saves:
+        save_due = self.checkpoints.due(self.step)
+        evaluation_due = self.step % (self.evaluate_every or self.steps) == 0
+        if save_due:
             self._save()
-        if evaluates:
+        if evaluation_due:
             self._evaluate()
-        if saves or evaluates:
+        if save_due or evaluation_due:
             self.step_start = time.perf_counter()  # neither counts as time of the next step
         return False
 
@@ -292,9 +292,10 @@ class Trainer:
         )
 
     def _end_preempted(self) -> None:
-        reasons = ", ".join(
-            dict.fromkeys(r for r in dist.gather_objects(self.stop.reason) if r is not None)
-        )
+        """Collective. Save, then raise Preempted; CheckpointError if nothing could be committed."""
+        all_reasons = dist.gather_objects(self.stop.reason)
+        distinct_reasons = dict.fromkeys(reason for reason in all_reasons if reason is not None)
+        reasons = ", ".join(distinct_reasons)
         step = self.step
         where = "before the first step"
         remedy = "start"
