@@ -76,16 +76,17 @@ class RemoteStorage(Storage):
     The abstract methods are the requests. They run on fsspec's event loop and keep to the `Pace`
     (`pace.hold`). Their keys are whole: root and name. So are the names that `listing` returns.
 
-    A request raises FileNotFoundError, FileExistsError (`if_absent`) or PermissionError; ChangedError
-    or ValueError if another attempt cannot help; TransferError if it can. An error with an HTTP
-    `status` or `code`, or of obstore or botocore, means the same (`errors.meaning`). Any other error
-    is tried again.
+    A request raises FileNotFoundError, FileExistsError (`if_absent`) or PermissionError. It raises
+    ChangedError or ValueError if another attempt cannot help, and TransferError if it can. An error
+    with an HTTP `status` or `code`, or of obstore or botocore, means the same (`errors.meaning`).
+    Any other error is tried again.
 
     A process makes a storage for each shard that it opens, and never closes one. So let them share
     a client, as `ObjectStorage` does. Take a URL apart at `://`: `urlsplit` finds no scheme in
     `my_package.MyStore://bucket/prefix`, because of its underscore.
 
-    url: with the scheme. root: the part of the URL that all keys begin with.
+    All keys begin with `root`, which is a part of `url`.
+
     min_rate: bytes per second. request_seconds: of a request, besides what its bytes take.
     patience_seconds: of one operation with all its retries (None: the environment's
     `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
