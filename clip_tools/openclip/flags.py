@@ -100,7 +100,9 @@ OWN = {
     "also `checkpoint.every_minutes=60`",
     "siglip": "`loss.kind=sigmoid`, `model.init_logit_bias=-10`, `model.init_logit_scale=2.3026`",
     "skip-scheduler": "`schedule.name=constant` without warm-up",
-    "train-data-upsampling-factors": "`data.train_weights`: each factor times its source's number of shards",
+    "train-data-upsampling-factors": (
+        "`data.train_weights`: each factor times its source's number of shards"
+    ),
     "val-frequency": "`evaluate.every_steps`, in steps",
     "zeroshot-frequency": "`evaluate.every_steps`, in steps: the more frequent of the two",
 }
