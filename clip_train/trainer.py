@@ -99,7 +99,7 @@ class Trainer:
         if self._save(wait=True) is not Saved.COMMITTED:
             raise CheckpointError(
                 f"all {self.steps} steps are trained, but the last save failed (see above); "
-                "run the same line again"
+                f"{self.committed()}; run the same command again"
             )
         evaluated = self._evaluate()
         dist.raise_agreed(self.failure)  # no later step would do so

@@ -7,12 +7,14 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from clip_train.checkpoint.manager import Saved
 from clip_train.errors import CheckpointError, UserError
+from clip_train.trainer import Trainer
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import Run, assert_holds, assert_is, data_file, flip, kill_writer
 
@@ -238,6 +240,22 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     run.save(14, 15)
     run.manager.close()
     assert set(committed(tmp_path)) == {12, 13, 15}  # resumed from, best, newest
+
+
+def test_the_end_of_a_run_names_the_disk_if_the_last_upload_failed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    run = Run(tmp_path / "local", remote=str(store))
+    run.manager.begin()
+    (store / "ckpt").touch()  # no folder can be made there
+    parts = dict.fromkeys(("objective", "plan", "sizes", "learning_rate", "stop"), MagicMock())
+    engine = MagicMock(device=torch.device("cpu"), **{"extra_state.return_value": {}})
+    engine.state_fragments.return_value = []
+    parts["objective"].state_dict.return_value = {}
+    checkpoints = run.manager
+    trainer = Trainer(engine, **parts, batches=[], steps=0, checkpoints=checkpoints, callbacks=[])
+    with pytest.raises(CheckpointError, match="the last save failed") as caught:
+        trainer.run()
+    assert f"step 0 is committed ({committed(tmp_path / 'local')[0]})" in str(caught.value)
 
 
 def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
