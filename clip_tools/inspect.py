@@ -30,7 +30,7 @@ from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.models.clip import build_model, parse_saved
-from clip_train.models.config import AnyArchitecture, Architecture, load_architecture, preset_names
+from clip_train.models.config import AnyArchitecture, Architecture, load_architecture
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.weights import (
@@ -210,7 +210,7 @@ def check_names(found: Resumed, model: str, *, said: bool) -> None:
 
     foreign = _names(found.state["architecture"])
     openclips = model.startswith(PREFIX) and not os.path.exists(model.removeprefix(PREFIX))
-    if foreign and (said or openclips or model in preset_names()):
+    if foreign and (said or openclips):
         foreign -= _names(load_architecture(model).model_dump())
     if foreign:
         raise UserError(

@@ -150,16 +150,15 @@ class MicroBatches(Sequence["MicroBatch"]):
         )
 
 
-def text_ends(texts: Tensor, end_id: int | None = None) -> Tensor:
-    """int64 [..., L] -> int64 [...]: where each text ends, at its first `end_id` (None: highest
-    id)."""
-    return (texts if end_id is None else (texts == end_id).int()).argmax(dim=-1)
+def text_ends(texts: Tensor) -> Tensor:
+    """int64 [..., L] -> int64 [...]: where each text ends, at its highest id."""
+    return texts.argmax(dim=-1)
 
 
-def text_lengths(texts: Tensor, end_id: int | None = None) -> list[Any]:
+def text_lengths(texts: Tensor) -> list[Any]:
     """Tokens of each text, int64 [n, L] or [n, T, L], up to its end. A causal tower reads nothing
     behind it."""
-    return (text_ends(texts, end_id) + 1).tolist()
+    return (text_ends(texts) + 1).tolist()
 
 
 @dataclass

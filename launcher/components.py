@@ -18,14 +18,15 @@ from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import table_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
-from clip_train.data.tokenizer import HFTokenizer, Tokenize, Tokenizer
+from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
-from clip_train.errors import RankError, UserError
+from clip_train.errors import RankError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
-from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, TokenizerOptions
+from clip_train.models.config import AnyArchitecture, OwnModel
 from clip_train.models.freeze import freeze
+from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import base_digest, load_teacher
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.task import Features, MicroBatch, Objective, named_features, text_lengths
@@ -116,7 +117,7 @@ def build_loader(
         pin_memory=device.type == "cuda",
         storage=config.storage,
         tokenizer=dist.agreed(tokenizer_of, resolved.architecture),
-        lengths=partial(text_lengths, end_id=text.end_id) if resolved.texts_end else None,
+        lengths=text_lengths if resolved.texts_end else None,
         pack_texts=resolved.padded_because is None,
         groups=config.loss.groups,
     )
@@ -124,26 +125,14 @@ def build_loader(
 
 def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
     """Picklable. UserError if it is not CLIP's tokenizer and its files are missing."""
-    if isinstance(architecture, OwnModel) and architecture.tokenizer is not None:
-        return architecture.tokenizer
-    if not isinstance(architecture, Architecture):
+    its = None
+    if isinstance(architecture, OwnModel):
+        its = architecture.tokenizer
+    elif isinstance(architecture, OpenCLIPArchitecture):
         from clip_train.models.openclip.model import tokenizer
 
         its = tokenizer(architecture)
-        return Tokenizer(architecture.text_cfg.context_length) if its is None else its
-    text = architecture.text_cfg
-    if text.hf_tokenizer_name is None:
-        return Tokenizer(text.context_length)
-    options = text.tokenizer_kwargs or TokenizerOptions()
-    out = HFTokenizer(
-        text.hf_tokenizer_name, text.context_length, options.clean, options.strip_sep_token
-    )
-    if out.vocab_size > text.vocab_size:
-        raise UserError(
-            f"text_cfg.vocab_size ({text.vocab_size}) must be at least {out.vocab_size}, which "
-            f"text_cfg.hf_tokenizer_name ({text.hf_tokenizer_name}) has"
-        )
-    return out
+    return Tokenizer(architecture.text_cfg.context_length) if its is None else its
 
 
 def build_engine(resolved: Resolved, device: torch.device) -> Engine:

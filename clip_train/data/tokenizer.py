@@ -1,5 +1,5 @@
 """CLIP's byte-pair tokenizer, with the same ids as OpenCLIP's `SimpleTokenizer` and its default
-cleaning; and others.
+cleaning.
 
 It is fast for two reasons: plain ASCII captions need no ftfy, and no token crosses a blank, so the
 ids of a blank-separated chunk can be cached.
@@ -10,7 +10,6 @@ import gzip
 import html
 import itertools
 import re as plain_re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ import regex
 import torch
 from torch import Tensor
 
-from clip_train.errors import UserError
-
 Tokenize = Callable[[list[str]], Tensor]  # [b] captions -> int64 [b, context_length]
 MERGES_FILE = Path(__file__).with_name("clip_bpe_merges.txt.gz")
 START = "<start_of_text>"
@@ -32,7 +29,6 @@ CACHED_CHUNKS = 1 << 15  # 8 MB at most: a worker's memory does not grow
 LONGEST_CACHED_CHUNK = 64  # characters: URLs and base64 would only displace words
 LONGEST_WORD = 4096  # bytes; the rest is dropped: merging takes quadratic time, here half a second
 
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # ftfy and html.unescape leave such text unchanged. It excludes \x0b and \x1c-\x1f, which str.split
 # treats as blanks and ftfy drops.
 _PLAIN = plain_re.compile(r"[\t\n\x0c\r -%'-~]*").fullmatch
@@ -97,64 +93,6 @@ class Tokenizer:
             ids[-1] = end
             row[: len(ids)] = ids
         return torch.from_numpy(table)
-
-
-class HFTokenizer:
-    """Captions -> token ids by a tokenizer of Hugging Face, padded and cut as OpenCLIP's
-    `HFTokenizer` does.
-
-    Args:
-        name: on the hub or in its local cache, or a folder.
-        context_length: tokens per caption, special ones included.
-        clean: `whitespace`, also `lower`, or also `canonicalize`: neither case nor punctuation.
-        strip_sep_token: 0 in place of the separator.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        context_length: int,
-        clean: str = "whitespace",
-        strip_sep_token: bool = False,
-    ) -> None:
-        """UserError if the package is not installed or has no such tokenizer."""
-        field = f"text_cfg.hf_tokenizer_name ({name})"
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as e:
-            raise UserError(
-                f"{field} needs a package that cannot be imported ({e}); pip install "
-                "'clip-train[hf]'"
-            ) from e
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as e:
-            raise UserError(
-                f"{field} cannot be loaded: {str(e).splitlines()[0]}; give a folder with its "
-                "files, or fetch them on a machine with a network"
-            ) from e
-        self.context_length = context_length
-        self._clean, self._strip_sep_token = clean, strip_sep_token
-        self.vocab_size = len(self._tokenizer)
-
-    def __call__(self, texts: str | list[str]) -> Tensor:
-        """[b] captions -> int64 [b, context_length]."""
-        cleaned = []
-        for text in [texts] if isinstance(texts, str) else texts:
-            repaired = repair(text)
-            if self._clean == "canonicalize":
-                repaired = " ".join(repaired.replace("_", " ").translate(_NO_PUNCTUATION).split())
-            cleaned.append(repaired if self._clean == "whitespace" else repaired.lower())
-        ids = self._tokenizer(
-            cleaned,
-            return_tensors="pt",
-            max_length=self.context_length,
-            padding="max_length",
-            truncation=True,
-        ).input_ids
-        if not self._strip_sep_token:
-            return ids
-        return ids.masked_fill(ids == self._tokenizer.sep_token_id, 0)
 
 
 def _ids(chunk: str) -> list[int]:

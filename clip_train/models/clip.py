@@ -129,7 +129,7 @@ class CLIP(nn.Module):
             raise ValueError(
                 f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}"
             )
-        token, packing = text_ends(texts, cfg.end_id), None
+        token, packing = text_ends(texts), None
         if num_tokens is None:
             # [b, L, width]
             x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,8 +52,9 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Values other than null, false and 0 at which keys unknown to these towers change nothing.
 NEUTRAL = {
+    "eos_id": (2,),
     "norm": ("batch",),
-    "pool_type": ("tok",),
+    "pool_type": ("tok", "argmax"),
     "pos_embed_type": ("learnable",),
     "proj_type": ("linear",),
 }
@@ -62,10 +62,9 @@ NOT_IMPLEMENTED = (
     "not implemented in OpenCLIP's plain ViT and text transformer; correct it, take it out, or "
     "write open_clip: before the name of the model or file to train OpenCLIP's own modules"
 )
-OWN_TEXTS = ("context_length", "vocab_size")
 OWN_FACTS = (
     "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "init_logit_bias",
-    "tokenizer", *OWN_TEXTS,
+    "tokenizer", "context_length",
 )  # fmt: skip
 PRESETS = Path(__file__).parent / "presets"
 
@@ -108,38 +107,21 @@ class VisionConfig(_Tower):
         return self.width // self.head_width
 
 
-class TokenizerOptions(Described):
-    """`tokenizer_kwargs` of OpenCLIP's schema, for a Hugging Face tokenizer."""
-
-    # canonicalize: no upper case, no punctuation
-    clean: Literal["whitespace", "lower", "canonicalize"] = "whitespace"
-    strip_sep_token: bool = False  # 0 in place of the separator, as CLIPA was trained
-
-
 class TextConfig(_Tower):
-    """`text_cfg` of OpenCLIP's schema: a causal transformer, read where a text ends."""
+    """`text_cfg` of OpenCLIP's schema: a causal transformer with CLIP's own tokens, read at the end
+    of a text, its highest id."""
 
     ends: ClassVar[bool] = True  # tokens behind a text's end change nothing: texts are cut there
     layers: PositiveInt = 12  # blocks
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = 49408  # token ids
     heads: PositiveInt = 8  # attention heads
-    # The token that is read, which ends a text: that of the highest id, or the first `eos_id`.
-    pool_type: Literal["argmax", "eos"] = "argmax"
-    eos_id: NonNegativeInt = 2
-    hf_tokenizer_name: str | None = None  # on the Hugging Face hub, or a folder; None: CLIP's own
-    tokenizer_kwargs: TokenizerOptions | None = None
 
     @model_validator(mode="after")
     def _divides(self) -> TextConfig:
         if self.width % self.heads:
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         return self
-
-    @property
-    def end_id(self) -> int | None:
-        """Id of the token that ends a text; None: the highest id of the text."""
-        return self.eos_id if self.pool_type == "eos" else None
 
 
 class Architecture(Described):
@@ -199,6 +181,7 @@ class OwnTexts(TextConfig):
     """`text_cfg` of an `OwnModel`, which may read behind a text's end."""
 
     ends: ClassVar[bool] = False
+    hf_tokenizer_name: str | None = None  # of a tokenizer of its own: PATH.tokenizer
     pool_type: Any = "last"  # as earlier versions saved it
 
 
@@ -219,9 +202,9 @@ class OwnModel(Architecture):
             "own": path,
             "vision_cfg": {"image_size": size, "patch_size": size, "layers": 1},
             "text_cfg": {
-                "hf_tokenizer_name": f"{path}.tokenizer" if callable(tokenizer) else tokenizer,
+                "hf_tokenizer_name": f"{path}.tokenizer" if tokenizer is not None else None,
                 "layers": 1,
-                **{name: facts.pop(name) for name in OWN_TEXTS if name in facts},
+                "context_length": facts.pop("context_length", 77),
             },
         }
         try:
@@ -235,9 +218,8 @@ class OwnModel(Architecture):
 
     @property
     def tokenizer(self) -> Any:
-        """Its own, b texts -> int64 [b, context_length]; None: it has none, or names one."""
-        here = self.text_cfg.hf_tokenizer_name == f"{self.own}.tokenizer"
-        return import_path("model.name", self.own or "").tokenizer if here else None
+        """Its own, b texts -> int64 [b, context_length]; None: it reads CLIP's tokens."""
+        return getattr(import_path("model.name", self.own or ""), "tokenizer", None)
 
     def changed(
         self,
@@ -409,9 +391,10 @@ class ModelConfig(Settings):
         for what in (
             "vision_cfg.image_size",
             "text_cfg.context_length",
-            "text_cfg.hf_tokenizer_name",
+            "text_cfg.hf_tokenizer_name",  # which this project's own towers do not have
         ):
-            own, other = map(attrgetter(what), (ours, theirs))
+            section, key = what.split(".")
+            own, other = (getattr(getattr(each, section), key, None) for each in (ours, theirs))
             if own != other:
                 raise UserError(
                     f"model.teacher ({place}) has {what} {other}, the student {own}: both see the "

@@ -88,10 +88,9 @@ class Resolved:
 
     @property
     def texts_end(self) -> bool:
-        """No tower reads behind a text's end, and teachers find it at the same token."""
-        text, teachers = self.architecture.text_cfg, self.config.model.teacher_architectures()
-        readers = [text, *(teacher.text_cfg for teacher in teachers)]
-        return all(each.ends and each.end_id == text.end_id for each in readers)
+        """No tower, a teacher's included, reads behind a text's end."""
+        readers = [self.architecture, *self.config.model.teacher_architectures()]
+        return all(each.text_cfg.ends for each in readers)
 
     @property
     def padded_because(self) -> str | None:

@@ -2,14 +2,12 @@
 
 import json
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from clip_train.data.tokenizer import HFTokenizer, Tokenizer
-from clip_train.errors import UserError
+from clip_train.data.tokenizer import Tokenizer
 
 GOLDEN = json.loads(Path(__file__).with_name("tokenizer_golden.json").read_text())
 
@@ -52,13 +50,3 @@ def test_one_caption_and_none():
 def test_travels_to_a_worker(tokenizer):
     twin = pickle.loads(pickle.dumps(tokenizer))
     assert torch.equal(twin(["a dog"]), tokenizer(["a dog"]))
-
-
-def test_another_tokenizer_without_its_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        UserError, match=r"hf_tokenizer_name \(bert-base-uncased\) .*pip install 'clip-train\[hf\]'"
-    ):
-        HFTokenizer("bert-base-uncased", 32)

@@ -15,11 +15,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from clip_tools import inspect
 from clip_tools.embed import load
 from clip_tools.inspect import check_names, described
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
+from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
 from clip_train.models.weights import load_openclip
 from launcher.runtime.verdict import read_verdict
 from launcher.weights import holds_weights
@@ -269,23 +271,30 @@ def test_what_a_place_says_of_the_model(tmp_path):
         described(str(tmp_path / "x.pt"), "x.pt")
 
 
-def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path):
+def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path, monkeypatch):
     """But the one that OpenCLIP's model of this name has, or a model that the command line names."""
 
     def check(tokenizer: str | None, name: str, *, said: bool = False) -> None:
-        text = {**architecture["text_cfg"], "hf_tokenizer_name": tokenizer}
-        state = {"architecture": {**architecture, "text_cfg": text}}
+        text = {**known["text_cfg"], "hf_tokenizer_name": tokenizer}
+        state = {"architecture": {**known, "text_cfg": text}}
         check_names(SimpleNamespace(state=state, path="s3://bucket/run"), name, said=said)  # type: ignore[arg-type]
 
-    known = load_architecture("ViT-L-14-worldwide")
-    architecture, own = known.model_dump(mode="json"), str(tmp_path / "own.json")
-    (tmp_path / "own.json").write_text(
-        json.dumps(known.model_cfg()).replace("google/mt5-base", "org/other")
-    )
+    def described_with(tokenizer: str) -> OpenCLIPArchitecture:
+        text = {"hf_tokenizer_name": tokenizer}
+        return parse_openclip({"embed_dim": 8, "vision_cfg": {}, "text_cfg": text}, "model")
+
+    theirs, own = "open_clip:ViT-L-14-worldwide", f"open_clip:{tmp_path}"
+    models = {
+        theirs: described_with("google/mt5-base"),
+        own: described_with("org/other"),
+        "tiny": load_architecture("tiny"),
+    }
+    monkeypatch.setattr(inspect, "load_architecture", models.__getitem__)
+    known = models[theirs].model_dump(mode="json")
     check(None, "any")
-    check("google/mt5-base", "ViT-L-14-worldwide")
+    check("google/mt5-base", theirs)
     check("org/other", own, said=True)
-    for name, said in (("ViT-L-14-worldwide", False), ("ViT-L-14-worldwide", True), (own, False)):
+    for name, said in ((theirs, False), (theirs, True), (own, False), ("tiny", True)):
         with pytest.raises(
             UserError,
             match=r"s3://bucket/run names org/other, which is opened only if you allow it",

@@ -82,12 +82,12 @@ def test_an_unknown_preset_names_its_neighbours():
             r"vision_cfg\.pool_type \('avg'\): .* not implemented .* write open_clip: before the name",
         ),
         (
-            {"text_cfg": {"pool_type": "none"}},
-            r"text_cfg\.pool_type \('none'\) must be 'argmax' or 'eos'",
+            {"text_cfg": {"pool_type": "eos"}},
+            r"text_cfg\.pool_type \('eos'\): .* not implemented .* write open_clip: before the name",
         ),
         (
-            {"text_cfg": {"tokenizer_kwargs": {"clean": "all"}}},
-            r"text_cfg\.tokenizer_kwargs\.clean \('all'\) must be 'whitespace', 'lower' or 'canonicalize'",
+            {"text_cfg": {"hf_tokenizer_name": "google/mt5-base"}},
+            r"text_cfg\.hf_tokenizer_name \('google/mt5-base'\): .* write open_clip: before the name",
         ),
         ({"text_cfg": {"embed_cls": True}}, r"text_cfg\.embed_cls \(true\): .* not implemented"),
         ({"custom_text": True}, r"custom_text \(true\): .* not implemented"),
@@ -109,7 +109,8 @@ def test_all_mistakes_are_told_at_once():
 
 def test_keys_at_openclips_defaults_change_nothing():
     content = _content(
-        vision_cfg={"pool_type": "tok", "ls_init_value": None}, text_cfg={"no_causal_mask": False}
+        vision_cfg={"pool_type": "tok", "ls_init_value": None},
+        text_cfg={"no_causal_mask": False, "pool_type": "argmax", "eos_id": 2},
     )
     assert parse_architecture(content, "model.json") == small_architecture()
 

@@ -107,7 +107,6 @@ class TextKeys(Described):
     model_config = ConfigDict(extra="allow")
     # Texts are not cut at their ends: whether a tower reads what follows is not known.
     ends: ClassVar[bool] = False
-    end_id: ClassVar[None] = None
     context_length: PositiveInt = 77  # tokens
     hf_tokenizer_name: str | None = None  # None: CLIP's own
     tokenizer_kwargs: dict[str, Any] | None = None
