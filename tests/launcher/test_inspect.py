@@ -6,8 +6,10 @@ import glob
 import io
 import json
 import re
+import sys
 import tarfile
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from clip_tools import inspect
 from clip_tools.embed import load
 from clip_tools.inspect import check_names, described
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
+from clip_train.models.openclip.config import parse_openclip
 from clip_train.models.weights import load_openclip
 from launcher.runtime.verdict import read_verdict
 from launcher.weights import holds_weights
@@ -274,23 +275,21 @@ def test_what_a_place_says_of_the_model(tmp_path):
 def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path, monkeypatch):
     """But the one that OpenCLIP's model of this name has, or a model that the command line names."""
 
+    def content(tokenizer: str | None) -> dict[str, Any]:
+        return {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {"hf_tokenizer_name": tokenizer}}
+
     def check(tokenizer: str | None, name: str, *, said: bool = False) -> None:
-        text = {**known["text_cfg"], "hf_tokenizer_name": tokenizer}
-        state = {"architecture": {**known, "text_cfg": text}}
+        state = {"architecture": parse_openclip(content(tokenizer), "any").model_dump(mode="json")}
         check_names(SimpleNamespace(state=state, path="s3://bucket/run"), name, said=said)  # type: ignore[arg-type]
 
-    def described_with(tokenizer: str) -> OpenCLIPArchitecture:
-        text = {"hf_tokenizer_name": tokenizer}
-        return parse_openclip({"embed_dim": 8, "vision_cfg": {}, "text_cfg": text}, "model")
-
-    theirs, own = "open_clip:ViT-L-14-worldwide", f"open_clip:{tmp_path}"
-    models = {
-        theirs: described_with("google/mt5-base"),
-        own: described_with("org/other"),
-        "tiny": load_architecture("tiny"),
-    }
-    monkeypatch.setattr(inspect, "load_architecture", models.__getitem__)
-    known = models[theirs].model_dump(mode="json")
+    library = SimpleNamespace(
+        list_models=lambda: ["ViT-L-14-worldwide"],
+        list_pretrained_tags_by_model=lambda name: [],
+        get_model_config=lambda name: content("google/mt5-base"),
+    )
+    monkeypatch.setitem(sys.modules, "open_clip", library)
+    theirs, own = "open_clip:ViT-L-14-worldwide", f"open_clip:{tmp_path / 'own.json'}"
+    (tmp_path / "own.json").write_text(json.dumps(content("org/other")))
     check(None, "any")
     check("google/mt5-base", theirs)
     check("org/other", own, said=True)
