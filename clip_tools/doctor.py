@@ -298,7 +298,8 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
         f"clip-train index '{config.data.train}'",
     )
     for note in resolved.notes():
-        yield warning("recipe", note, "see the message")
+        said, _, remedy = note.rpartition("; ")
+        yield warning("recipe", said, remedy)
     shard = Path(source.index.shards[0])
     if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:
         seen = index_shard(str(shard), config.data.caption_key)

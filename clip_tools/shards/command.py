@@ -21,6 +21,7 @@ LARGE_RECIPE = "recipes/vit_b32.yaml"
 LARGE = 1_000_000  # samples
 INSTALLED = Path(__file__).resolve().parents[2]  # a checkout, or site-packages
 CLASSES = "classes.json"
+MOST = 7  # templates, as in evaluate.templates=simple
 TEMPLATE = "a photo of a {}."
 
 
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
-        _describe_labels(args.label_key, labels, folder, named=first[0].label_key is not None)
+        found = sum((Counter(shard.get("templates", {})) for shard in stats), Counter[str]())
+        named = first[0].label_key is not None
+        _describe_labels(args.label_key, labels, found, folder, named=named)
     samples = sum(shard["successes"] for shard in stats)
     name = RECIPE if samples < LARGE else LARGE_RECIPE
     recipe = name if Path(name).is_file() else INSTALLED / name
@@ -73,9 +76,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_labels(key: str, labels: Counter[str], folder: Path, *, named: bool) -> None:
-    """Print the settings that evaluation needs for the labels; write names to the file of
-    classes."""
+def _describe_labels(
+    key: str, labels: Counter[str], found: Counter[str], folder: Path, *, named: bool
+) -> None:
+    """Print the settings that evaluation needs for the labels; write names to the file of classes,
+    with the found templates that are frequent.
+    """
     missing = labels.pop("", 0)
     if missing:
         print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")
@@ -87,6 +93,12 @@ def _describe_labels(key: str, labels: Counter[str], folder: Path, *, named: boo
     elif labels:
         file = folder / CLASSES
         if not file.exists():
-            classes = {"classnames": sorted(labels), "templates": [TEMPLATE], "label_key": key}
+            fewest = max(2, labels.total() / 100)
+            templates = [text for text, n in found.most_common(MOST) if n >= fewest] or [TEMPLATE]
+            classes = {"classnames": sorted(labels), "templates": templates, "label_key": key}
             file.write_text(json.dumps(classes, indent=1, ensure_ascii=False), encoding="utf-8")
+            print(
+                f"templates: {len(templates)}, such as {templates[0]!r}; edit them in {file} if "
+                "your captions differ"
+            )
         print(f"labels: {len(labels):,} names in {key}; evaluate.zero_shot_classes={file}")

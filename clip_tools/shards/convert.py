@@ -20,6 +20,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -42,12 +43,14 @@ IMAGE_KEYS = (
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# In place of .tar: `count`, `successes`, `left_out` (image, reason) and the number of each label.
+# In place of .tar: `count`, `successes`, `left_out` (image, reason), the number of each label and of each
+# template.
 STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
 ROWS_AT_ONCE = 1000
+TEMPLATES = 20  # of a shard's captions, the most frequent
 UNREADABLE = 'an unclosed quote ("): close it, or write "" for a quote within a quoted text'
 NOT_UTF8 = "a byte that is not UTF-8: save the table as UTF-8"
 TOO_MANY = 'more cells than columns: put a text with a comma in it into quotes ("")'
@@ -252,10 +255,13 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         return path
     samples, left_out = [], []
     labels: Counter[str] = Counter()
+    templates: Counter[str] = Counter()
     for i, row in enumerate(rows, number * per_shard):
         try:
-            samples.append({"__key__": f"{i:09d}", **sample_of(row, root)})
+            members = sample_of(row, root)
+            samples.append({"__key__": f"{i:09d}", **members})
             labels[row.label] += 1
+            templates[template_of(members["txt"], row.label)] += 1
         except ValueError as e:
             left_out.append((row.image if isinstance(row.image, str) else f"row {i}", str(e)))
     part = f"{path.stem}.part"
@@ -263,12 +269,22 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         write_shards(folder, samples, len(samples), part)
     else:  # a tar without members: the numbers stay those of the rows
         (folder / part).write_bytes(bytes(10240))
-    stats.write_text(
-        json.dumps(
-            {"count": len(rows), "successes": len(samples), "left_out": left_out, "labels": labels}
-        )
-    )
+    del templates[""]
+    content = {
+        "count": len(rows),
+        "successes": len(samples),
+        "left_out": left_out,
+        "labels": labels,
+        "templates": dict(templates.most_common(TEMPLATES)),
+    }
+    stats.write_text(json.dumps(content))
     return (folder / part).replace(path)
+
+
+def template_of(caption: str, label: str) -> str:
+    """The caption with {} in place of its label; "" if it does not name the label once."""
+    text, count = re.subn(rf"\b{re.escape(label)}\b", "{}", caption, flags=re.IGNORECASE)
+    return text if label and count == 1 and text.count("{}") == 1 else ""
 
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Resolved:
                 (
                     epochs is not None and given != counted,
                     f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
-                    f"data.train has {counted} samples: set data.num_samples=null",
+                    f"data.train has {counted} samples; set data.num_samples=null",
                 ),
                 (
                     size > counted,

@@ -163,13 +163,12 @@ def test_sizes_that_do_not_fit_the_samples_are_named(data, recipe, tmp_path):
 
     def found(*more: str) -> list[str]:
         config = load_config(str(recipe), [*train, *more])
-        return [
-            f.message for f in check_recipe(config) if (f.level, f.check) == ("warning", "recipe")
-        ]
+        warnings = [f for f in check_recipe(config) if (f.level, f.check) == ("warning", "recipe")]
+        return [f"{f.message} -> {f.remedy}" for f in warnings]
 
     assert found("run.epochs=2") == []
     (said,) = found("run.epochs=2", "data.num_samples=700")
-    assert "data.num_samples (700)" in said and "600 samples: set data.num_samples=null" in said
+    assert "data.num_samples (700)" in said and "600 samples -> set data.num_samples=null" in said
     (said,) = found("run.steps=30", "data.num_samples=700", "batch.global_size=640")
     assert "batch.global_size (640) is more than the samples of data.train (600)" in said
     assert found("run.steps=30", "batch.global_size=640", "data.resampled=true") == []

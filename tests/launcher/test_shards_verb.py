@@ -254,6 +254,32 @@ def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, ca
     assert "label_key: kind, now city" in capsys.readouterr().err
 
 
+def test_templates_are_those_of_the_captions(tmp_path, capsys):
+    names = images(tmp_path, 8)
+    captions = [
+        "A owl, up",
+        "a Owl, up",
+        "a red fox, up",
+        "owl",
+        "red fox",
+        "an owlet",
+        "owl or owl",
+        "an owlet",
+    ]
+    kinds = ["owl", "owl", "red fox", "owl", "red fox", "owl", "owl", "owl"]
+    rows = [
+        {"image": name, "title": caption, "kind": kind}
+        for name, caption, kind in zip(names, captions, kinds, strict=True)
+    ]
+    table = write_table(tmp_path / "x.csv", rows)
+    line = ["shards", str(table), str(tmp_path / "out"), "--label-key", "kind", "--per-shard", "3"]
+    out, _ = typed([*line, "--workers", "1"], capsys)
+    # "an {}et" and "{} or {}" are none, and "A {}, up" is seen once
+    classes = json.loads((tmp_path / "out" / "classes.json").read_text())
+    assert sorted(classes["templates"]) == ["a {}, up", "{}"]
+    assert "templates: 2, such as 'a {}, up'" in out
+
+
 def test_labels_that_are_numbers_become_cls(tmp_path, capsys):
     names = images(tmp_path, 4)
     labels = [7, 0.0, [3], "11"]
