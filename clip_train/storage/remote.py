@@ -88,6 +88,7 @@ class RemoteStorage(Storage):
     All keys begin with `root`, which is a part of `url`.
 
     min_rate: bytes per second. request_seconds: of a request, besides what its bytes take.
+
     patience_seconds: of one operation with all its retries (None: the environment's
     `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
     """
