@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             asked.data.num_samples,
             progress=partial(bar.advance, task),
         )
-    raw["run"]["dir"] = str(Path(args.dir) / "demo-shapes")
+    raw["run"]["dir"] = str(Path(args.dir) / asked.run.name)
     raw["data"] |= {"train": data.train, "val": data.val}
     raw["evaluate"]["zero_shot_classes"] = data.classes
     config = check_config(apply_overrides(raw, args.overrides), recipe)

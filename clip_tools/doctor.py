@@ -108,7 +108,9 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
         except UserError as e:
             yield error("recipe", str(e), "see the message; clip-train keys lists all keys")
         else:
-            checks += [(name, partial(check, config)) for name, check in (RECIPE | PLACES).items()]
+            checks += [
+                (name, partial(check, config)) for name, check in [*RECIPE.items(), *PLACES.items()]
+            ]
     checks += [("nodes", partial(check_group, all_nodes=True))] if all_nodes else []
     for name, of_it in checks:
         try:

@@ -4,7 +4,7 @@ Each is called with the features of the whole global batch, [N, D] and normalize
 terms of the samples `rows`. Its sums over `rows` are divided by N, so the terms of all ranks add up
 to the mean over the global batch (`sums_over_rows`). docs/extending.md has the rules.
 
-    clip-train train recipes/demo_shapes.yaml loss.kind=examples.losses.hard_negatives \\
+    clip-train train recipes/demo_shapes.yaml run.name=losses loss.kind=examples.losses.hard_negatives \\
         "loss.options={beta: 0.5}"
 """
 

@@ -1,6 +1,6 @@
 """A callback and an evaluation, for `log.callbacks` and `evaluate.functions`.
 
-    clip-train train recipes/demo_shapes.yaml "log.callbacks=[examples.probes.Spikes]" \\
+    clip-train train recipes/demo_shapes.yaml run.name=probes "log.callbacks=[examples.probes.Spikes]" \\
         "evaluate.functions=[examples.probes.separation]"
 
 docs/extending.md says what each of them gets.

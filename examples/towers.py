@@ -1,6 +1,6 @@
 """A model of your own, for `model.name`: a convolutional image tower, and a text tower over bytes.
 
-    clip-train train recipes/demo_shapes.yaml model.name=examples.towers.Towers
+    clip-train train recipes/demo_shapes.yaml run.name=towers model.name=examples.towers.Towers
 
 docs/extending.md says what the module is called with, and which attributes are read.
 """
@@ -69,7 +69,7 @@ class Towers(nn.Module):
         # a buffer that no checkpoint holds
         self.register_buffer("places", torch.linspace(-1, 1, LENGTH)[:, None], persistent=False)
         self.logit_scale = nn.Parameter(torch.full((1,), math.log(1 / 0.07)))
-        self.logit_bias = None  # with a bias: a parameter [1], and the attribute init_logit_bias
+        # with a bias: a parameter logit_bias, [1], and the attribute init_logit_bias
 
     def encode_text(self, texts: Tensor) -> Tensor:
         x = self.bytes(texts) + self.places.to(self.bytes.weight.dtype)  # [b, L, width]

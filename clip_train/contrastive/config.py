@@ -16,6 +16,7 @@ from clip_train.settings import (
     shown,
 )
 
+KINDS = ("info_nce", "sigmoid", "memory_bank")  # short names; `build.py` has their objectives
 Factor = Annotated[float, Field(gt=0, le=1e9)]
 
 
@@ -24,9 +25,9 @@ class LossConfig(Settings):
 
     kind: Annotated[
         str,
-        Allowed("info_nce, sigmoid, memory_bank or the import path of a function or class"),
+        Allowed(f"{', '.join(KINDS)} or the import path of a function or class"),
         Refused,
-    ] = Field("info_nce", pattern=rf"^(info_nce|sigmoid|memory_bank|{IMPORT_PATH})$")
+    ] = Field("info_nce", pattern=rf"^({'|'.join(KINDS)}|{IMPORT_PATH})$")
     """info_nce: CLIP's symmetric cross-entropy, where every other sample of the global batch is a
     negative. sigmoid: SigLIP's loss, which treats each pair by itself; the model needs a bias
     (model.init_logit_bias). memory_bank: info_nce with additional features from past batches

@@ -38,12 +38,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def outputs(model: Any, image: Tensor | None, text: Tensor | None) -> Outputs:
-    """The return value of a model with `logit_scale` and `logit_bias`, from its towers' features,
-    [b, D]."""
+    """The return value of a model with `logit_scale`, and perhaps `logit_bias`, from its towers'
+    features, [b, D]."""
     image = None if image is None else F.normalize(at_least_float32(image), dim=-1)
     text = None if text is None else F.normalize(at_least_float32(text), dim=-1)
     # a copy: an engine may take the parameter itself away when this returns
-    bias = None if model.logit_bias is None else at_least_float32(model.logit_bias.clone())
+    has_bias = getattr(model, "logit_bias", None) is not None
+    bias = at_least_float32(model.logit_bias.clone()) if has_bias else None
     return image, text, at_least_float32(model.logit_scale).exp(), bias
 
 

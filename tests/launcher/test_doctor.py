@@ -126,9 +126,11 @@ def test_a_check_of_a_place_has_one_entry(recipe, monkeypatch):
     def quota(config):
         yield error("quota", f"{config.run.name} may write 3 files", "ask for more")
 
-    monkeypatch.setitem(PLACES, "quota", quota)
-    shown = [f for f in look(str(recipe), []) if f.check == "quota"]
+    monkeypatch.setitem(PLACES, "recipe", quota)  # a name that a check of `doctor` has too
+    found = list(look(str(recipe), []))
+    shown = [f for f in found if f.check == "quota"]
     assert [(f.level, f.message) for f in shown] == [("error", "small may write 3 files")]
+    assert any(f.check == "recipe" for f in found)
     with pytest.raises(UserError, match=r"^small may write 3 files; ask for more$"):
         require_places(load_config(str(recipe)))
 

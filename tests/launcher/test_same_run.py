@@ -190,3 +190,11 @@ def test_a_model_is_what_its_file_says_not_what_it_is_called(tmp_path: Path) -> 
     )  # every shape is the same
     with pytest.raises(UserError, match=r"one\.json\): text_cfg\.heads was 2, is 1"):
         told(config, **state)
+
+
+def test_another_model_of_ones_own_is_named_by_its_class():
+    """Its sizes are stand-ins: differences of these would mean nothing to a reader."""
+    with pytest.raises(UserError) as error:
+        told(recipe(model={"name": "examples.towers.Towers"}))
+    assert "class was None, is 'examples.towers.Towers'. Restore" in str(error.value)
+    assert "vision_cfg" not in str(error.value)
