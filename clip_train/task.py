@@ -276,9 +276,10 @@ class Task:
     """How a step uses a kind of model. This class describes CLIP; subclasses describe others.
 
     CLIP has a tower of images, a tower of texts, a logit scale and perhaps a bias. The model is
-    `model(images, texts, sample_seeds=None)` and returns `(image, text, exp(logit_scale), logit_bias)`,
-    where an input may be None. With both inputs a fifth value may follow: local losses by name (see
-    `Features`). Its parameters have OpenCLIP's names. All ranks make the same calls.
+    `model(images, texts, sample_seeds=None)` and returns `(image, text, exp(logit_scale),
+    logit_bias)`, where an input may be None. With both inputs a fifth value may follow: local
+    losses by name (see `Features`). Its parameters have OpenCLIP's names. All ranks make the same
+    calls.
     """
 
     # parameters of shape [1] that belong to no group; engines give the model their fp32 values

@@ -260,8 +260,8 @@ def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
             return [
                 f"{where} failed on two samples on torch's meta device: {type(e).__name__}: {e}. "
                 "Correct it: it is called with (images float32 [b, 3, S, S] or None, texts int64 "
-                "[b, L] or None, sample_seeds=None). It returns (image [b, D] or None, text [b, D] or "
-                "None, scale [1], bias [1] or None). It has a module `visual` and a parameter "
+                "[b, L] or None, sample_seeds=None). It returns (image [b, D] or None, text [b, D] "
+                "or None, scale [1], bias [1] or None). It has a module `visual` and a parameter "
                 "`logit_scale`. A tokenizer takes a list of texts, and can be pickled"
             ]
     shapes = [[*each.shape] for each in every]
