@@ -51,9 +51,8 @@ def soak(folder: Path) -> str:
     assert status == 0 and len(metrics(folder / "run")) == STEPS, out
     first, last = seen[1], seen[-1]
     assert last["MiB"] <= first["MiB"] + MEBIBYTES, seen
-    assert all(abs(last[name] - first[name]) <= 3 for name in ("files", "threads", "processes")), (
-        seen
-    )
+    # a save or an evaluation under way holds a few more
+    assert all(last[name] <= first[name] + 3 for name in ("files", "threads", "processes")), seen
     return SAME
 
 
