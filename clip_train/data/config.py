@@ -55,8 +55,8 @@ class DataConfig(Settings):
     # `resume_data` decides whether the data of a resumed run is still the same: a folder may move.
 
     kind: Literal["shards", "synthetic"] = "shards"
-    """synthetic: noise with made-up captions instead of data.train, of no file, to measure speed;
-    data.num_samples of them are an epoch (null: 1,000,000)."""
+    """synthetic: noise with made-up captions instead of data.train, without any files, to measure
+    speed; data.num_samples of them are an epoch (null: 1,000,000)."""
 
     train: Annotated[str, Allowed("text", example="'shards/{00000..00099}.tar'")]
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined
@@ -121,10 +121,10 @@ class DataConfig(Settings):
     has. If the `.json` holds a list of captions, each visit draws one; evaluation takes all."""
 
     texts_per_image: Annotated[int, Field(ge=1, le=1024), Refused] = 1
-    """Texts that an image goes forward with in each visit, its positives; the loss is the mean of
-    the losses with each of them. The names of data.caption_key take turns, and so do the captions
-    in a list, from one that the sample's seed draws; a sample with fewer repeats them. Evaluation
-    is not changed."""
+    """Texts that each visit of an image is trained with, all of them positives; the loss is the
+    mean of the losses with each of them. The names of data.caption_key take turns, and so do the
+    captions in a list, from one that the sample's seed draws; a sample with fewer repeats them.
+    Evaluation is not changed."""
 
     negative_texts: Annotated[
         dict[Name, Annotated[int, Field(ge=1, le=1024)]] | None,
@@ -225,12 +225,12 @@ class DataConfig(Settings):
         Allowed("a list of import paths, or null", example="'[my_package.stages.clean]'"),
         Refused,
     ] = None
-    """Stages of webdataset's, such as `clean = webdataset.map(f)`, through which each sample of
-    data.train and data.val goes before it is decoded. One that drops a sample makes it invalid."""
+    """webdataset stages, such as `clean = webdataset.map(f)`, applied to each sample of data.train
+    and data.val before it is decoded. If a stage drops a sample, the sample is invalid."""
 
     scaled_decode: Annotated[bool, Refused] = False
-    """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides where its crop still has as many pixels as the
-    model sees: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
+    model: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
 
     @model_validator(mode="before")
     @classmethod

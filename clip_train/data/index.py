@@ -200,7 +200,7 @@ class ShardIndex:
                 "index` makes one"
             )
         elif not any(self.digits):
-            text = "synthetic: noise, of no file"
+            text = "synthetic: noise, without files"
         return (
             text
             if self.num_samples is None

@@ -15,7 +15,7 @@ class EvaluateConfig(Settings):
     removed: ClassVar = {"linear_probe": (None,)}
 
     every_steps: int | None = Field(None, gt=0)
-    """Evaluate every so many optimizer steps; none: only at the end of the run."""
+    """Optimizer steps between evaluations; null: evaluate only at the end of the run."""
     batch_size: int = Field(256, gt=0)
     """Samples that a rank encodes at once. Only val_loss depends on it: a mean over batches of this
     size."""
@@ -26,13 +26,13 @@ class EvaluateConfig(Settings):
     """OpenCLIP's clip_val_loss on data.val."""
     zero_shot_classes: str | None = None
     """imagenet: OpenCLIP's 1000 names; or a JSON file with "classnames", "templates" and how
-    samples are labelled. none: no zero-shot."""
+    samples are labeled. null: no zero-shot."""
     templates: Literal["openai", "simple"] | None = None
     """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
     own are openai."""
     zero_shot_data: str | None = None
-    """Labelled images: a folder with a folder for each class, such as ImageNet's validation set, or
-    shards with `.cls`. none: data.val."""
+    """Labeled images: a folder with a subfolder for each class, such as ImageNet's validation set,
+    or shards with `.cls`. null: data.val."""
 
     functions: Annotated[
         list[ImportPath], Allowed("a list of import paths", example="'[my_package.metrics.margin]'")

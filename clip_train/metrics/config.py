@@ -50,7 +50,7 @@ class LogConfig(Settings):
     are called after a step, a save and an evaluation (docs/extending.md)."""
 
     strict_callbacks: bool = False
-    """An error in one of them ends the run. Otherwise the run continues, warns once, and lists the
+    """An error in a callback ends the run. Otherwise the run continues, warns once, and lists the
     error in VERDICT."""
 
     notify: str | None = None

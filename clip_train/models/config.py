@@ -253,21 +253,21 @@ class ModelConfig(Settings):
     (docs/models.md); or the import path of a function or class that builds one of your own
     (docs/extending.md)."""
     image_size: Annotated[PositiveInt | None, Refused] = None
-    """Side of the images in pixels; positional embeddings of `init_from` are interpolated; none: as
-    the JSON says."""
+    """Side of the images in pixels; positional embeddings of `init_from` are interpolated. null:
+    the value in the model's JSON."""
     context_length: Annotated[Annotated[int, Field(ge=1, le=65_536)] | None, Refused] = None
     """Tokens of a text, its start and end included; positional embeddings of `init_from` are
-    interpolated; none: as the JSON says. Long-CLIP has 248."""
+    interpolated. null: the value in the model's JSON. Long-CLIP has 248."""
     keep_positions: NonNegativeInt = 0
     """With context_length, the number of first positions of `init_from` that stay unchanged, 20 in
     Long-CLIP; later ones are interpolated. 0: all are interpolated, as in OpenCLIP."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
-    """Share of the patches left out in training (0.5 to 0.75 in FLIP); none: as the model's JSON
-    says."""
+    """Share of the patches left out in training (0.5 to 0.75 in FLIP). null: the value in the
+    model's JSON."""
     dropout: Annotated[float, Refused] = Field(0.0, ge=0, lt=1)
     """Dropout after attention and MLP in every block of both towers. OpenCLIP has none."""
     freeze: Annotated[list[str], Refused] = Field([])
-    """Parameters that are not trained: patterns over their names, such as ["visual.*"]."""
+    """Parameters that are not trained, by patterns that match their names, such as ["visual.*"]."""
     lora: Annotated[
         Lora | None,
         Allowed("a section with rank, alpha, on, dropout and train", example="'{rank: 16}'"),
@@ -305,18 +305,18 @@ class ModelConfig(Settings):
     teacher_name: Annotated[
         str | list[str | None] | None, Allowed("a name, a list of names, or null")
     ] = None
-    """The teacher's architecture, as in `name`, or a list with one for each teacher. none: from its
+    """The teacher's architecture, as in `name`, or a list with one for each teacher. null: from its
     tag, or the open_clip_config.json in its folder."""
     init_logit_scale: Annotated[
         float | None,
         Field(ge=0, le=MAX_LOGIT_SCALE),
         Allowed("a number from 0 to 4.6 (ln 100), or null"),
     ] = None
-    """Logarithm of the logits' factor at the start, up to ln 100; none: as the model's JSON says
-    (ln 1/0.07)."""
+    """Logarithm of the logits' factor at the start, up to ln 100. null: the value in the model's
+    JSON (ln 1/0.07)."""
     init_logit_bias: Annotated[float | None, Refused] = None  # whether there is such a parameter
-    """Bias of the logits at the start, for the sigmoid loss (-10); none: as the model's JSON
-    says."""
+    """Bias of the logits at the start, for the sigmoid loss (-10). null: the value in the model's
+    JSON."""
 
     def rules(self) -> Rules:
         for key, lock in (

@@ -37,7 +37,8 @@ class OptimConfig(Settings):
     weight_decay: NonNegativeFloat = 0.2
     """Decoupled; on matrices and embeddings only (OpenCLIP's groups)."""
     no_decay: list[str] = Field([])
-    """Parameters that do not decay either: patterns over their names, such as ["*embedding*"]."""
+    """Additional parameters without weight decay, by patterns that match their names, such as
+    ["*embedding*"]."""
     lr_multipliers: Annotated[
         dict[str, PositiveFloat],
         Allowed("patterns over parameters' names, each with a factor greater than 0"),

@@ -11,7 +11,8 @@ class StorageConfig(Settings):
     """The `storage` section: reading remote files. Credentials come from the environment."""
 
     attempts: Annotated[int, Field(gt=0)] = 10
-    """Tries for each range of a remote file before the run stops with shard, bytes, reason."""
+    """Attempts for each range of a remote file. Then the run stops with an error that names the
+    shard, the bytes and the reason."""
 
     backoff_seconds: Annotated[float, Field(ge=0)] = 0.2
     """The wait before the second try; doubled by each one up to 20 s, half of it random."""
@@ -24,7 +25,7 @@ class StorageConfig(Settings):
     zero."""
 
     range_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
-    """Bytes asked for at a time; an indexed shard is read in the index's blocks instead."""
+    """Bytes per request; an indexed shard is read in the blocks of the index instead."""
 
     read_ahead: Annotated[int, Field(ge=0)] = 4
     """Ranges of one file that are fetched ahead of the reader, in parallel."""

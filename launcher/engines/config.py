@@ -31,9 +31,9 @@ class EngineConfig(Settings):
     always fp32. auto: bf16 on GPUs that compute in it, else fp32. fp16 on a CPU needs AVX512-FP16
     or AMX-FP16, and fp16 with engine.kind=fsdp is refused."""
     matmul: Annotated[Literal["highest", "tf32"], Rounding] = "highest"
-    """How GPUs multiply the model's fp32 matrices: in full, or with factors rounded to 11 bits
-    (TF32), 7 times as fast. The loss has a key of its own (loss.matmul); CPUs, bf16 and fp16 are
-    unaffected."""
+    """How GPUs multiply the model's fp32 matrices: in full fp32, or with factors rounded to 11 bits
+    (TF32): products are 7 times as fast. The loss has its own key (loss.matmul); CPUs, bf16 and
+    fp16 are unaffected."""
     linear: Literal["int8", "fp8"] | None = None
     """How GPUs multiply in linear layers. null: in engine.precision. int8 or fp8: factors are
     rounded to 8 bits, each row with its own scale, from bf16 activations. With
@@ -50,8 +50,8 @@ class EngineConfig(Settings):
     0 and 1 always do it once."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"], Rounding] = "fp32"
     """The type in which ranks send and sum gradients. bf16, with engine.precision bf16 only: half
-    the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). Where
-    auto becomes fp32 (a CPU), so does this."""
+    the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). If
+    precision auto becomes fp32 (on a CPU), this becomes fp32 too."""
     compile: Annotated[bool | Literal["auto"], Rounding] = "auto"
     """torch.compile each block of both towers (inductor), on either engine. auto: on GPUs, where
     Triton and a C compiler are installed."""

@@ -20,7 +20,7 @@ def test_it_trains_and_resumes_without_a_file(recipe, tmp_path):
     status, out = run(recipe, "run.steps=8")
     assert (
         status == 0
-        and "data.train: synthetic: noise, of no file, 1,000,000 samples in an epoch" in out
+        and "data.train: synthetic: noise, without files, 1,000,000 samples in an epoch" in out
     ), out
     status, out = run(recipe, "run.steps=10", ranks=2)
     assert status == 0 and "resuming from step 8" in out, out
