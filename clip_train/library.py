@@ -46,7 +46,7 @@ def contrastive_step(
 
     Args:
         model: `model(*inputs, **named)` -> (image_features [b, D], text_features [m b, D], both
-            normalised, logit_scale: the factor itself[, logit_bias]), or a dict with these names,
+            normalized, logit_scale: the factor itself[, logit_bias]), or a dict with these names,
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples. Others may have m n, those of a sample

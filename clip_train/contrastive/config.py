@@ -21,7 +21,7 @@ Factor = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class LossConfig(Settings):
-    """Which objective is minimised over the global batch."""
+    """Which objective is minimized over the global batch."""
 
     kind: Annotated[
         str,

@@ -429,7 +429,7 @@ VERBS = {
         "train a small CLIP in minutes and see it work",
         """\
     Build a small data set, train on it with micro-batches and the feature cache, and evaluate
-    zero-shot. It draws captioned shapes, and tests on colour-shape-size-background combinations
+    zero-shot. It draws captioned shapes, and tests on color-shape-size-background combinations
     never seen in training.""",
         """\
     clip-train demo
