@@ -43,8 +43,8 @@ IMAGE_KEYS = (
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# In place of .tar: `count`, `successes`, `left_out` (image, reason), the number of each label and of each
-# template.
+# In place of .tar: `count`, `successes`, `left_out` (image, reason), and how often each label and
+# template occurs.
 STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
