@@ -105,7 +105,7 @@ def read_rows(
                 return name
         raise UserError(
             f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
-            f"{', '.join(map(str, first))}: add {option} NAME"
+            f"{', '.join(map(str, first))}: give {option} NAME"
         )
 
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")

@@ -199,7 +199,7 @@ def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_pa
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("x.csv", "a,b\n1,2\n", "its columns are a, b: add --image-key NAME"),
+        ("x.csv", "a,b\n1,2\n", "its columns are a, b: give --image-key NAME"),
         ("x.csv", "", "has no rows"),
         ("x.jsonl", "{'a'}\n", "line 1 is not JSON"),
         ("x.jsonl", b'{"a": "caf\xe9"}\n', "line 1 is not JSON"),
