@@ -21,7 +21,6 @@ from launcher.runtime.verdict import Verdict
 
 FILE = "attempts.jsonl"
 MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
-MOST_FRUITLESS = 10  # attempts in a row, preempted ones too, without a new checkpoint: the same
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Decision:
     decision: str  # "done", "requeue", "leave", "stop" or "give up"
     why: str
     failures: int
-    fruitless: int
 
 
 class History:
@@ -78,13 +76,11 @@ class History:
         ended = [line["attempt"] for line in self.of("end")]
         return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
 
-    def counts(self) -> tuple[int, int]:
-        """Consecutive failures and attempts without progress. Submitting again after a stop resets
-        both."""
+    def failures(self) -> int:
+        """Consecutive failures. Submitting again after a stop begins at 0."""
         ends = self.of("end")
-        if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
-            return 0, 0
-        return ends[-1]["failures"], ends[-1]["fruitless"]
+        again = bool(ends) and ends[-1]["decision"] in ("requeue", "leave")
+        return ends[-1]["failures"] if again else 0
 
     def room(self) -> float:
         """Bytes that the next attempt's activations may take, from attempts that ran out of memory.
@@ -101,15 +97,12 @@ class History:
         return sorted(node for node, count in blamed.items() if count > 1)
 
 
-def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
-    """Decide by the verdict and by progress. failures, fruitless: consecutive ones before this
-    attempt."""
+def next_action(outcome: Outcome, failures: int) -> Decision:
+    """Decide by the verdict and by progress. failures: consecutive ones before this attempt. One
+    that the time limit ends without a new checkpoint is a failure too."""
     progress = outcome.step > outcome.before
-    failed = outcome.verdict not in ("DONE", "PREEMPTED") and not outcome.terminated
+    failed = outcome.verdict != "DONE" and not outcome.terminated
     failures = 0 if progress else failures + failed
-    fruitless = 0 if progress else fruitless + (outcome.verdict != "DONE")
-
-    last = f"in a row without a new checkpoint; the last: {outcome.reason}"
     rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
         (outcome.verdict == "DONE", "done", "trained to the last step"),
         (
@@ -123,8 +116,11 @@ def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
             "leave",
             "a STOP file asked for the stop (remove it if it still exists): submit again to resume",
         ),
-        (failures >= MOST_FAILURES, "give up", f"{failures} failures {last}"),
-        (fruitless >= MOST_FRUITLESS, "give up", f"{fruitless} attempts {last}"),
+        (
+            failures >= MOST_FAILURES,
+            "give up",
+            f"{failures} failures in a row without a new checkpoint; the last: {outcome.reason}",
+        ),
         (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
         (progress, "requeue", "it failed, but made progress"),
         (
@@ -134,7 +130,7 @@ def next_action(outcome: Outcome, failures: int, fruitless: int) -> Decision:
         ),
     )
     decision, why = next((decision, why) for holds, decision, why in rules if holds)
-    return Decision(decision, why, failures, fruitless)
+    return Decision(decision, why, failures)
 
 
 def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:

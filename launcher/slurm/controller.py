@@ -159,12 +159,12 @@ class Controller:
         before, after = begun["step"], committed_step(self.run_dir)
         if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
-            return Outcome("PREEMPTED", before, after, reason)
+            return Outcome("PREEMPTED", before, after, reason, terminated=True)
         node = begun["nodes"][0]
         return Outcome("LOST", before, after, f"the batch script on {node} was lost", (node,))
 
     def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
-        decision = next_action(outcome, *self.history.counts())
+        decision = next_action(outcome, self.history.failures())
         self.history.append("end", attempt=number, **asdict(outcome), **asdict(decision), **more)
         say(
             f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
