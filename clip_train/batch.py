@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import ByteSize, Field, PositiveInt
 
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, Refused, Rounding, Rules, Settings, shown
+from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Rules, Settings
 
 
 class BatchStage(Settings):
@@ -26,20 +25,6 @@ class BatchStage(Settings):
     """The first step, counted from 0, that no longer belongs to this piece."""
     global_size: PositiveInt
     """Samples in each global batch of this piece."""
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes, from a number or from "24GiB", "500 MB". ValueError for anything else."""
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", str(value), re.IGNORECASE
-    )
-    if match is None or not float(match[1]):
-        raise ValueError(
-            f"batch.memory_limit ({shown(value)}) must be bytes, or a size such as 24GiB or 500MB"
-        )
-    number, unit, binary = match.groups()
-    power = " KMGT".index(unit.upper()) if unit else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 class BatchConfig(Settings):
@@ -63,7 +48,7 @@ class BatchConfig(Settings):
     Each costs one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by
     their predicted size; on a CPU 1, unless memory_limit is set."""
     memory_limit: Annotated[
-        int | str | None,
+        Annotated[ByteSize, Field(gt=0, le=LARGEST)] | None,
         Allowed("bytes, a size such as 24GiB or 500MB, or null"),
         Rounding,
     ] = None
@@ -72,8 +57,6 @@ class BatchConfig(Settings):
     CPU you must set it; Python and its libraries need about 0.5 GiB more on each rank."""
 
     def rules(self) -> Rules:
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
         ends = [stage.until_step for stage in self.schedule or []]
         yield (
             any(b <= a for a, b in itertools.pairwise(ends)),

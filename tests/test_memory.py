@@ -7,14 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from clip_train.batch import BatchConfig, BatchPlan, parse_bytes, plan_batch
+from clip_tools.inspect import NO_RUN
+from clip_train.batch import BatchConfig, BatchPlan, plan_batch
 from clip_train.errors import UserError
 from clip_train.memory.plan import Profile, Room, choose
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from launcher.config.memory import micro_batch, predicted_profile
-from launcher.config.recipe import RunConfig
+from launcher.config.recipe import RunConfig, check_config
 from launcher.config.resolve import Resolved
 from tests.launcher.conftest import MODEL
 
@@ -82,14 +83,13 @@ def test_too_little_is_told_with_what_is_needed():
     "text, size", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("3g", 3 * 10**9)]
 )
 def test_sizes_are_read(text, size):
-    assert parse_bytes(text) == size
-    assert BatchConfig(memory_limit=text).memory_limit == text
+    assert BatchConfig(memory_limit=text).memory_limit == size
 
 
 @pytest.mark.parametrize("text", ["much", "0", "-3GiB", "8 Gibibytes"])
 def test_a_wrong_size_is_told(text):
-    with pytest.raises(ValueError, match=r"memory_limit.*24GiB"):
-        BatchConfig(memory_limit=text)
+    with pytest.raises(UserError, match=r"memory_limit .* must be bytes, a size such as 24GiB"):
+        check_config({**NO_RUN, "batch": {"memory_limit": text}}, "test")
 
 
 def clip(checkpointing: bool = False) -> CLIP:

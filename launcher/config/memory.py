@@ -11,7 +11,7 @@ from functools import cache, partial
 import torch
 
 from clip_train import dist
-from clip_train.batch import BatchPlan, parse_bytes
+from clip_train.batch import BatchPlan
 from clip_train.contrastive.tiles import GPU_SIDE
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory, Profile, Room, choose
@@ -219,7 +219,7 @@ def memory_limit(resolved: Resolved, device: torch.device | None) -> float | Non
     """
     config = resolved.config
     if config.batch.memory_limit is not None:
-        return float(parse_bytes(config.batch.memory_limit))
+        return float(config.batch.memory_limit)
     if device is not None and device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return -dist.max_scalars(-usable(resolved, free))[0]
