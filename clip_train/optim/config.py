@@ -52,7 +52,7 @@ class OptimConfig(Settings):
     momentum: float = Field(0.0, ge=0, lt=1)
     """The momentum of sgd."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; null to leave gradients alone."""
+    """Largest global gradient norm; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights in fp32 with this decay, such as 0.9999.
     Evaluations report it as ema_...; `clip-train evaluate` and `export` use it with --ema. null:
