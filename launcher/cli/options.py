@@ -454,7 +454,7 @@ def build_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="clip-train",
-        description="Train CLIP so that the result depends on the global batch alone, not on how "
+        description="Train CLIP so that the result depends only on the global batch, not on how "
         "it is computed.",
         epilog=EPILOG,
         formatter_class=style,
