@@ -241,7 +241,7 @@ def build_trainer(
     )
     progress: list[Callback] = []
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
-        progress = [ProgressLine(config.steps)]
+        progress = [ProgressLine(config.steps, start_step=start)]
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture = resolved.architecture

@@ -15,7 +15,7 @@ class LogConfig(Settings):
 
     removed: ClassVar = {"every_steps": range(LARGEST)}
     progress: bool = True
-    """A line of progress every 10 seconds; `clip-train watch` shows a run live."""
+    """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
     tensorboard: bool = True
     """Write TensorBoard's files to `events/` in the run's folder."""

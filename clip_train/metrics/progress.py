@@ -1,6 +1,7 @@
-"""Progress for the user: a line of the log every few seconds."""
+"""Progress for the user: a progress bar, or a line of the log every few seconds."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,12 +22,15 @@ _SMOOTHING = 0.9  # of the step's time: what the ETA is made from
 
 
 class ProgressLine(Callback):
-    """A line every few seconds, and at the last step. For rank 0 only."""
+    """A progress bar if stderr is a terminal; otherwise (a job's log) a line every few seconds, and
+    at the last step. For rank 0 only.
+    """
 
     def __init__(
         self,
         total_steps: int,
         *,
+        start_step: int = 0,
         every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,6 +41,21 @@ class ProgressLine(Callback):
         self._first = True  # the first step includes the start of workers and kernels
         self._seconds: float | None = None  # per step, smoothed, without the first one
         self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
+        self._bar: Any = None
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False),
+            console=Console(file=sys.stderr),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
+        self._bar.start()
 
     def after_step(
         self,
@@ -51,6 +70,9 @@ class ProgressLine(Callback):
         self._first = False
         self._saves |= {name: record[name] for name in SAVES if name in record}
         last = step >= self._total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=self._describe(record))
+            return
         now = self._clock()
         if self._printed is None or now - self._printed >= self._every_seconds or last:
             self._printed = now
@@ -73,7 +95,7 @@ class ProgressLine(Callback):
         return "  ".join(parts)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
-        """The main numbers."""
+        """The main numbers, above the bar: rich redirects stderr while the bar is shown."""
         sets = [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
         shown = [
             f"{prefix}{label} {record[prefix + name]:.{digits}}"
@@ -84,6 +106,12 @@ class ProgressLine(Callback):
         more = len(record) - len(shown) - 1  # the step
         rest = f"  (and {more} more in eval.jsonl)" if more else ""
         logger.info("step %d: %s%s", record["step"], "  ".join(shown), rest)
+
+    def phase(self, name: str) -> None:
+        """Stop the bar when the loop has ended: later lines appear below it."""
+        if name in ("end", "finish") and self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,4 +1,6 @@
+import io
 import logging
+import sys
 
 import pytest
 
@@ -75,6 +77,25 @@ def test_what_became_of_saves_stays_in_the_line(caplog: pytest.LogCaptureFixture
         [f"{saved}  2 failed saves"],
         ["saved at 9"],
     ]
+
+
+def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    progress = ProgressLine(4, start_step=1)
+    for step in (2, 3, 4):
+        progress.after_step(record(step))
+    print("saved [bold]", file=sys.stderr)  # as the log does
+    progress.phase("end")
+    assert sys.stderr is out
+    for text in ("4/4", "loss 2.5000", "saved [bold]"):
+        assert text in out.getvalue()
 
 
 def test_format_seconds() -> None:
