@@ -7,6 +7,7 @@ one rank of the process group that `check_group` measures.
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import statistics
@@ -51,6 +52,24 @@ from launcher.slurm.scheduler import answer
 from launcher.versions import NEWEST, installed, too_old, version_tuple
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, and the remedy
+    (
+        "JobRequeue", "0", "jobs are not requeued by default",
+        "keep #SBATCH --requeue, or submit several times with -- --dependency=singleton",
+    ),
+    (
+        "PreemptMode", "CANCEL.*", "a job that is preempted is not queued again",
+        "submit several times with -- --dependency=singleton: the next job resumes",
+    ),
+    (
+        "KillWait", r"(\d|1[0-4])\b.*", "scancel leaves no time to save",
+        "touch STOP before you cancel",
+    ),
+    (
+        "ProctrackType", ".*linuxproc", "it signals every process and loses some",
+        "ask for proctrack/cgroup",
+    ),
+)  # fmt: skip
 MAX_SHARD_BYTES = 4 << 30  # of the first shard, whose captions are counted
 GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -222,12 +241,31 @@ def check_limits() -> Iterator[Finding]:
         )
 
 
+def check_slurm() -> Iterator[Finding]:
+    """Settings of the cluster that prevent a job from requeuing itself."""
+    shown = answer("scontrol", "show", "config")
+    if not shown:
+        if "SLURM_CONF" in os.environ:
+            yield warning(
+                "slurm",
+                "scontrol does not answer",
+                "check that this is a login node, and SLURM_CONF",
+            )
+        return
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
+    yield ok("slurm", f"Slurm {config.get('SLURM_VERSION', '?')}")
+    for name, bad, effect, remedy in SLURM_SETTINGS:
+        if re.fullmatch(bad, config.get(name, "")):
+            yield warning("slurm", f"{name}={config[name]}: {effect}", remedy)
+
+
 MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
     ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
+    ("slurm", check_slurm),
 )
 
 

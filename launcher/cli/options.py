@@ -173,12 +173,12 @@ VERBS = {
     ),
     "doctor": Verb(
         "clip_tools.doctor:run",
-        "check this machine, the recipe and the nodes of a job",
+        "check this machine, the recipe and the cluster",
         """\
     One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit
     status 1 with an error. Nothing is changed: test files on a disk or in a bucket are removed.""",
         """\
-    clip-train doctor                                       this machine
+    clip-train doctor                                       this machine and its cluster
     clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
     salloc --nodes 4 clip-train doctor --all-nodes          all pairs of nodes""",
         positions=("recipe?", "overrides"),

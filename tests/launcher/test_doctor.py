@@ -47,6 +47,15 @@ def with_open_files(limit: int) -> None:
     entry()
 
 
+def fake_slurm(folder: Path) -> Path:
+    folder.mkdir()
+    config = "JobRequeue = 0\nKillWait = 5 sec\nProctrackType = proctrack/linuxproc\nSLURM_VERSION = 22.05.8\n"
+    config += "PreemptMode = CANCEL\n"
+    (folder / "scontrol").write_text(f'#!/bin/sh\nprintf "{config}"\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
 def test_a_healthy_set_up(recipe, tmp_path):
     status, out = doctor(tmp_path, "--json", str(recipe), PATH="/usr/bin:/bin", limit=4096)
     assert status == 0, out
@@ -191,6 +200,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
     """Faults that do not hide each other, in one go."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
+    slurm = fake_slurm(tmp_path / "slurm")
     status, out = doctor(
         tmp_path,
         str(recipe),
@@ -201,13 +211,17 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         RANK="0",
         WORLD_SIZE="8",
         GLOO_SOCKET_IFNAME="nosuch0",
-        PATH="/usr/bin:/bin",
+        PATH=f"{slurm}:/usr/bin:/bin",
     )
     assert status == 1
     for check, level, said in (
         ("ranks", "error", "MASTER_ADDR"),
         ("process group", "error", "GLOO_SOCKET_IFNAME"),
         ("limits", "warning", "ulimit -n 65536"),
+        ("slurm", "warning", "JobRequeue=0"),
+        ("slurm", "warning", "KillWait=5"),
+        ("slurm", "warning", "proctrack/cgroup"),
+        ("slurm", "warning", "PreemptMode=CANCEL"),
         ("recipe", "error", "data.val (/nowhere/val.tar)"),
         ("S3", "error", "not a URL that fsspec can open"),
         ("disk", "error", "make room"),
