@@ -16,15 +16,10 @@ import torch.distributed as torch_dist
 from rich.console import Console
 from rich.table import Table
 
+from clip_tools.exports import check_transformers, export_peft, export_transformers
 from clip_tools.openclip.command import model_name
-from clip_tools.peft_export import export_peft
-from clip_tools.transformers_export import (
-    check_transformers,
-    export_transformers,
-    huggingface_files,
-)
 from clip_train import dist
-from clip_train.checkpoint.average import averaged
+from clip_train.checkpoint.reader import averaged
 from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_read_only
 from clip_train.engine import PlainEngine
 from clip_train.errors import UserError
@@ -41,7 +36,6 @@ from clip_train.models.weights import (
     initial_weights,
     silent,
 )
-from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
 from launcher.components import evaluation
@@ -267,13 +261,14 @@ def write_export(
     if not isinstance(description, dict):
         parse_saved(description)  # its message names the mistake
     other = description.get("own") or description.get("open_clip")
+    average = partial(averaged, [each.reader for each in found], args.ema)  # fetches the weights
     if args.format == "peft":
         if not description.get("lora") or len(found) > 1:
             raise UserError(
                 f"--format peft holds the adapters (model.lora) of one checkpoint, and "
                 f"{found[0].path} has none, or is one of several: export with --format open_clip"
             )
-        like, read = averaged(found, args.ema)
+        like, read = average()
         lora = Lora.model_validate(description["lora"])
         written = export_peft({name: read(name) for name in like}, lora, folder)
         line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
@@ -285,16 +280,13 @@ def write_export(
                 "export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
-        like, read = averaged(found, args.ema)
+        like, read = average()
         state = on_base(found[0], {name: read(name) for name in like}, config)
         plain = architecture.model_copy(update={"lora": None})
         written = export_transformers(state, plain, folder)
-        tokenizer = huggingface_files(architecture.text_cfg.context_length)
-        for name, text in tokenizer.items():
-            LocalStorage(written).put_bytes(name, text.encode())
         line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
     else:
-        like, read = averaged(found, args.ema)
+        like, read = average()
         if description.get("lora"):
             like = on_base(found[0], {name: read(name) for name in like}, config)
             read = like.__getitem__

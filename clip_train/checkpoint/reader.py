@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -380,6 +380,39 @@ class FragmentReader:
                 # a copy: the caller may keep it for long, and write to it
                 tensors[key.removeprefix(prefix)] = self._load(piece).reshape(shape).clone()
         return tensors
+
+
+def averaged(
+    readers: Sequence[FragmentReader], ema: bool = False
+) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Like `FragmentReader.whole`, for the mean of these checkpoints (LAWA, model soups), in fp32 and
+    one tensor at a time. Collective.
+
+    It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to the
+    bit. Integers come from the first. Memory: two tensors for any number of checkpoints. ema: the
+    mean of their moving averages. UserError for checkpoints of models of different shapes;
+    CheckpointError.
+    """
+    for reader in readers:
+        if reader.shapes != readers[0].shapes:
+            name, _ = min(reader.shapes.items() ^ readers[0].shapes.items())
+            raise UserError(
+                f"{reader.path} and {readers[0].path} hold different models ({name}): average "
+                "checkpoints of one model"
+            )
+    (like, first), *others = [reader.whole(ema) for reader in readers]
+
+    def read(name: str) -> Tensor:
+        mean = first(name)
+        if mean.is_floating_point():
+            mean = mean.to(torch.float32, copy=True)
+            for count, (_, other) in enumerate(others, 2):
+                mean.lerp_(other(name).float(), 1 / count)
+        for reader in readers:
+            reader.release()
+        return mean
+
+    return like, read
 
 
 def _write_block(path: Path, size: int, start: int, data: bytes) -> None:

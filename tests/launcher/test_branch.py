@@ -7,7 +7,7 @@ import shlex
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from clip_train.checkpoint.average import averaged
+from clip_train.checkpoint.reader import averaged
 from clip_train.errors import UserError
 from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights, save_weights
@@ -177,12 +177,12 @@ class Reader:
 
 def test_an_average_holds_one_tensor_and_leaves_what_is_the_same(tmp_path):
     held: list[weakref.ref] = []
-    found = [SimpleNamespace(reader=Reader(held)) for _ in range(3)]
-    like, read = averaged(found)
+    readers: list[Any] = [Reader(held) for _ in range(3)]
+    like, read = averaged(readers)
     save_weights(like, tmp_path, "x.safetensors", read)
     assert len(held) == 9
     for name, tensor in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(tensor, torch.full((7, 3), ord(name) / 3))
-    found[1].reader.shapes = {"a": (7, 3), "b": (7, 4)}
+    readers[1].shapes = {"a": (7, 3), "b": (7, 4)}
     with pytest.raises(UserError, match=r"hold different models \(b\): average checkpoints of one"):
-        averaged(found)
+        averaged(readers)

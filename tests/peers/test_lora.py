@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_tools.peft_export import export_peft
+from clip_tools.exports import export_peft
 from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze

@@ -1,17 +1,22 @@
-"""Export for the `CLIPModel` of Hugging Face's transformers, which need not be installed."""
+"""Exports for Hugging Face's `CLIPModel` of transformers, and for peft. Neither needs to be
+installed."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
+from clip_train.models.lora import Lora
 from clip_train.models.weights import check_state, save_json, save_weights
+from clip_train.storage.local import LocalStorage
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
 # Keys that `CLIPModel` supports, or does not depend on.
@@ -80,7 +85,7 @@ def check_transformers(architecture: Architecture) -> None:
 def export_transformers(
     state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike
 ) -> Path:
-    """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, without tokenizer files.
+    """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, with CLIP's tokenizer.
 
     Raises what `export_openclip` raises, and UserError if `CLIPModel` cannot hold the architecture.
     """
@@ -140,6 +145,8 @@ def export_transformers(
     }
     save_json(path, "config.json", config)
     save_json(path, "preprocessor_config.json", pixels)
+    for name, content in huggingface_files(text.context_length).items():
+        LocalStorage(path).put_bytes(name, content.encode())
     return path
 
 
@@ -177,3 +184,42 @@ def huggingface_files(context_length: int) -> dict[str, str]:
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
     }
+
+
+def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
+    """Write the files that `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the
+    folder.
+
+    peft has one adapter for packed attention weights, always together with one for `out_proj`. Our
+    three adapters become one of block matrices, with three times the rank and alpha. Parameters
+    trained beside the adapters are saved in trained.safetensors.
+    """
+    out: dict[str, Tensor] = {}
+    adapters = {name: tensor for name, tensor in state.items() if ".lora_" in name}
+    rest = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
+    packed = [x for x in layers if len(state[f"{x}.lora_A"]) == 3 * lora.rank]
+    outputs = {f"{x}.out_proj": state[f"{x}.lora_A"].shape[1] for x in packed}
+    for layer in dict.fromkeys([*layers, *outputs]):
+        width = outputs.get(layer, 0)
+        A = adapters.get(f"{layer}.lora_A", torch.zeros(lora.rank, width))
+        B = adapters.get(f"{layer}.lora_B", torch.zeros(width, lora.rank))
+        B = torch.block_diag(*B.chunk(len(A) // lora.rank))
+        place = f"base_model.model.{layer}"
+        if layer in outputs:
+            place = f"{place.removesuffix('.out_proj')}.base_layer.out_proj"
+            A, B = F.pad(A, (0, 0, 0, 2 * lora.rank)), F.pad(B, (0, 2 * lora.rank))
+        out |= {f"{place}.lora_A.weight": A, f"{place}.lora_B.weight": B}
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": [layer for layer in layers if layer not in outputs],
+        "rank_pattern": dict.fromkeys(packed, 3 * lora.rank),
+        "alpha_pattern": dict.fromkeys(packed, 3 * lora.alpha),
+    }
+    path = save_weights(out, Path(folder), "adapter_model.safetensors").parent
+    save_weights(rest, path, "trained.safetensors")
+    save_json(path, "adapter_config.json", config)
+    return path
