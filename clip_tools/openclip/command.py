@@ -141,10 +141,8 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
         for name in VARIABLE.findall(str(value))[:1]
     ]
     all_flags = {**DEFAULTS, **flags}
-    per_rank, cut = (
-        whole("--batch-size", all_flags["batch-size"]),
-        whole("--accum-freq", all_flags["accum-freq"]),
-    )
+    per_rank = whole("--batch-size", all_flags["batch-size"])
+    cut = whole("--accum-freq", all_flags["accum-freq"])
     keys: Keys = {"batch.global_size": per_rank * cut * world_size, "batch.micro_size": per_rank}
     for flag, key in SAME.items():
         if flag in all_flags:

@@ -131,9 +131,7 @@ def open_shard(url: str, reading: Reading = PLAIN) -> BinaryIO:
     Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown
     protocol.
     """
-    if is_remote(url):
-        return open_read(url, reading.storage, reading.checksums, reading.cache)
-    return local_path(url).open("rb")
+    return open_read(url, reading.storage, reading.checksums, reading.cache)
 
 
 def pack_rows(rows: Iterable[Row]) -> str:

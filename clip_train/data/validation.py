@@ -141,11 +141,9 @@ class ValLoader:
         stages: Sequence[Stage | str] | None = None,
         inputs: Mapping[str, str] | None = None,
     ) -> None:
-        self.files: Files | ImageFolder
-        if isinstance(index, ImageFolder):
-            self.files = index
-        else:
-            self.files = Files.of(index, storage or StorageConfig())
+        self.files: Files | ImageFolder = (
+            index if isinstance(index, ImageFolder) else Files.of(index, storage or StorageConfig())
+        )
         self.labelled = labelled
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size

@@ -259,10 +259,8 @@ class Block(nn.Module):
                 c_proj=Linear(cfg.mlp_width, cfg.width, projection),
             )
         )
-        self.drop_1, self.drop_2 = (
-            SampleDropout(dropout, dropout_id),
-            SampleDropout(dropout, dropout_id + 1),
-        )
+        self.drop_1 = SampleDropout(dropout, dropout_id)
+        self.drop_2 = SampleDropout(dropout, dropout_id + 1)
 
     def forward(
         self,
