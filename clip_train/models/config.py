@@ -152,15 +152,6 @@ class Architecture(Described):
             own[key] = sizes | tower.model_dump(exclude_defaults=True)
         return own
 
-    def preprocess_cfg(self) -> dict[str, Any]:
-        """OpenCLIP's `preprocess_cfg`."""
-        return {
-            "mean": list(self.image_mean),
-            "std": list(self.image_std),
-            "interpolation": "bicubic",
-            "resize_mode": "shortest",
-        }
-
     def changed(
         self,
         config: ModelConfig,

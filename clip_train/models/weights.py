@@ -26,7 +26,7 @@ from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models.clip import build_model, parameter_sizes, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
 from clip_train.models.drawing import Drawn
-from clip_train.models.openclip.config import described
+from clip_train.models.openclip.config import RESIZED, described
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
@@ -395,7 +395,12 @@ def export_openclip(
     weights = save_weights(out, path, WEIGHTS_NAMES[0], read)
     description = {
         "model_cfg": architecture.model_cfg(),
-        "preprocess_cfg": architecture.preprocess_cfg(),
+        "preprocess_cfg": {  # as images are resized here
+            "mean": list(architecture.image_mean),
+            "std": list(architecture.image_std),
+            "interpolation": RESIZED[0],
+            "resize_mode": RESIZED[1],
+        },
         # ours: whoever fetches it from a URL compares
         "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},
     }

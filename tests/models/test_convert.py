@@ -50,6 +50,14 @@ def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tm
     )
     model = small_model(architecture=theirs).eval()
     folder = export_openclip(model.state_dict(), theirs, tmp_path / "export")
+    pixels = {
+        "mean": [0.5] * 3,
+        "std": [0.25] * 3,
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
+    described = json.loads((folder / "open_clip_config.json").read_text())
+    assert described["preprocess_cfg"] == pixels
     (tmp_path / "plain.json").write_text(json.dumps({"model_cfg": ARCHITECTURE.model_cfg()}))
     name = str(tmp_path / "plain.json")
     plain = ModelConfig(name=name, teacher=str(folder), teacher_name=name)

@@ -137,4 +137,3 @@ def test_another_way_to_resize_is_noted():
     squashed = parse_openclip({"model_cfg": SMALL, "preprocess_cfg": pixels}, "small")
     assert squashed.image_mean == (0.5,) * 3
     assert "bilinear and squash" in squashed.notes[0]
-    assert squashed.preprocess_cfg()["resize_mode"] == "shortest"  # as it is trained here

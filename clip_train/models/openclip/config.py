@@ -154,15 +154,6 @@ class OpenCLIPArchitecture(Described):
             del config["text_cfg"]["tokenizer_kwargs"]
         return config
 
-    def preprocess_cfg(self) -> dict[str, Any]:
-        """OpenCLIP's `preprocess_cfg`, as the model is trained here."""
-        return {
-            "mean": list(self.image_mean),
-            "std": list(self.image_std),
-            "interpolation": RESIZED[0],
-            "resize_mode": RESIZED[1],
-        }
-
     @property
     def notes(self) -> list[str]:
         """Differences from OpenCLIP, for the log."""
