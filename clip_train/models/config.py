@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -26,6 +25,7 @@ from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
     PREFIX,
     Described,
+    DescribedModel,
     OpenCLIPArchitecture,
     described,
     is_resnet,
@@ -45,10 +45,6 @@ from clip_train.settings import (
     shown,
 )
 from clip_train.storage.urls import is_remote, local_path
-
-# OpenAI's CLIP statistics of the pixels, in [0, 1].
-IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
-IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Values other than null, false and 0 at which keys unknown to these towers change nothing.
 NEUTRAL = {
@@ -124,25 +120,15 @@ class TextConfig(_Tower):
         return self
 
 
-class Architecture(Described):
-    """Both towers, in OpenCLIP's schema, and the pixel statistics that the weights expect."""
+class Architecture(DescribedModel):
+    """Both towers, in OpenCLIP's schema."""
 
     layered: ClassVar[bool] = True  # the blocks of both towers are numbered
     notes: ClassVar[tuple[str, ...]] = ()  # differences from OpenCLIP, for the log
-    embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionConfig
     text_cfg: TextConfig
-    quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
-    # Logarithm of the factor on the cosines at the start.
-    init_logit_scale: float = math.log(1 / 0.07)
-    # Added to the logits at the start (SigLIP: -10); None: no such parameter.
-    init_logit_bias: float | None = None
-    # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
-    image_mean: tuple[float, float, float] = IMAGE_MEAN
-    image_std: tuple[float, float, float] = IMAGE_STD
     own: str | None = None  # its import path: for an `OwnModel`
     inputs: tuple[Input, ...] = ()  # of `data.inputs`, for a model of your own
-    lora: Lora | None = None  # of the recipe
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""

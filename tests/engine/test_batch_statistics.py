@@ -19,7 +19,7 @@ from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.engine import PlainEngine
 from clip_train.models.clip import CLIP
-from clip_train.models.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import CLIP
-from clip_train.models.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from tests.models.small import small_architecture
 
 CHANNELS = 8

@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.models.clip import CLIP, count_parameters, flops_per_sample
-from clip_train.models.config import IMAGE_MEAN, IMAGE_STD, ModelConfig, load_architecture
+from clip_train.models.config import ModelConfig, load_architecture
 from clip_train.models.dropout import PATCH_DROPOUT_ID, SampleDropout
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.models.weights import initial_weights
 from tests.models.small import inputs, small_architecture, small_model
 

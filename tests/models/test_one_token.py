@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clip_train.models.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.models.dropout import SampleDropout
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.task import Batch, text_lengths
 from tests.models.small import inputs, small_architecture, small_model
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clip_train.models.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from tests.models.small import inputs, small_model
 
 

@@ -32,6 +32,9 @@ TOKENIZER_OPTIONS = {
     "strip_sep_token",
 }
 Channels = tuple[float, float, float]
+# OpenAI's CLIP statistics of the pixels, in [0, 1].
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # The largest sizes of a tower: a hostile description must not ask for more than any machine holds.
 MOST = {
@@ -72,6 +75,21 @@ class Described(BaseModel):
                 f"than {MOST_PARAMETERS:,}; correct the model's description"
             )
         return self
+
+
+class DescribedModel(Described):
+    """The keys that every model has, and the pixel statistics that its weights expect."""
+
+    embed_dim: PositiveInt  # D, the width of the features
+    quick_gelu: bool = False  # `x * sigmoid(1.702 x)`, which OpenAI's weights want, instead of GELU
+    # Logarithm of the factor on the cosines at the start.
+    init_logit_scale: float = math.log(1 / 0.07)
+    # Added to the logits at the start (SigLIP: -10); None: no such parameter.
+    init_logit_bias: float | None = None
+    # Per channel, of pixels in [0, 1]. OpenCLIP has them in `preprocess_cfg`, not in `model_cfg`.
+    image_mean: Channels = IMAGE_MEAN
+    image_std: Channels = IMAGE_STD
+    lora: Lora | None = None  # of the recipe
 
 
 class VisionKeys(Described):
@@ -124,24 +142,17 @@ class TextKeys(Described):
         return options
 
 
-class OpenCLIPArchitecture(Described):
-    """OpenCLIP's `model_cfg`, and the pixel statistics that its pretrained weights expect."""
+class OpenCLIPArchitecture(DescribedModel):
+    """OpenCLIP's `model_cfg`, and how the images of its pretrained weights were made."""
 
     inputs: ClassVar[tuple[()]] = ()  # images alone
     open_clip: str  # its name there
-    embed_dim: PositiveInt  # D, the width of the features
     vision_cfg: VisionKeys
     text_cfg: TextKeys
     multimodal_cfg: dict[str, Any] | None = None  # of a CoCa's decoder, which writes captions
     custom_text: bool = False  # the text tower is a module of its own, `text`
-    quick_gelu: bool = False
-    init_logit_scale: float = math.log(1 / 0.07)
-    init_logit_bias: float | None = None
-    image_mean: Channels = (0.48145466, 0.4578275, 0.40821073)
-    image_std: Channels = (0.26862954, 0.26130258, 0.27577711)
     interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
     resize_mode: str = RESIZED[1]
-    lora: Lora | None = None  # of the recipe
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
