@@ -54,10 +54,6 @@ MENDED = {
     **dict.fromkeys(["ulimit -u 20, 1 rank", "ulimit -u 20, 2 ranks"], "167b96b8"),
 }
 KNOWN = {
-    **dict.fromkeys(
-        ["ulimit -v of 3 GiB", "ulimit -u 100, 1 rank", "umask 077", "umask 000", "umask 022"],
-        "its cold start alone takes more than 58 s on a busy machine",
-    ),
     "a million empty members": "each reading of its 512 MB takes 5 CPU seconds, and it is read every epoch",
     "a server that repeats it in the reason": "words of a server that hold the bare secret are shown",
     "20 images of 200 MiB": "a block of samples is in memory; lower `data.shuffle_block`",
