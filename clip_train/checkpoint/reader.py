@@ -385,8 +385,8 @@ class FragmentReader:
 def averaged(
     readers: Sequence[FragmentReader], ema: bool = False
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """Like `FragmentReader.whole`, for the mean of these checkpoints (LAWA, model soups), in fp32 and
-    one tensor at a time. Collective.
+    """Like `FragmentReader.whole`, for the mean of these checkpoints (LAWA, model soups), in fp32
+    and one tensor at a time. Collective.
 
     It is a running mean, so a tensor that is the same in all of them (frozen) stays the same to the
     bit. Integers come from the first. Memory: two tensors for any number of checkpoints. ema: the
