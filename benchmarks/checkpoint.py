@@ -104,8 +104,8 @@ def measure_stalls(folder: Path, fragments: list[Fragment], repeats: int) -> dic
     for step in range(1, repeats + 2):
         copies.append(seconds(copy))
         stalls.append(seconds(lambda step=step: manager.save(step, fragments, {}, {"step": step})))
-        saved = manager.save(step, fragments, {}, {"step": step}, wait=True)
-        assert saved is Saved.COMMITTED
+        manager.settle()
+        assert manager.last_good is not None and manager.last_good.step == step
     spent = (cpu_seconds(writer) - before) / (repeats + 1)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     reference = statistics.median(first_edition(folder, num_bytes) for _ in range(3))
