@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.models.clip import build_model
+from clip_train.models.clip import build_model, parameter_sizes
 from clip_train.models.config import AnyArchitecture
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
@@ -36,6 +36,7 @@ def model_of(architecture: AnyArchitecture) -> Any:
 
 def train(layout: str, architecture: AnyArchitecture) -> tuple[list[float], list[Any], int]:
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.0)
+    parameter_sizes(architecture)  # as `resolve` does: the first model must be outside zero.Init
     engine = engine_at(layout, lambda: model_of(architecture), optim)
     told = []
     for step in range(STEPS):
