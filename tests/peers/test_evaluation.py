@@ -115,10 +115,10 @@ def write_wds(folder: Path, captions: int, classes: int = 7) -> None:
         )
 
 
-def load(place: Path, **more: Any) -> ValLoader:
+def load(place: Path, folder: ImageFolder | None = None, **more: Any) -> ValLoader:
     tokenizer = Tokenizer(MODEL["text_cfg"]["context_length"])
     return ValLoader(
-        counted(place),
+        folder or counted(place),
         image_size=32,
         context_length=24,
         batch_size=BATCH,
@@ -226,7 +226,7 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
             (tmp_path / f"n{i:04d}" / f"{i}.png").write_bytes(png(i))
     config = EvaluateConfig(zero_shot_classes="imagenet", templates="simple")
     folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
-    found = measured(ours, config, None, load(tmp_path, labelled=True, index=folder))
+    found = measured(ours, config, None, load(tmp_path, folder, labelled=True))
     dataset = TorchvisionFolder(str(tmp_path), transform=transform, allow_empty=True)
     loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH)
     classifier = open_clip.build_zero_shot_classifier(

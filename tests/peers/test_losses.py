@@ -26,8 +26,9 @@ def test_distillation_is_openclips():
     I, T, s = leaves(image, text, 15.0)
     clip, distilled = loss_module.DistillClipLoss()(I, T, s, U, V, z)
     (clip + distilled).backward()  # as its training loop adds up the loss's parts
-    loss = Distillation(lambda _: pytest.fail("not run here"), tile=7)
-    ours = loss(named_features(image, text, s.detach()), Context(prepared=named_features(U, V, z)))
+    loss = Distillation([lambda _: pytest.fail("not run here")], tile=7)
+    teacher = {f"{name} 0": feature for name, feature in named_features(U, V, z).items()}
+    ours = loss(named_features(image, text, s.detach()), Context(prepared=teacher))
     assert ours.loss.item() == pytest.approx((clip + distilled).item(), rel=1e-12)
     assert relative(ours.gradients["image"], I.grad) < 1e-11
     assert relative(ours.gradients["text"], T.grad) < 1e-11
