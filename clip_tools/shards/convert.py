@@ -283,8 +283,10 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
 
 def template_of(caption: str, label: str) -> str:
     """The caption with {} in place of its label; "" if it does not name the label once."""
+    if not label:
+        return ""
     text, count = re.subn(rf"\b{re.escape(label)}\b", "{}", caption, flags=re.IGNORECASE)
-    return text if label and count == 1 and text.count("{}") == 1 else ""
+    return text if count == 1 and text.count("{}") == 1 else ""
 
 
 def sample_of(row: Row, root: Path) -> dict[str, Any]:

@@ -30,10 +30,14 @@ _ANY_OTHER = "clip_train.storage.fsspec_store.FsspecStorage"
 _SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9+._:-]*?)(?:://|::)")
 
 
+def _scheme(url: str) -> str:
+    found = _SCHEME.match(url)
+    return "" if found is None else found[1]
+
+
 def is_remote(url: str) -> bool:
     """Whether `url` needs more than the local file system."""
-    scheme = _SCHEME.match(url)
-    return scheme is not None and scheme[1].lower() != "file"
+    return _scheme(url).lower() not in ("", "file")
 
 
 def local_path(url: str) -> Path:
@@ -54,7 +58,7 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     url = os.fspath(url)
     if not is_remote(url):
         return LocalStorage(local_path(url))
-    scheme = re.split("://|::", url)[0].replace(":", ".")
+    scheme = _scheme(url).replace(":", ".")
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
     store = import_path(url, path, Storage, remedy="correct the URL, or PYTHONPATH")
     return store(url, patience_seconds=patience_seconds)

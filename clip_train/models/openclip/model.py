@@ -160,8 +160,8 @@ def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
     """Numbers of the modules that draw by functions which can be intercepted. UserError for
     others.
 
-    Runs a forward, which is impossible within DeepSpeed's `zero.Init`, where parameters are empty.
-    `resolve` builds the model's shapes before any engine, and the result is cached.
+    Runs a forward, which is impossible once an engine shards parameters as they are created: they
+    are empty. `resolve` builds the model's shapes before any engine, and the result is cached.
     """
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     with torch.device("meta"):
