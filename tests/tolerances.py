@@ -20,6 +20,7 @@ CONDITIONING = {
     "adamw": 2.0,  # bounded, and only the smallest elements of a gradient change their sign
     "torch.optim.RMSprop": 2.0,
     "lion_pytorch.Lion": 4.0,  # a sign: elements near zero move by twice the learning rate
+    "examples.lamb.Lamb": 4.0,  # adamw's, and the trust ratio's: a quotient of two norms
     "muon": 64.0,  # Newton-Schulz in bf16 lifts the small singular values, where the rounding is
 }
 NORM = 6.0  # the gradient's norm is that much more sensitive to the weights than the loss is

@@ -21,6 +21,7 @@ FULL = (
 ADAMW = ("optim.name=adamw", "optim.lr=1e-3")
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.3")
 LION = ("optim.name=lion_pytorch.Lion", "optim.options={betas: [0.9, 0.98]}", "optim.lr=1e-4")
+LAMB = ("optim.name=examples.lamb.Lamb", "optim.lr=5e-3")
 RMSPROP = ("optim.name=torch.optim.RMSprop", "optim.options={alpha: 0.5}", "optim.lr=1e-4")
 
 
@@ -37,9 +38,10 @@ def layout(name: str) -> tuple[str, ...]:
         ("sgd with momentum", SGD, "fsdp 2", 1, "zero 3", 2),
         pytest.param("lion_pytorch.Lion", LION, "zero 3", 2, "fsdp 2", 1, marks=FULL),
         pytest.param("muon", ("optim.name=muon",), "zero 1", 2, "fsdp 3", 3, marks=FULL),
+        pytest.param("examples.lamb.Lamb", LAMB, "zero 0", 2, "fsdp 0", 3, marks=FULL),
         pytest.param("torch.optim.RMSprop", RMSPROP, "zero 2", 1, "fsdp 3", 2, marks=FULL),
     ],
-    ids=["adamw", "sgd", "lion", "muon", "torch.optim.RMSprop"],
+    ids=["adamw", "sgd", "lion", "muon", "lamb", "torch.optim.RMSprop"],
 )
 def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(
     recipe, tmp_path, name, optim, before, ranks, after, then

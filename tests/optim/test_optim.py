@@ -15,6 +15,7 @@ from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer, moment_bytes, needs, parameter_groups
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
+from examples.lamb import Lamb
 from tests.models.small import small_model
 
 
@@ -165,7 +166,40 @@ def test_what_an_update_needs_and_remembers():
     ]  # fmt: skip
     with pytest.raises(UserError, match="keeps the state row_var, col_var"):
         needs(OptimConfig(name="torch.optim.Adafactor"))
-    assert needs(OptimConfig(name="torch.optim.Muon")) == "parameters"
+    for name in ("torch.optim.Muon", "examples.lamb.Lamb"):
+        assert needs(OptimConfig(name=name)) == "parameters"
+
+
+def test_lamb_is_adamw_whose_update_has_the_parameters_norm():
+    """arXiv 1904.00962, algorithm 2, from torch's AdamW."""
+    torch.manual_seed(0)
+    parameter, lr, decay = nn.Parameter(torch.randn(5, 3, dtype=torch.float64)), 0.1, 0.01
+    by_adamw = nn.Parameter(parameter.detach().clone())
+    adamw = torch.optim.AdamW([by_adamw], lr=1.0, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
+    lamb = Lamb([parameter], lr=lr, betas=(0.9, 0.98), eps=1e-6, weight_decay=decay)
+    for _ in range(3):
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn_like(parameter)
+        by_adamw.grad = parameter.grad.clone()
+        moved = by_adamw.detach().clone()
+        lamb.step()
+        adamw.step()
+        update = (by_adamw.detach() - moved) - decay * before
+        expected = before + lr * before.norm() * update / update.norm()
+        assert torch.allclose(parameter.detach(), expected, rtol=1e-12, atol=0)
+
+
+def test_lamb_without_decay_is_adamw():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(2))
+    lamb = Lamb([ours], lr=0.1, weight_decay=0.0)
+    adamw = torch.optim.AdamW([theirs], lr=0.1, eps=1e-6, weight_decay=0.0)
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+        lamb.step()
+        adamw.step()
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
 
 
 def test_options_are_an_imported_optimizers():
