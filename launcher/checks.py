@@ -46,19 +46,19 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
     """
     remote = config.checkpoint.remote
     if remote is None:
-        yield ok("S3", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}")
+        yield ok("store", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}")
         return
     storage = open_storage(remote, patience_seconds=patience_seconds)
     try:
         for text in preflight(storage):
-            yield warning("S3", *text.rsplit("; ", 1))
+            yield warning("store", *text.rsplit("; ", 1))
         yield ok(
-            "S3",
+            "store",
             f"checkpoint.remote ({storage.url}) can be listed, read, written to (conditionally, "
             "too) and have files deleted",
         )
     except ClipTrainError as e:
-        yield error("S3", *str(e).rsplit("; ", 1))
+        yield error("store", *str(e).rsplit("; ", 1))
 
 
 def check_disk(config: RunConfig) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
 
 PLACES: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "disk": check_disk,
-    "S3": check_store,
+    "store": check_store,
 }
 """The checks of a recipe's paths and stores: `doctor` shows them, `submit` and `train --dry-run`
 require them."""
@@ -117,7 +117,7 @@ def require_places(config: RunConfig, *, store: bool = True) -> None:
     store: check the store as well. UserError for the first error; warnings are logged.
     """
     for name, check in PLACES.items():
-        for finding in check(config) if store or name != "S3" else ():
+        for finding in check(config) if store or name != "store" else ():
             if finding.level == "error":
                 raise UserError(f"{finding.message}; {finding.remedy}")
             if finding.level == "warning":

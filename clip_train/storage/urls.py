@@ -53,7 +53,8 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     """Return the storage rooted at a local folder or a remote URL. Sends no request yet.
 
     patience_seconds: how long a remote operation is retried (None: see `RemoteStorage`).
-    UserError for a URL without a bucket or with credentials in it, or an unknown protocol.
+    UserError for a URL without a bucket or with credentials in it, an unknown protocol, or a store
+    class that lacks a method.
     """
     url = os.fspath(url)
     if not is_remote(url):
@@ -61,6 +62,9 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     scheme = _scheme(url).replace(":", ".")
     path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
     store = import_path(url, path, Storage, remedy="correct the URL, or PYTHONPATH")
+    missing = sorted(store.__abstractmethods__)
+    if missing:
+        raise UserError(f"{url}: {path} has no {', '.join(missing)}; define what is missing")
     return store(url, patience_seconds=patience_seconds)
 
 

@@ -98,6 +98,7 @@ def render(
     options: sbatch options of this job, as given after `--`; they override those of the site file.
     """
     torchrun = job.template == "torchrun"  # one task for each node
+    named = {"partition": job.partition, "account": job.account}  # win over `sbatch` of the site
     settings = {
         "job-name": name,
         "nodes": job.nodes,
@@ -107,9 +108,8 @@ def render(
         "time": job.time,
         "signal": f"USR1@{job.warn_seconds}",
         "output": str(folder).replace("%", "%%") + "/%x-%j.log",
-        "partition": job.partition,
-        "account": job.account,
         **job.sbatch,
+        **{key: value for key, value in named.items() if value is not None},
     }
     for word in [*(f"--{key}" for key in job.sbatch), *options]:
         # "--nodes=2" is "nodes"; "-N2" is "N"

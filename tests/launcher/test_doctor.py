@@ -68,7 +68,7 @@ def test_a_healthy_set_up(recipe, tmp_path):
         "process group",
         "limits",
         "shards",
-        "S3",
+        "store",
         "disk",
     }
     assert report["worst"] != "error" and checks <= set(said)
@@ -223,7 +223,7 @@ def test_planted_faults_are_each_named(recipe, tmp_path):
         ("slurm", "warning", "proctrack/cgroup"),
         ("slurm", "warning", "PreemptMode=CANCEL"),
         ("recipe", "error", "data.val (/nowhere/val.tar)"),
-        ("S3", "error", "not a URL that fsspec can open"),
+        ("store", "error", "not a URL that fsspec can open"),
         ("disk", "error", "make room"),
         ("run", "error", "STOP"),
     ):

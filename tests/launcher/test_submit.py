@@ -241,6 +241,17 @@ def test_more_options_of_sbatch(here, capsys):
     assert "#SBATCH --constraint=a100 --dependency afterok:12\n" in script
 
 
+def test_a_partition_of_the_command_wins_over_every_other(here, capsys):
+    (here / "site.yaml").write_text(
+        SITE.replace("partition: gpu\naccount: clip\n", "").replace(
+            "constraint: h100", "partition: old, account: a"
+        )
+    )
+    status, script, err = dry_run(capsys, "--partition=new")
+    assert status == 0, err
+    assert "--partition=new\n" in script and "partition=old" not in script and "--account=a\n" in script
+
+
 def test_an_option_of_sbatch_in_front_of_the_dashes(here, capsys):
     with pytest.raises(SystemExit):
         dry_run(capsys, "--reservation=mine")

@@ -186,7 +186,7 @@ def test_the_command(recipe: Path, tmp_path: Path, view: Bucket) -> None:
     )
     assert status == 0, out
     levels = [
-        finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "S3"
+        finding["level"] for finding in json.loads(out)["findings"] if finding["check"] == "store"
     ]
     assert levels == ["ok"], out
     assert view.keys() == before

@@ -121,6 +121,15 @@ def test_a_store_that_does_not_list_its_files_is_refused() -> None:
         preflight(open_storage(f"{__name__}.RootlessStorage://{place}"))
 
 
+class IncompleteStorage(RemoteStorage):
+    """Its author has not yet written its methods."""
+
+
+def test_a_store_that_lacks_methods_is_refused() -> None:
+    with pytest.raises(UserError, match=r"IncompleteStorage has no .*\blisting\b.*; define"):
+        open_storage(f"{__name__}.IncompleteStorage://bucket/p")
+
+
 def test_the_host_of_a_store_of_ones_own_is_known() -> None:
     """urlsplit finds none, because the module's name has an underscore."""
     assert cast("RemoteStorage", open_storage(f"{__name__}.MemoryStorage://h:80/p")).host == "h:80"
