@@ -46,7 +46,9 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
     """
     remote = config.checkpoint.remote
     if remote is None:
-        yield ok("store", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}")
+        yield ok(
+            "store", f"no checkpoint.remote in this recipe: checkpoints stay in {config.run_dir}"
+        )
         return
     storage = open_storage(remote, patience_seconds=patience_seconds)
     try:

@@ -249,7 +249,11 @@ def test_a_partition_of_the_command_wins_over_every_other(here, capsys):
     )
     status, script, err = dry_run(capsys, "--partition=new")
     assert status == 0, err
-    assert "--partition=new\n" in script and "partition=old" not in script and "--account=a\n" in script
+    assert (
+        "--partition=new\n" in script
+        and "partition=old" not in script
+        and "--account=a\n" in script
+    )
 
 
 def test_an_option_of_sbatch_in_front_of_the_dashes(here, capsys):
