@@ -37,6 +37,7 @@ from launcher.config.resolve import Resolved, resolve
 from launcher.config.resume import compare_with
 from launcher.engines import describe as describe_engine
 from launcher.engines.traffic import Links
+from launcher.runtime.environment import require_usable_gpu
 from launcher.runtime.launch import local_ranks
 from launcher.runtime.log import log
 
@@ -141,6 +142,7 @@ def dry_run(args: argparse.Namespace) -> int:
     ranks = local_ranks(args.ranks, os.environ)
     resolved = resolve(config, ranks, is_rank=True)
     require_places(config)
+    require_usable_gpu(os.environ)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     resolved = choose_layout(resolved, memory_limit(resolved, device))
     show(make_plan(resolved))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
@@ -114,7 +116,13 @@ def compare_with(
     if rounds:
         lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
     elif before == after and not (reported or another or config.chosen):
-        lines[0] += ": bitwise equal to an uninterrupted run"
+        exact = config.engine.deterministic or not torch.cuda.is_available()
+        lines[0] += (
+            ": bitwise equal to an uninterrupted run"
+            if exact
+            else ": equal within rounding to an uninterrupted run; bitwise with "
+            "engine.deterministic=true"
+        )
     samples = resumed.state["samples"]
     epochs = f" ({samples / config.data.num_samples:.2f} epochs)" if config.data.num_samples else ""
     lines.append(f"  samples seen   {samples:,}{epochs}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Resumed
@@ -93,6 +94,17 @@ def test_the_same_recipe() -> None:
         "  layout         the same (1 rank at ZeRO 1, fp32): bitwise equal to an uninterrupted run\n"
         "  samples seen   2,500 (2.50 epochs)"
     )
+
+
+def test_bits_are_claimed_on_gpus_only_where_kernels_are_deterministic(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (
+        "fp32): equal within rounding to an uninterrupted run; bitwise with "
+        "engine.deterministic=true\n" in told(recipe())
+    )
+    deterministic = recipe(engine={"deterministic": True})
+    before = {"recipe": deterministic.model_dump(mode="json")}
+    assert "fp32): bitwise equal to an uninterrupted run\n" in told(deterministic, **before)
 
 
 def test_what_the_curve_cannot_tell_passes_in_silence() -> None:

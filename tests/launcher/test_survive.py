@@ -176,10 +176,11 @@ def test_a_process_group_that_does_not_form_names_ranks_and_nodes(recipe, tmp_pa
     assert f"missing: rank 0 on {node_name()}, 1 on {node_name()}" in reason and nodes == ()
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused(recipe, tmp_path):
+@pytest.mark.parametrize("line", [(), ("--dry-run",)])
+def test_a_gpu_that_torch_cannot_use_is_refused(recipe, tmp_path, line):
     """Nobody looks for it in a run that says that it trains on the CPU."""
     given = {"CUDA_VISIBLE_DEVICES": "7", "SLURM_STEP_GPUS": "7"}
-    status, out = finish(start(recipe, environ=given))
+    status, out = finish(start(recipe, *line, environ=given))
     assert status == 2 and "there is a GPU here (SLURM_STEP_GPUS=7)" in out, out
     assert "set CUDA_VISIBLE_DEVICES= (empty)" in out and metrics(tmp_path / "run") == []
 
