@@ -309,17 +309,24 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
             shares = map(as_value, flags.get("json-text-key-probs", []))
             weights = {name: share for name, share in zip(names, shares, strict=False) if share}
             keys["data.caption_key"] = weights or names
-    if "train-data-upsampling-factors" in flags:
+    if "train-data-upsampling-factors" in flags and "data.train" in keys:
+        factors = str(flags["train-data-upsampling-factors"]).split("::")
+        counts = [len(shards) for shards in expand_braces(keys["data.train"])]
+        # Of a shard there. Too many factors stay, for the check of the recipe.
+        shares = zip(map(as_value, factors), [*counts, *[1] * len(factors)], strict=False)
         keys["data.train_weights"] = [
-            as_value(factor) for factor in str(flags["train-data-upsampling-factors"]).split("::")
+            factor * count if isinstance(factor, int | float) else factor
+            for factor, count in shares
         ]
-        notes.append(
-            (
-                "--train-data-upsampling-factors",
-                f"{CHECK}OpenCLIP draws each shard with its source's factor: "
-                "multiply each number of data.train_weights by the number of shards of its source",
+        if set("*$") & set(keys["data.train"]):
+            notes.append(
+                (
+                    "--train-data-upsampling-factors",
+                    f"{CHECK}OpenCLIP draws each shard with its source's factor, and how many "
+                    "shards a source with * or $ has is not known here: multiply its number of "
+                    "data.train_weights by that",
+                )
             )
-        )
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:

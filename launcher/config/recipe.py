@@ -356,7 +356,13 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """The recipe at `path` with overrides, checked. UserError lists every mistake."""
-    return check_config(apply_overrides(read_recipe(path), overrides or []), path)
+    raw = read_recipe(path)
+    if {"vision_cfg", "model_cfg"} & raw.keys() and "run" not in raw:
+        raise UserError(
+            f"{path} describes a model, and a recipe is needed here: set model.name={path} in a "
+            f"recipe. To measure weights without one: clip-train evaluate WEIGHTS model.name={path}"
+        )
+    return check_config(apply_overrides(raw, overrides or []), path)
 
 
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:

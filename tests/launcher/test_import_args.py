@@ -281,9 +281,34 @@ def test_what_differs_is_said(capsys):
         capsys, f"main.py --train-num-samples 9e9 {two} --train_data_upsampling_factors=1::2"
     )
     assert (
-        recipe["data"]["train_weights"] == [1, 2] and recipe["data"]["num_samples"] == 9_000_000_000
+        recipe["data"]["train_weights"] == [10, 20]
+        and recipe["data"]["num_samples"] == 9_000_000_000
     )
     assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
+
+
+@pytest.mark.parametrize(
+    ("sources", "factors", "weights"),
+    [
+        ("A{000..899}.tar::B{000..099}.tar", "1::3", [900, 300]),
+        ("A{0..1}{0..4}.tar::B{08,15}.tar::C.tar", "0.5::2::7", [5, 4, 7]),
+        ("$A::C{0..3}.tar", "1::3", [1, 12]),
+    ],
+)
+def test_a_source_weighs_as_its_shards_weigh_in_openclip(capsys, sources, factors, weights):
+    """Its `ResampledShards2` draws each shard with its source's factor."""
+    line = f"main.py {VIT} --train-data '{sources}' --dataset-resampled"
+    recipe, text = imported(capsys, f"{line} --train-data-upsampling-factors {factors}")
+    assert recipe["data"]["train_weights"] == pytest.approx(weights)
+    unknown = re.search(r"# --train-data-upsampling-factors: CHECK.* is not known here", text)
+    assert bool(unknown) == ("$" in sources)
+
+
+def test_a_factor_without_a_source_is_refused(capsys):
+    line = f"main.py {VIT} --train-data A{{0..9}}.tar::B.tar --dataset-resampled"
+    for factors in ("1::2::3", "1", "1::x"):
+        assert main(["import-args", f"{line} --train-data-upsampling-factors {factors}"]) == 2
+        assert "data.train_weights" in capsys.readouterr().err
 
 
 def test_evaluation_is_as_often(capsys):
