@@ -24,6 +24,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.openclip.config import parse_openclip
 from clip_train.models.weights import load_openclip
+from launcher.cli.main import main
 from launcher.runtime.verdict import read_verdict
 from launcher.weights import holds_weights
 from tests import tolerances
@@ -270,6 +271,18 @@ def test_what_a_place_says_of_the_model(tmp_path):
         match=r"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name=ViT-B-32",
     ):
         described(str(tmp_path / "x.pt"), "x.pt")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_models_json_in_place_of_a_recipe_gets_the_line_to_type(tmp_path, model, wrapped, capsys):
+    file = tmp_path / "model.json"
+    content = json.loads(model.read_text())
+    file.write_text(json.dumps({"model_cfg": content} if wrapped else content))
+    line = f"clip-train evaluate WEIGHTS model.name={file}"
+    assert main(["evaluate", str(file), "--weights", "x.pt"]) == 2
+    told = capsys.readouterr().err
+    assert f"{file} describes a model" in told and line in told and "mistake" not in told
+    assert load_architecture(str(file)) == load_architecture(str(model))
 
 
 def test_a_checkpoint_from_elsewhere_does_not_choose_a_tokenizer(tmp_path, monkeypatch):

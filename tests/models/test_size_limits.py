@@ -42,6 +42,26 @@ def test_a_size_beyond_its_limit_is_named(tower, key, value):
         parse_saved(saved)
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("multimodal_cfg", "layers", 10**9),
+        ("multimodal_cfg", "width", 2**30),
+        ("vision_cfg", "attn_pooler_queries", 10**12),
+    ],
+)
+def test_a_size_of_a_captioner_beyond_its_limit_is_named(part, key, value):
+    decoder = {"context_length": 76, "width": 64, "heads": 2, "layers": 1, "dim_head": 32}
+    model = {"custom_text": True, **json.loads(json.dumps(MODEL)), "multimodal_cfg": decoder}
+    described = parse_openclip(model, "coca.json").model_dump(exclude_unset=True)
+    assert described["multimodal_cfg"] == decoder  # as it was given, to OpenCLIP and to a checkpoint
+    model[part][key] = value
+    with pytest.raises(UserError, match=rf"{part}: .*{key} \({value}\) must be at most"):
+        parse_openclip(model, "coca.json")
+    with pytest.raises(ClipTrainError, match=rf"{key} \({value}\) must be at most"):
+        parse_saved({"open_clip": "x", **model})
+
+
 def test_sizes_that_are_too_large_together():
     model = changed("vision_cfg", "width", 65536)
     model["vision_cfg"] |= {"layers": 1000, "head_width": 64}

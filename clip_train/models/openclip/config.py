@@ -40,7 +40,7 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 MOST = {
     "layers": 1_000, "width": 65_536, "heads": 65_536, "head_width": 65_536, "mlp_ratio": 100,
     "image_size": 65_536, "patch_size": 65_536, "context_length": 65_536, "vocab_size": 100_000_000,
-    "embed_dim": 65_536,
+    "embed_dim": 65_536, "attn_pooler_queries": 65_536,
 }  # fmt: skip
 MOST_PARAMETERS = 100_000_000_000  # of a tower
 
@@ -142,6 +142,12 @@ class TextKeys(Described):
         return options
 
 
+class DecoderKeys(Described):
+    """`multimodal_cfg`, of a CoCa's decoder, which writes captions. OpenCLIP checks its keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class OpenCLIPArchitecture(DescribedModel):
     """OpenCLIP's `model_cfg`, and how the images of its pretrained weights were made."""
 
@@ -149,7 +155,7 @@ class OpenCLIPArchitecture(DescribedModel):
     open_clip: str  # its name there
     vision_cfg: VisionKeys
     text_cfg: TextKeys
-    multimodal_cfg: dict[str, Any] | None = None  # of a CoCa's decoder, which writes captions
+    multimodal_cfg: DecoderKeys | None = None
     custom_text: bool = False  # the text tower is a module of its own, `text`
     interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
     resize_mode: str = RESIZED[1]
