@@ -54,7 +54,7 @@ def test_a_size_of_a_captioner_beyond_its_limit_is_named(part, key, value):
     decoder = {"context_length": 76, "width": 64, "heads": 2, "layers": 1, "dim_head": 32}
     model = {"custom_text": True, **json.loads(json.dumps(MODEL)), "multimodal_cfg": decoder}
     described = parse_openclip(model, "coca.json").model_dump(exclude_unset=True)
-    assert described["multimodal_cfg"] == decoder  # as it was given, to OpenCLIP and to a checkpoint
+    assert described["multimodal_cfg"] == decoder  # nothing is added to it
     model[part][key] = value
     with pytest.raises(UserError, match=rf"{part}: .*{key} \({value}\) must be at most"):
         parse_openclip(model, "coca.json")
