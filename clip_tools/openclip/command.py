@@ -313,10 +313,10 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
         factors = str(flags["train-data-upsampling-factors"]).split("::")
         counts = [len(shards) for shards in expand_braces(keys["data.train"])]
         # Of a shard there. Too many factors stay, for the check of the recipe.
-        shares = zip(map(as_value, factors), [*counts, *[1] * len(factors)], strict=False)
+        weighed = zip(map(as_value, factors), [*counts, *[1] * len(factors)], strict=False)
         keys["data.train_weights"] = [
             factor * count if isinstance(factor, int | float) else factor
-            for factor, count in shares
+            for factor, count in weighed
         ]
         if set("*$") & set(keys["data.train"]):
             notes.append(
