@@ -312,7 +312,7 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
     if "train-data-upsampling-factors" in flags and "data.train" in keys:
         factors = str(flags["train-data-upsampling-factors"]).split("::")
         counts = [len(shards) for shards in expand_braces(keys["data.train"])]
-        # Of a shard there. Too many factors stay, for the check of the recipe.
+        # There, each shard has its factor. Too many factors stay, for the check of the recipe.
         weighed = zip(map(as_value, factors), [*counts, *[1] * len(factors)], strict=False)
         keys["data.train_weights"] = [
             factor * count if isinstance(factor, int | float) else factor

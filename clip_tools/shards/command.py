@@ -9,10 +9,17 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from clip_tools.shards.convert import STATS_SUFFIX, make_shards, read_rows, same_settings
+from clip_tools.shards.convert import (
+    NO_DIGEST,
+    STATS_SUFFIX,
+    make_shards,
+    read_rows,
+    same_settings,
+)
 from clip_tools.shards.index import run_index
 from clip_train.errors import DataError, UserError
 
@@ -50,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
     )
     stderr = Console(stderr=True)
     paths = list(track(written, "writing shards", console=stderr, disable=args.quiet))
-    stats = [json.loads(path.with_name(path.stem + STATS_SUFFIX).read_text()) for path in paths]
+    stats, digests = [], bytearray()
+    for path in paths:
+        shard = json.loads(path.with_name(path.stem + STATS_SUFFIX).read_text())
+        digests += bytes.fromhex(shard.pop("digests", NO_DIGEST * shard["count"]))
+        stats.append(shard)
     left_out = [image_and_reason for shard in stats for image_and_reason in shard["left_out"]]
     reasons = Counter(reason for _, reason in left_out)
     if not any(shard["successes"] for shard in stats):
@@ -61,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             example = next(image for image, why in left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
+    _describe_repeats(np.frombuffer(digests, np.uint64))
     run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
@@ -74,6 +86,21 @@ def run(args: argparse.Namespace) -> int:
     names = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
     print(f"next: clip-train train {recipe} data.train='{folder}/{names}.tar'{length}")
     return 0
+
+
+def _describe_repeats(digests: np.ndarray) -> None:
+    """Print how many rows have the image and captions of an earlier one. digests: uint64 [rows], 0
+    for a row that is left out."""
+    ordered = np.sort(digests)
+    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
+    repeats = repeats[repeats != 0]
+    if repeats.size:
+        first, again = np.flatnonzero(digests == repeats[0])[:2]
+        print(
+            f"{repeats.size:,} rows are identical to an earlier one, such as {again:09d} to "
+            f"{first:09d}: they would be negatives of each other; remove them from the table, or "
+            "train with loss.groups=caption"
+        )
 
 
 def _describe_labels(

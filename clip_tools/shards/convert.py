@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ IMAGE_KEYS = (
 CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# In place of .tar: `count`, `successes`, `left_out` (image, reason), and how often each label and
-# template occurs.
+# In place of .tar: `count`, `successes`, `left_out` (image, reason), how often each label and
+# template occurs, and `digests`, one of each row's image and captions.
 STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
 READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
 EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
+NO_DIGEST = "0" * 16  # of a row that is left out; another's also has 64 bits
 ROWS_AT_ONCE = 1000
 TEMPLATES = 20  # of a shard's captions, the most frequent
 UNREADABLE = 'an unclosed quote ("): close it, or write "" for a quote within a quoted text'
@@ -253,7 +255,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     stats = path.with_name(path.stem + STATS_SUFFIX)
     if path.exists() and stats.exists():
         return path
-    samples, left_out = [], []
+    samples, left_out, digests = [], [], []
     labels: Counter[str] = Counter()
     templates: Counter[str] = Counter()
     for i, row in enumerate(rows, number * per_shard):
@@ -262,7 +264,10 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
             samples.append({"__key__": f"{i:09d}", **members})
             labels[row.label] += 1
             templates[template_of(members["txt"], row.label)] += 1
+            content = next(iter(members.values())) + repr(row.captions).encode()
+            digests.append(blake2b(content, digest_size=len(NO_DIGEST) // 2).hexdigest())
         except ValueError as e:
+            digests.append(NO_DIGEST)
             left_out.append((row.image if isinstance(row.image, str) else f"row {i}", str(e)))
     part = f"{path.stem}.part"
     if samples:
@@ -270,14 +275,15 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     else:  # a tar without members: the numbers stay those of the rows
         (folder / part).write_bytes(bytes(10240))
     del templates[""]
-    content = {
+    told = {
         "count": len(rows),
         "successes": len(samples),
         "left_out": left_out,
         "labels": labels,
         "templates": dict(templates.most_common(TEMPLATES)),
+        "digests": "".join(digests),
     }
-    stats.write_text(json.dumps(content))
+    stats.write_text(json.dumps(told))
     return (folder / part).replace(path)
 
 

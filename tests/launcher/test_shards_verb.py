@@ -356,6 +356,23 @@ def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it
     ]
 
 
+def test_rows_that_are_identical_are_counted_and_one_is_named(tmp_path, capsys):
+    """Over shards and workers, also of an earlier run; not rows that are left out, nor rows that share one part."""
+    images(tmp_path, 4)
+    (tmp_path / "copy.jpg").write_bytes((tmp_path / "1.jpg").read_bytes())
+    rows = ["0.jpg,x", "none.jpg,x", "1.jpg,x", "0.jpg,y", "none.jpg,x", "2.jpg,x", "copy.jpg,x"]
+    table, folder = tmp_path / "x.csv", tmp_path / "out"
+    line = ["shards", str(table), str(folder), "--per-shard", "2", "--workers", "2"]
+    table.write_text("\n".join(["image,caption", *rows, "3.jpg,x"]))
+    out, _ = typed(line, capsys)
+    assert "1 rows are identical to an earlier one, such as 000000006 to 000000002: " in out
+    (folder / "00003.tar").unlink()
+    assert "1 rows are identical" in typed(line, capsys)[0]
+    (tmp_path / "y.csv").write_text("\n".join(["image,caption", *rows[:-1]]))
+    out, _ = typed(["shards", str(tmp_path / "y.csv"), f"{folder}2"], capsys)
+    assert "rows were left out" in out and "rows are identical" not in out
+
+
 def test_quiet_draws_nothing(tmp_path, capsys):
     images(tmp_path, 1)
     table = write_table(tmp_path / "x.csv", [{"image": "0.jpg", "caption": "x"}])
