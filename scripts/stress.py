@@ -2,6 +2,7 @@
 
     python scripts/stress.py numerics [--quick] [SETTING ...]        # under each of SETTINGS, or these
     python scripts/stress.py suite [--times 3] [TEST ...]  # `make test`, or these, shuffled, with delays
+    python scripts/stress.py suite --rest            # `make test-rest` in the same way
     python scripts/stress.py table                        # the rows
 
 A failure is repeated with the row's seed: CLIP_TRAIN_TEST_ORDER=SEED CLIP_TRAIN_TEST_JITTER=SEED pytest ...
@@ -28,6 +29,7 @@ from common import processor  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "stress.jsonl"
 SELECTION = "not (full or slurm or hosts or peer or browser)"
+REST = "full or browser or slurm or hosts"
 NUMERICS = [
     "tests/contrastive",
     "tests/optim",
@@ -59,17 +61,19 @@ SETTINGS = {
 
 
 def run(
-    label: str, tests: list[str], workers: int, setting: str, seed: int | None
+    label: str, tests: list[str], workers: int, setting: str, seed: int | None, marks: str
 ) -> dict[str, Any]:
     """One run of pytest as a row; the names of failed tests, at most 20."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **SETTINGS[setting]}
     if seed is not None:
         environment |= {"CLIP_TRAIN_TEST_ORDER": str(seed), "CLIP_TRAIN_TEST_JITTER": str(seed)}
-    more = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+    # as the Makefile does: tests of one file run on one worker, because they share what is slow to set up
+    how = ["worksteal"] if marks == SELECTION else ["loadfile", "--no-loadscope-reorder"]
+    more = ["-n", str(workers), "--dist", *how] if workers > 1 else []
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.xml")
-        line = [sys.executable, "-m", "pytest", "-m", SELECTION, f"--junitxml={file}", *more]
+        line = [sys.executable, "-m", "pytest", "-m", marks, f"--junitxml={file}", *more]
         subprocess.run([*line, *tests], cwd=ROOT, env=environment, check=False)
         cases = list(ElementTree.parse(file).iter("testcase"))
     bad = [x for x in cases if x.find("failure") is not None or x.find("error") is not None]
@@ -107,6 +111,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first run; random by default")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     parser.add_argument("--tests", nargs="+", help="instead of the numerics tests")
+    parser.add_argument("--rest", action="store_true", help="the tests of `make test-rest`")
     parser.add_argument("--quick", action="store_true", help="a third of the numerics tests")
     args = parser.parse_args()
     first = secrets.randbelow(10**6) if args.seed is None else args.seed
@@ -124,12 +129,14 @@ def main() -> int:
             print("this processor has no AMX: AMX on and off cannot be compared here")
     elif args.mode == "suite":
         tests = args.what or ["tests"]
-        runs = [(" ".join(tests), tests, "native", first + i) for i in range(args.times)]
+        label = " ".join(tests) + (", rest" if args.rest else "")
+        runs = [(label, tests, "native", first + i) for i in range(args.times)]
     else:
         runs = []
     rows = []
+    marks = REST if args.rest else SELECTION
     for label, tests, setting, seed in runs:
-        rows.append(run(label, tests, args.workers, setting, seed))
+        rows.append(run(label, tests, args.workers, setting, seed, marks))
         with ROWS.open("a") as f:
             f.write(json.dumps(rows[-1]) + "\n")
         print(json.dumps(rows[-1], indent=1))
