@@ -32,6 +32,7 @@ from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample, write_shards
 from clip_train.errors import UserError
+from clip_train.storage.redact import redact
 from clip_train.storage.urls import open_storage
 from launcher.runtime.log import log, warn
 
@@ -83,7 +84,8 @@ def write_missing(
     options = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
     made_with = {name: getattr(args, name) for name in options}
     # a run has newer checkpoints
-    settings = json.dumps({**made_with, "teachers": [each.source for each in teachers]}).encode()
+    made_with["teachers"] = [each.source for each in teachers]
+    settings = json.dumps(redact(made_with)).encode()  # a teacher's URL may be signed
     if not store.put_bytes(SETTINGS, settings, if_absent=True):
         before = store.read_bytes(SETTINGS)
         if before != settings:

@@ -35,7 +35,7 @@ from clip_train.checkpoint.commit import (
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef, FormatError, blocks_of
 from clip_train.checkpoint.reader import PARALLEL_BLOCKS, FragmentReader, fetch_block
-from clip_train.errors import CheckpointError, RankError, UserError
+from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
@@ -86,7 +86,8 @@ def is_shared(storage: LocalStorage, *, required: bool) -> bool:
     """Collective: whether all ranks see the files that rank 0 writes there. CheckpointError, on all
     ranks.
 
-    required: RankError if one of them does not, even after a while.
+    required: UserError on all ranks if one of them does not, even after a while. Rank 0 publishes
+    it in its own folder, which the batch script's controller reads.
     """
     if dist.world_size() == 1:
         return True
@@ -110,13 +111,12 @@ def is_shared(storage: LocalStorage, *, required: bool) -> bool:
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
-    if required:
-        error = RankError(
+    if required and blind:
+        raise UserError(
             f"run.dir ({storage.root.parent}) is not shared: {', '.join(blind)} cannot see what "
             "rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
             "checkpoint.remote"
         )
-        dist.raise_agreed(None if seen else error)
     return not blind
 
 

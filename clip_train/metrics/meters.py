@@ -3,6 +3,7 @@ garbage collection."""
 
 import gc
 import hashlib
+import os
 import re
 import resource
 import sys
@@ -151,6 +152,8 @@ class Profiler(Callback):
     def _write(self, profile: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{dist.rank()}.json.gz"
+        for name in (path, path.with_name(f"rank{dist.rank()}.txt")):
+            name.unlink(missing_ok=True)  # it may be a link to another file
         profile.export_chrome_trace(str(path))
         order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = profile.key_averages().table(order, row_limit=TABLE_ROWS)
@@ -164,7 +167,7 @@ def record_memory(path: Path, skipped: Skipped) -> None:
     def out_of_memory(
         *sizes: int,
     ) -> None:  # before the allocator raises; an error would replace it
-        if not path.exists():
+        if not os.path.lexists(path):  # a link would redirect it
             write = partial(torch.cuda.memory._dump_snapshot, str(path))
             skipped.attempt("the snapshot of memory", write, remedy=REMEDY)
 

@@ -92,7 +92,9 @@ def test_a_branch_has_a_place_of_its_own_and_changes_what_the_cooldown_needs(tmp
     source, _ = saved_run(tmp_path, model)
     assert main(["branch", str(source), "schedule.cooldown_power=2"]) == 0  # the newest; a fifth
     then = load_config(str(source / "recipe.yaml")).model_dump()
-    now = load_config(str(tmp_path / "run-10" / "branch.yaml")).model_dump()
+    written = tmp_path / "run-10" / "branch.yaml"
+    assert written.stat().st_mode & 0o777 == 0o600  # it keeps secrets of URLs
+    now = load_config(str(written)).model_dump()
     changed = {
         f"{section}.{key}": value
         for section in then

@@ -187,6 +187,7 @@ def test_what_hardware_and_memory_ask_of_the_next_attempt(recipe, bin, tmp_path)
     assert f"{BAD}: the next attempts exclude it" in out and "has inf\n" in out, out
     _, out = supervise(recipe, bin, "sh", "-c", told, json.dumps(VERDICT))
     assert f"has {3 * 2**29}\n" in out, out
+    assert "update JobId=7 StartTime=now+120" in (bin / "said").read_text()  # failed twice
 
 
 def test_a_node_without_which_the_job_cannot_run_is_kept(recipe, bin, tmp_path):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from clip_tools.reinforce import write_missing
+from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import export_openclip
@@ -84,3 +88,16 @@ def test_a_student_of_its_shards_follows_the_curve_of_a_student_of_the_teachers(
             line[key] for line in metrics(tmp_path / name) for key in ("loss", "distill_loss")
         ]
     assert curves["offline"] == pytest.approx(curves["online"], rel=1e-6)
+
+
+def test_a_teachers_signature_is_not_written_and_a_new_one_is_the_same_teacher(tmp_path):
+    args = argparse.Namespace(
+        to=str(tmp_path), augmentations=3, crop=0.9, synthetic_key="s", half=False
+    )
+    url = "https://host/{}/model?X-Amz-Date=2{}&X-Amz-Signature={}"
+    for signature in ("abc123", "def456"):
+        write_missing([], [SimpleNamespace(source=url.format("one", signature, signature))], args)
+    kept = (tmp_path / "reinforced.json").read_text()
+    assert "https://host/one/model?" in kept and "abc123" not in kept
+    with pytest.raises(UserError, match="give another place"):
+        write_missing([], [SimpleNamespace(source=url.format("other", "abc123", "abc123"))], args)

@@ -26,6 +26,14 @@ def test_a_stop_file_is_removed_once_it_was_obeyed(recipe, tmp_path, ranks):
     assert status == 0 and metrics(tmp_path / "run")[-1]["step"] == step + 2, out
 
 
+def test_a_stop_file_from_before_the_start_is_removed(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    status, out = run(recipe, "run.steps=1000")
+    assert status == 75 and not (tmp_path / "run" / "STOP").exists(), out
+    assert "and the STOP file was removed" in out, out
+
+
 def test_a_dry_run_compares_the_recipe_with_the_checkpoint(recipe, tmp_path, model):
     line = ("run.steps=4", "schedule.warmup_steps=0")
     status, out = run(recipe, *line, f"checkpoint.remote={tmp_path / 'store'}")

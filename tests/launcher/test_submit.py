@@ -178,6 +178,7 @@ def test_what_is_frozen_and_sent(here, tmp_path, monkeypatch, capsys):
     assert json.loads((folder / "submit.json").read_text())["job"] == "4711"
     frozen = load_config(str(folder / "recipe.yaml"))
     assert frozen.run_dir == here / "here"
+    assert (folder / "recipe.yaml").stat().st_mode & 0o777 == 0o600  # it keeps secrets of URLs
     assert (folder / "code" / "launcher" / "slurm" / "controller.py").read_text() == (
         ROOT / "launcher" / "slurm" / "controller.py"
     ).read_text()

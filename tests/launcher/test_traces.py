@@ -17,7 +17,11 @@ from tests.launcher.conftest import metrics, run
 GPU = torch.device("cuda", 0)
 
 
-def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe):
+def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe, tmp_path):
+    """Also where the run directory is from somebody else, with links in place of the traces."""
+    (tmp_path / "run" / "profile").mkdir(parents=True)
+    for ending in ("json.gz", "txt"):
+        (tmp_path / "run" / "profile" / f"rank0.{ending}").symlink_to(tmp_path / "elsewhere")
     code, out = run(recipe, "run.steps=6", "log.profile_steps=[3, 4]")
     assert code == 0, out
     run_dir = recipe.parent / "run"
@@ -28,6 +32,7 @@ def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe):
     assert "aten::mm" in names and "[memory]" in names
     table = (run_dir / "profile/rank0.txt").read_text()
     assert "aten::mm" in table and "Self CPU Mem" in table
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(
@@ -68,10 +73,17 @@ def test_memory_is_written_where_it_ends_first(monkeypatch, tmp_path: Path) -> N
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     attach = "torch._C._cuda_attach_out_of_memory_observer"
     monkeypatch.setattr(attach, observers.append, raising=False)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).open("x").close()
-    )
-    record_memory(tmp_path / "memory" / "rank0.pickle", Skipped())
-    for _ in range(2):  # the micro-batch is halved, and memory ends again
-        observers[0](0, 2**30, 2**36, 0)
-    assert [path.name for path in tmp_path.rglob("*.pickle")] == ["rank0.pickle"]
+    dumped: list[Path] = []
+
+    def dump(path: str) -> None:
+        dumped.append(Path(path))
+        dumped[-1].touch()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    first, link = (tmp_path / "memory" / name for name in ("rank0.pickle", "rank1.pickle"))
+    for path in (first, link):
+        record_memory(path, Skipped())
+    link.symlink_to(tmp_path / "elsewhere")  # which would redirect it
+    for observer in [*observers, *observers]:  # the micro-batch is halved, and memory ends again
+        observer(0, 2**30, 2**36, 0)
+    assert dumped == [first] and not (tmp_path / "elsewhere").exists()
