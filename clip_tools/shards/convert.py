@@ -264,8 +264,8 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
             samples.append({"__key__": f"{i:09d}", **members})
             labels[row.label] += 1
             templates[template_of(members["txt"], row.label)] += 1
-            content = next(iter(members.values())) + repr(row.captions).encode()
-            digests.append(blake2b(content, digest_size=len(NO_DIGEST) // 2).hexdigest())
+            compared = next(iter(members.values())) + repr(row.captions).encode()
+            digests.append(blake2b(compared, digest_size=len(NO_DIGEST) // 2).hexdigest())
         except ValueError as e:
             digests.append(NO_DIGEST)
             left_out.append((row.image if isinstance(row.image, str) else f"row {i}", str(e)))
@@ -275,7 +275,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     else:  # a tar without members: the numbers stay those of the rows
         (folder / part).write_bytes(bytes(10240))
     del templates[""]
-    told = {
+    content = {
         "count": len(rows),
         "successes": len(samples),
         "left_out": left_out,
@@ -283,7 +283,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         "templates": dict(templates.most_common(TEMPLATES)),
         "digests": "".join(digests),
     }
-    stats.write_text(json.dumps(told))
+    stats.write_text(json.dumps(content))
     return (folder / part).replace(path)
 
 
