@@ -28,7 +28,9 @@ from rich.text import Text
 from clip_tools.shards.equal import describe
 from clip_tools.shards.index import index_shard
 from clip_train import dist
+from clip_train.data.worker import shared_bytes
 from clip_train.errors import UserError
+from clip_train.models.clip import shape_of_sample
 from launcher.checks import (
     PLACES,
     Check,
@@ -102,7 +104,9 @@ def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> I
     A check that raises an error becomes a finding; the other checks still run.
     """
     checks: list[tuple[str, Check]] = [*MACHINE]
-    if recipe is not None:
+    if recipe is None:
+        checks.append(("limits", check_shared_memory))
+    else:
         try:
             config = load_config(recipe, overrides)
         except UserError as e:
@@ -230,12 +234,17 @@ def check_limits() -> Iterator[Finding]:
         f"{files} open files (ulimit -n)",
         "ulimit -n 65536: loader workers and sockets need them",
     )
+
+
+def check_shared_memory(needed: int = 1 << 30) -> Iterator[Finding]:
+    """needed: bytes for the loader workers; 1 GiB without a recipe."""
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
         yield warning_if(
-            free < 2**30,
+            free < needed,
             "limits",
-            f"/dev/shm has {free / 2**20:.0f} MiB free",
+            f"/dev/shm has {free / 2**20:,.0f} MiB free; the loader workers of all ranks on this "
+            f"machine take {needed / 2**20:,.0f} MiB",
             "mount it larger (docker: --shm-size=16g), or set data.workers=0: batches pass "
             "through it",
         )
@@ -302,6 +311,10 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     for note in resolved.notes():
         said, _, remedy = note.rpartition("; ")
         yield warning("recipe", said, remedy)
+    row = shape_of_sample(resolved.architecture)
+    yield from check_shared_memory(
+        shared_bytes(resolved.config.data, config.batch.sizes, row, world)
+    )
     shard = Path(source.index.shards[0])
     if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:
         seen = index_shard(str(shard), config.data.caption_key)

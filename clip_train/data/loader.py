@@ -32,7 +32,7 @@ from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
-from clip_train.data.worker import Piece, PieceStream, shared_images
+from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
 from clip_train.stop import SIGNALS
@@ -140,7 +140,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
-        self._prefetch = -(-config.prefetch // self._turns)
+        self._shape = shared_shape(parts, config.prefetch, self._stream.row)
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._limit = InvalidLimit(config.bad_sample_limit)
         self._pieces: Iterator[Any] | None = None  # packed by workers
@@ -254,17 +254,16 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         if not self._workers:
             return iter(self._stream)
         workers = self._stream.workers
-        largest = max(worker.most() for worker in workers)
         if self._turns > 1:  # else no two workers read the same bytes
             # at most, of a rank: its streams, each of all sources
             count = (-(-self.streams // self._world_size) + 1) * len(self._stream.files)
             block = self._storage.range_bytes
             # what workers may be apart: each makes a piece and keeps one ready, at least
-            window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
+            window = 2 * self._turns * self._shape[2] * SAMPLE_BYTES // block + SPARE_BLOCKS
             budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
             slots = max(SPARE_BLOCKS, min(window, budget // count))
             self._stream.caches = [BlockCache(slots) for _ in range(count)]
-        self._stream.memory = shared_images(len(workers), self._prefetch, largest, self._stream.row)
+        self._stream.memory = shared_images(self._shape)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
@@ -276,7 +275,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                 self._stream,
                 batch_size=None,
                 num_workers=len(workers),
-                prefetch_factor=self._prefetch,
+                prefetch_factor=self._shape[1] - 1,
                 multiprocessing_context=context,
                 generator=torch.Generator(),  # else its seed comes from the model's generator
                 persistent_workers=True,

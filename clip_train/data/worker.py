@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from clip_train.batch import BatchSizes
 from clip_train.data import decode
+from clip_train.data.config import DataConfig, resolve_workers
 from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
@@ -42,26 +44,54 @@ IDLE_STEPS = 100  # after which a stream that others have taken over is closed a
 MAX_TRIED = 10_000  # this many unusable samples in a row mean broken data
 
 
-def shared_images(workers: int, prefetch: int, capacity: int, row: tuple[int, ...]) -> Tensor:
-    """uint8 [workers, slots, capacity, *row] in shared memory, filled by workers over and over.
+def shared_shape(
+    workers: Sequence[Partition], prefetch: int, row: tuple[int, ...]
+) -> tuple[int, ...]:
+    """[workers, slots, samples of the largest piece, *row] of a rank's `shared_images`.
+
+    The trainer asks for piece k of a worker after it has fetched piece k - prefetch, and finishes
+    with that one before it fetches the next. So prefetch + 1 slots are enough. Workers that take
+    the steps in turn prefetch together.
+
+    row: as `PieceStream.row`.
+    """
+    slots = -(-prefetch // workers[0].turns) + 1
+    return (len(workers), slots, max(worker.most() for worker in workers), *row)
+
+
+def shared_images(shape: tuple[int, ...]) -> Tensor:
+    """uint8 of a `shared_shape` in shared memory, filled by workers over and over, each its slots
+    in turn. RankError without room.
 
     The loader's queue would copy every piece once more, into new pages that the kernel has to
-    clear: a quarter of the whole cost of a 256 px image. A worker fills its slots in turn. The
-    trainer asks for piece k after it has fetched piece k - prefetch, and finishes with that one
-    before it fetches the next. So prefetch + 1 slots are enough.
-
-    capacity: samples in the largest piece. row: as `PieceStream.row`. RankError without room.
+    clear: a quarter of the whole cost of a 256 px image.
     """
-    shape = (workers, prefetch + 1, capacity, *row)
     try:  # as torch's own collate allocates
         storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
     except RuntimeError as e:
         raise RankError(
-            f"data.workers ({workers}) and data.prefetch ({prefetch}) need "
+            f"data.workers ({shape[0]}) and data.prefetch ({shape[1] - 1}) need "
             f"{math.prod(shape) >> 20} MiB of shared memory: {e}; enlarge /dev/shm (a container's "
             "--shm-size) and the shell's ulimit -f, or lower data.workers (0: none)"
         ) from None
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], ranks: int) -> int:
+    """Bytes of /dev/shm for the `shared_images` of so many ranks on this machine, which are all.
+
+    data: with its number of lanes. row: as `PieceStream.row`.
+    """
+    workers = data.workers
+    if workers == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        workers = resolve_workers(len(os.sched_getaffinity(0)) // ranks, device)
+    if workers == 0:
+        return 0
+    parts = [
+        Partition(sizes, int(data.lanes), rank, ranks).workers(workers) for rank in range(ranks)
+    ]
+    return sum(math.prod(shared_shape(part, data.prefetch, row)) for part in parts)
 
 
 @dataclass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from clip_train.batch import BatchSizes
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import Prefetcher, TrainLoader
-from clip_train.data.worker import shared_images
+from clip_train.data.worker import shared_bytes, shared_images
 from clip_train.errors import DataError, RankError
 from clip_train.task import Batch
 from tests.data.shards import write_dataset
@@ -120,4 +122,24 @@ def test_the_training_loader_behind_it(tmp_path, workers):
 
 def test_shared_memory_without_room_is_an_error_in_words():
     with pytest.raises(RankError, match=r"data.workers \(2\).* enlarge /dev/shm"):
-        shared_images(2, 1, 1 << 40, (1 << 10,))
+        shared_images((2, 2, 1 << 40, 1 << 10))
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "bytes_of_rank"),
+    [
+        (0, 2, 0),
+        (1, 2, 1 * 3 * 4 * 768),  # workers, slots, samples, bytes of an image
+        (4, 5, 4 * 3 * 4 * 768),  # who share the one stream of a rank, and what is fetched ahead
+    ],
+)
+def test_shared_memory_is_predicted(tmp_path, workers, prefetch, bytes_of_rank):
+    """As what the loaders of two ranks take, in numbers by hand."""
+    write_dataset(tmp_path, [21, 9])
+    config = DataConfig(train=f"{tmp_path}/*.tar", workers=workers, prefetch=prefetch, lanes=2)
+    assert shared_bytes(config, BatchSizes((8,)), (3, 16, 16), 2) == 2 * bytes_of_rank
+    size: dict[str, Any] = {"image_size": 16, "context_length": 16, "global_size": 8, "seed": 1}
+    with TrainLoader(config, **size, rank=1, world_size=2) as loader:
+        next(loader)
+        memory = loader._stream.memory
+        assert (0 if memory is None else memory.nbytes) == bytes_of_rank

@@ -9,12 +9,20 @@ import shutil
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 
-from clip_tools.doctor import MAX_SHARD_BYTES, check_group, check_recipe, look, measure_pairs
+from clip_tools.doctor import (
+    MAX_SHARD_BYTES,
+    check_group,
+    check_recipe,
+    check_shared_memory,
+    look,
+    measure_pairs,
+)
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
 from launcher.checks import PLACES, Finding, check_store, error, require_places
@@ -176,6 +184,22 @@ def test_sizes_that_do_not_fit_the_samples_are_named(data, recipe, tmp_path):
     (said,) = found("run.steps=30", "data.num_samples=700", "batch.global_size=640")
     assert "batch.global_size (640) is more than the samples of data.train (600)" in said
     assert found("run.steps=30", "batch.global_size=640", "data.resampled=true") == []
+
+
+def test_shared_memory_is_compared_with_what_the_recipe_takes(recipe, monkeypatch):
+    """2 workers of 3 slots of 32,768 images of 3 kB, where a container has 64 MiB."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def found(free: int, *more: str) -> Finding:
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free << 20))
+        config = load_config(str(recipe), ["batch.global_size=65536", "data.workers=2", *more])
+        return next(each for each in check_recipe(config) if each.check == "limits")
+
+    said = found(64)
+    assert said.level == "warning" and "64 MiB free" in said.message and "576 MiB" in said.message
+    assert found(600).level == found(0, "data.workers=0").level == "ok"
+    (machine,) = check_shared_memory()
+    assert machine.level == "warning" and "1,024 MiB" in machine.message
 
 
 def test_equal_captions_are_counted_in_the_first_shard(recipe, tmp_path):
