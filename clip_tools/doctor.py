@@ -311,9 +311,13 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     for note in resolved.notes():
         said, _, remedy = note.rpartition("; ")
         yield warning("recipe", said, remedy)
-    row = shape_of_sample(resolved.architecture)
     yield from check_shared_memory(
-        shared_bytes(resolved.config.data, config.batch.sizes, row, world)
+        shared_bytes(
+            resolved.config.data,
+            config.batch.sizes,
+            shape_of_sample(resolved.architecture),
+            world,
+        )
     )
     shard = Path(source.index.shards[0])
     if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:

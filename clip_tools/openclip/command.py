@@ -311,12 +311,11 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
             keys["data.caption_key"] = weights or names
     if "train-data-upsampling-factors" in flags and "data.train" in keys:
         factors = str(flags["train-data-upsampling-factors"]).split("::")
-        counts = [len(shards) for shards in expand_braces(keys["data.train"])]
         # There, each shard has its factor. Too many factors stay, for the check of the recipe.
-        weighed = zip(map(as_value, factors), [*counts, *[1] * len(factors)], strict=False)
+        counts = [*map(len, expand_braces(keys["data.train"])), *[1] * len(factors)]
         keys["data.train_weights"] = [
             factor * count if isinstance(factor, int | float) else factor
-            for factor, count in weighed
+            for factor, count in zip(map(as_value, factors), counts, strict=False)
         ]
         if set("*$") & set(keys["data.train"]):
             notes.append(

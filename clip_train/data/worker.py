@@ -55,8 +55,8 @@ def shared_shape(
 
     row: as `PieceStream.row`.
     """
-    slots = -(-prefetch // workers[0].turns) + 1
-    return (len(workers), slots, max(worker.most() for worker in workers), *row)
+    samples = max(worker.most() for worker in workers)
+    return (len(workers), -(-prefetch // workers[0].turns) + 1, samples, *row)
 
 
 def shared_images(shape: tuple[int, ...]) -> Tensor:
@@ -80,18 +80,15 @@ def shared_images(shape: tuple[int, ...]) -> Tensor:
 def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], ranks: int) -> int:
     """Bytes of /dev/shm for the `shared_images` of so many ranks on this machine, which are all.
 
-    data: with its number of lanes. row: as `PieceStream.row`.
+    data: with a number as `data.lanes`. row: as `PieceStream.row`.
     """
     workers = data.workers
     if workers == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        workers = resolve_workers(len(os.sched_getaffinity(0)) // ranks, device)
-    if workers == 0:
-        return 0
-    parts = [
-        Partition(sizes, int(data.lanes), rank, ranks).workers(workers) for rank in range(ranks)
-    ]
-    return sum(math.prod(shared_shape(part, data.prefetch, row)) for part in parts)
+        cores = len(os.sched_getaffinity(0)) // ranks
+        workers = resolve_workers(cores, "cuda" if torch.cuda.is_available() else "cpu")
+    parts = [Partition(sizes, int(data.lanes), rank, ranks) for rank in range(ranks)]
+    shapes = [shared_shape(part.workers(workers), data.prefetch, row) for part in parts]
+    return sum(map(math.prod, shapes)) if workers else 0
 
 
 @dataclass
