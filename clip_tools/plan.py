@@ -24,6 +24,7 @@ from clip_train.models.freeze import trained_parameters
 from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
+from launcher import components
 from launcher.checks import require_places
 from launcher.config.memory import (
     choose_layout,
@@ -155,7 +156,9 @@ def dry_run(args: argparse.Namespace) -> int:
     # without a cache, the checkpoint is read but not fetched
     resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
-        print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks)]))
+        _, teacher = components.build_objective(resolved.config, torch.device("cpu"))
+        digests = {"teacher": teacher, "init_from": components.base_of(config)}
+        print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks, digests)]))
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from clip_train.errors import UserError
+from launcher import components, engines
+from launcher.config.recipe import check_config
+from launcher.config.resolve import resolve
 from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import SHIPPED, build_ds_config
@@ -97,6 +102,43 @@ def test_overlapped_communication_is_for_stages_2_and_3(tmp_path, stage, overlap
             built(config)
     else:
         assert built(config)["zero_optimization"]["overlap_comm"] == overlap
+
+
+def test_only_the_recipe_offloads(tmp_path):
+    file = tmp_path / "mine.json"
+    pinned = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    file.write_text(json.dumps({"zero_optimization": pinned}))
+    with pytest.raises(UserError, match=r"sets .*offload_optimizer.*set engine.offload=optimizer"):
+        built(EngineConfig(ds_config=str(file)))
+    found = built(EngineConfig(ds_config=str(file), offload="optimizer"))["zero_optimization"]
+    assert found["offload_optimizer"] == pinned["offload_optimizer"]
+    file.write_text(json.dumps({"zero_optimization": {"cpu_offload": True}}))
+    with pytest.raises(UserError, match=r"sets zero_optimization.cpu_offload.*take it out"):
+        built(EngineConfig(ds_config=str(file), offload="optimizer"))
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_run_that_offloads_does_not_take_the_fused_adamw(monkeypatch, offload):
+    """It would run on the CPU, where its rounding depends on the layout."""
+    made = []
+
+    def build(config, make_model, make_optimizer, **options):
+        made.append(make_optimizer)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(engines, "build", build)
+    sections = {
+        "run": {"name": "a", "steps": 9000},
+        "model": {"name": "ViT-B-32"},
+        "data": {"train": "{0..3}.tar", "num_samples": 8},
+        "batch": {"global_size": 8, "micro_size": 8, "kept_graphs": 1},
+        "engine": {"offload": offload},
+    }
+    resolved = resolve(check_config(sections, "r"), 1, read_data=False)
+    components.build_engine(resolved, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    groups = made[0](torch.nn.Linear(2, 2).named_parameters()).param_groups
+    assert {group["fused"] for group in groups} == {offload == "none"}
 
 
 @pytest.mark.parametrize("content, said", [("{", "not JSON"), ("[]", "JSON object")])

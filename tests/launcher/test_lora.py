@@ -51,7 +51,8 @@ def test_adapters_are_trained_resumed_and_merged(recipe, tmp_path, model, data):
     assert status == 0 and (tmp_path / "peft" / "adapter_config.json").is_file(), out
     # another base in its place
     export_openclip(CLIP(architecture).state_dict(), architecture, base)
-    status, out = run(recipe, *keys, "run.dir=one", "run.steps=5")
-    assert status != 0 and "belongs to another run: model.init_from (" in out, out
+    for verb in ([], ["--dry-run"]):
+        status, out = run(recipe, *keys, "run.dir=one", "run.steps=5", *verb)
+        assert status != 0 and "belongs to another run: model.init_from (" in out, out
     status, out = run(recipe, *line, verb="export")
     assert status != 0 and "were trained on" in out and "model.init_from (" in out, out

@@ -62,10 +62,10 @@ def test_a_teacher_from_an_export_folder(recipe, tmp_path, model):
     assert one[0] == pytest.approx(one[1] + one[2], rel=1e-6)
     # another one in its place is not learnt from
     export_openclip(CLIP(architecture).state_dict(), architecture, teacher)
-    status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one")
-    assert (
-        status != 0 and "belongs to another run: model.teacher (" in out and "its digest was" in out
-    ), out
+    for verb in ([], ["--dry-run"]):
+        status, out = run(recipe, "run.steps=4", *short[1:], "run.dir=one", *verb)
+        assert status != 0 and "belongs to another run: model.teacher (" in out, out
+        assert "its digest was" in out
     status, out = run(recipe, "run.steps=4", *short[1:2], short[3], "run.dir=one")
     assert status != 0 and "belongs to another run: model.teacher (None): its digest was" in out, (
         out

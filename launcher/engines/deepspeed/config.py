@@ -39,7 +39,7 @@ REFUSED_SECTIONS = {
 REFUSED_ZERO_KEYS = (
     "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
     "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients", "offload_param",
+    "zero_quantized_gradients", "offload_param", "cpu_offload_param", "cpu_offload",
 )  # fmt: skip
 
 
@@ -93,6 +93,11 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
                 "here; take it out",
             )
             for key in REFUSED_ZERO_KEYS
+        ),
+        (  # the recipe chooses AdamW's kernel, and counts the memory
+            config.offload == "none" and bool(zero.get("offload_optimizer")),
+            f"{file} sets zero_optimization.offload_optimizer, but engine.offload is none: take it "
+            "out, and set engine.offload=optimizer",
         ),
         (  # it would reduce inside a backward, where a failing rank leaves the others waiting
             config.zero_stage < 2 and zero.get("overlap_comm") not in (None, False, "auto"),

@@ -215,8 +215,7 @@ class DeepSpeedEngine(Engine):
         )
         self.engine, self.stage = engine, stage
         self.files = {"ds_config.json": json.dumps(ds_config, indent=2) + "\n"}
-        # also by the base JSON, to NVMe
-        self.offloaded = stage > 0 and bool(engine.zero_offload_optimizer())
+        self.offloaded = config.offload == "optimizer"
         # Gradients stay local until `_reduce`: at stages 0 and 1, a rank that fails in a backward
         # must not leave others waiting.
         self.reduce_once = config.reduces_once
