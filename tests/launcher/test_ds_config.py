@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from clip_train.errors import UserError
-from launcher import components, engines
+from launcher.components import build_engine
 from launcher.config.recipe import check_config
 from launcher.config.resolve import resolve
 from launcher.engines import Facts
 from launcher.engines.config import EngineConfig
 from launcher.engines.deepspeed.config import SHIPPED, build_ds_config
+from tests.ranks import run_ranks
 
 
 def built(config: EngineConfig, clip: float | None = 1.0) -> dict:
@@ -117,28 +117,37 @@ def test_only_the_recipe_offloads(tmp_path):
         built(EngineConfig(ds_config=str(file), offload="optimizer"))
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_a_run_that_offloads_does_not_take_the_fused_adamw(monkeypatch, offload):
-    """It would run on the CPU, where its rounding depends on the layout."""
-    made = []
+class MadeError(Exception):
+    """With `fused` of an AdamW that a run asks for."""
 
-    def build(config, make_model, make_optimizer, **options):
-        made.append(make_optimizer)
-        return SimpleNamespace()
 
-    monkeypatch.setattr(engines, "build", build)
+def asked_of_adamw(offload: str) -> bool:
+    """On a process that says that it has a GPU."""
+
+    def adamw(groups, lr, *, fused, **options):
+        raise MadeError(fused)
+
     sections = {
         "run": {"name": "a", "steps": 9000},
         "model": {"name": "ViT-B-32"},
         "data": {"train": "{0..3}.tar", "num_samples": 8},
         "batch": {"global_size": 8, "micro_size": 8, "kept_graphs": 1},
-        "engine": {"offload": offload},
+        "engine": {"kind": "fsdp", "offload": offload, "compile": False},
     }
     resolved = resolve(check_config(sections, "r"), 1, read_data=False)
-    components.build_engine(resolved, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    groups = made[0](torch.nn.Linear(2, 2).named_parameters()).param_groups
-    assert {group["fused"] for group in groups} == {offload == "none"}
+    torch.optim.AdamW, torch.cuda.is_available = adamw, lambda: True  # type: ignore[assignment]
+    try:
+        build_engine(resolved, torch.device("cpu"))
+    except MadeError as e:
+        return e.args[0]
+    raise AssertionError("no AdamW was made")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_run_that_offloads_does_not_take_the_fused_adamw(offload):
+    """It would run on the CPU, where its rounding depends on the layout."""
+    assert run_ranks(asked_of_adamw, 1, offload) == [offload == "none"]
 
 
 @pytest.mark.parametrize("content, said", [("{", "not JSON"), ("[]", "JSON object")])
