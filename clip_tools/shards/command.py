@@ -92,8 +92,7 @@ def _describe_repeats(digests: np.ndarray) -> None:
     """Print how many rows have the image and captions of an earlier one. digests: uint64 [rows], 0
     for a row that is left out."""
     ordered = np.sort(digests)
-    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
-    repeats = repeats[repeats != 0]
+    repeats = np.trim_zeros(ordered[1:][ordered[1:] == ordered[:-1]], "f")
     if repeats.size:
         first, again = np.flatnonzero(digests == repeats[0])[:2]
         print(
