@@ -100,6 +100,7 @@ def make_plan(
         "memory_bytes": {**asdict(memory), "total": memory.total},
         "communication": communication(resolved, links, forward_seconds, limit),
         "usable_bytes": limit if gpu else None,
+        "notes": resolved.notes(),
     }
 
 
@@ -162,8 +163,6 @@ def dry_run(args: argparse.Namespace) -> int:
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
-    for note in resolved.notes():
-        print(f"note: {note}")
     print("nothing was started or written; run the same command without --dry-run to train")
     return 0
 
@@ -178,6 +177,8 @@ def show(plan: dict[str, Any]) -> None:
         show_communication(console, plan["communication"], plan["world_size"])
     if plan["usable_bytes"] is not None:
         console.print(f"{plan['usable_bytes'] / GIB:.0f} GiB of the GPU are usable")
+    for note in plan["notes"]:
+        print(f"note: {note}")
 
 
 def show_communication(console: Console, found: dict[str, Any], world_size: int) -> None:

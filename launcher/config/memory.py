@@ -169,7 +169,9 @@ def choose_layout(
     config, batch, plan = resolved.config, resolved.recipe.batch, resolved.plan
     one_graph = resolved
     if config.batch.kept_graphs == "auto":
-        one_graph = replace(resolved, config=config.updated(batch={"kept_graphs": 1}))
+        one_graph = replace(
+            resolved, config=config.updated(batch={"kept_graphs": 1}), no_limit=limit is None
+        )
     if limit is None or not config.chosen or not (config.needs_limit or plan.accum_steps > 1):
         return one_graph
     engine, architecture = config.engine, resolved.architecture

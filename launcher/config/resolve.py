@@ -50,6 +50,7 @@ class Resolved:
     architecture: AnyArchitecture
     layout: Layout | None = None  # what memory has decided
     source: SourceSummary | None = None  # on the rank that has looked at the shards
+    no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory
 
     @property
     def kept(self) -> RunConfig:
@@ -64,14 +65,21 @@ class Resolved:
         )
 
     def notes(self) -> list[str]:
-        """Sizes of the recipe that do not fit the samples that an index counts."""
+        """Work that a limit of memory would save. Sizes of the recipe that do not fit the samples
+        that an index counts."""
         data = self.config.data
+        one_graph = (
+            self.no_limit and self.plan.accum_steps > 1,
+            "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
+            "a GPU; set batch.memory_limit, such as 8GiB, to keep as many as fit",
+        )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
-            return []
+            return broken([one_graph])
         epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
         return broken(
             [
+                one_graph,
                 (
                     epochs is not None and given != counted,
                     f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "

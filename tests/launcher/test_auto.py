@@ -66,16 +66,25 @@ def test_as_many_graphs_as_fit_are_kept_unless_the_recipe_says_otherwise(recipe,
         assert status == 0, out
         return json.loads(out)
 
-    assert planned()["kept_graphs"] == 1  # no GPU, and nobody has said how much memory there is
+    unknown = planned()  # no GPU, and nobody has said how much memory there is
+    assert unknown["kept_graphs"] == 1
+    (note,) = unknown["notes"]
+    assert "keeps one graph" in note and "set batch.memory_limit, such as 8GiB" in note
+    assert planned("batch.micro_size=32")["notes"] == []  # one micro-batch
+    line = (*MICRO, "run.steps=1", "schedule.warmup_steps=0")
+    for more in ("run.dir=unknown", "--dry-run"):
+        status, out = run(recipe, *line, more)
+        assert status == 0 and out.count(f"note: {note}") == 1, out
     held = [
         planned(f"batch.kept_graphs={kept}")["memory_bytes"]["total"] for kept in range(1, K + 1)
     ]
     for kept in (1, 2, K):
         assert planned(f"batch.memory_limit={int(held[kept - 1]) + 1}")["kept_graphs"] == kept
     # too little for one graph, by the prediction: the run may try, as it could with a number
-    assert planned("batch.memory_limit=20MiB")["kept_graphs"] == 1
+    too_little = planned("batch.memory_limit=20MiB")
+    assert too_little["kept_graphs"] == 1 and too_little["notes"] == []
     limit = f"batch.memory_limit={int(held[1]) + 1}"
-    status, out = run(recipe, *MICRO, limit, "run.steps=1", "schedule.warmup_steps=0")
+    status, out = run(recipe, *line, limit)
     assert status == 0 and "batch.kept_graphs = auto: " in out, out
     assert metrics(tmp_path / "run")[0]["kept_graphs"] == 2
 
