@@ -177,10 +177,11 @@ def test_a_foreign_loop_is_killed_and_continues_elsewhere(program, tmp_path, dat
     assert found == {step: expected[step] for step in found}
 
 
-def test_a_benchmark_names_the_extra_that_it_lacks(tmp_path):
+@pytest.mark.parametrize("name", ["command.py", "data.py"])
+def test_a_benchmark_names_the_extra_that_it_lacks(tmp_path, name):
     missing = "raise ModuleNotFoundError(\"No module named 'matplotlib'\", name='matplotlib')\n"
     (tmp_path / "matplotlib.py").write_text(missing)
-    line = [sys.executable, "benchmarks/command.py", "--quick"]
+    line = [sys.executable, f"benchmarks/{name}", "--quick"]
     done = subprocess.run(
         line,
         cwd=ROOT,
@@ -190,4 +191,4 @@ def test_a_benchmark_names_the_extra_that_it_lacks(tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == "command.py needs matplotlib: pip install 'clip-train[bench]'\n"
+    assert done.stderr == f"{name} needs matplotlib: pip install 'clip-train[bench]'\n"

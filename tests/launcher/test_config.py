@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_shipped_recipes_are_valid_and_can_be_planned(path):
     config = check_config(read_recipe(str(path)), str(path))
     plan = make_plan(resolve(config, 1 if "demo" in path.stem else 8, read_data=False))
     assert plan["memory_bytes"]["total"] > 0
+
+
+@pytest.mark.parametrize(
+    "name, ranks",
+    [
+        ("vit_l14", 32),
+        pytest.param("vit_l14_unmasked", 32, marks=pytest.mark.full),
+        pytest.param("vit_bigg14", 128, marks=pytest.mark.full),
+        pytest.param("datacompdr_12m", 32, marks=pytest.mark.full),
+    ],
+)
+def test_no_other_stage_is_faster_than_that_of_a_big_recipe(name, ranks, capsys):
+    recipe, seconds = RECIPES[0].with_name(f"{name}.yaml"), {}
+    machines = ["--world-size", str(ranks), "--gpu", "H100", "--network", "400Gb"]
+    assert main(["plan", str(recipe), "--json", *machines]) == 0
+    for row in json.loads(capsys.readouterr().out)["communication"]["alternatives"]:
+        seconds.setdefault(row["keys"]["engine.zero_stage"], row["seconds"])  # its best is first
+    assert seconds.keys() == {0, 1, 2, 3}
+    stage = read_recipe(str(recipe))["engine"]["zero_stage"]
+    assert seconds[stage] <= 1.01 * min(seconds.values()), seconds
 
 
 def test_the_phase_after_patch_dropout_begins_with_its_weights():

@@ -236,6 +236,13 @@ def test_a_refused_connection_is_said_so(recipe, scheme):
     assert "FileNotFoundError" not in out and "attempt 4" not in out
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_unknown_host_is_said_so(recipe, scheme):
+    status, out = run(recipe, f"data.train={scheme}://nowhere.invalid/a.tar")
+    assert status in (1, 2) and "unknown host, or the connection" in out, out
+    assert "check the URL" in out and "FileNotFoundError" not in out and "attempt 4" not in out
+
+
 def test_a_manifest_names_no_negative_size():
     with pytest.raises(ValueError, match="-5"):
         FileEntry("a", -5, [])

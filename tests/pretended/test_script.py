@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.conftest import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900.0  # seconds
@@ -52,6 +55,26 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path):
     out, rows = dry_run(tmp_path, "curve", "loss", "--ranks", "1", "--seconds", "0.2")
     assert rows == [] and out.count("ended after 0 s") == 2, out
     assert "FAILED: curve: curve" in out and "2 checks failed" in out
+
+
+def test_the_rows_of_a_stage_that_is_killed_remain(tmp_path):
+    line = [sys.executable, "benchmarks/gpu.py", "--dry-run", "engines", "--ranks", "1"]
+    script = subprocess.Popen(
+        [*line, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    file = tmp_path / "engines-1.json"
+    assert script.stdout is not None
+    first = json.loads(next(line for line in script.stdout if line.startswith("{")))
+    assert until(file.exists)
+    (stage,) = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+    os.kill(int(stage), signal.SIGKILL)
+    out, _ = script.communicate(timeout=PATIENCE)
+    assert script.returncode == 1 and "status -9" in out and "FAILED: engines: engines" in out, out
+    assert json.loads(file.read_text())["rows"][0] == first
 
 
 def test_what_a_borrowed_machine_lacks_is_named():
