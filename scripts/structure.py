@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_496,
+    "statements": 16_498,
     "functions": 1_358,
     "walruses": 0,
     "lambdas": 43,
