@@ -60,7 +60,10 @@ def trace(names: tuple[str, ...]) -> str:
 def test_a_step(traced, name):
     found, (reads, kernels, wide) = traced(name), CASES[name]
     assert "error" not in found, found["error"]
-    assert sum(found["reads"].values()) <= reads, found["reads"]
+    waits = sum(found["reads"].values())
+    assert waits <= reads, found["reads"]
+    if name.startswith("deepspeed 3"):  # its own, one for each block and micro-batch among them
+        assert waits == reads, found["reads"]
     assert found["kernels"] <= kernels, found["top"]
     assert len(found["wide"]) <= wide, found["wide"]
     assert not found["foreign"], found["foreign"]
