@@ -12,7 +12,12 @@ from tests.hosts.conftest import SETUP
 from tests.launcher.conftest import ROOT, finish, free_port, kill, metrics
 
 pytestmark = pytest.mark.hosts
-LINE = ("run.steps=3", "schedule.warmup_steps=0", "launch.rendezvous_seconds=60")
+LINE = (
+    "run.steps=3",
+    "schedule.warmup_steps=0",
+    "launch.rendezvous_seconds=60",
+    "launch.group_seconds=20",
+)
 
 
 def addresses(hosts: Path) -> dict[str, str]:
@@ -22,11 +27,16 @@ def addresses(hosts: Path) -> dict[str, str]:
 
 
 def train(
-    hosts: Path, recipe: Path, names: list[dict[str, str]], before: str = "true"
+    hosts: Path,
+    recipe: Path,
+    names: list[dict[str, str]],
+    before: str = "true",
+    more: dict[str, str] | None = None,
 ) -> list[tuple[int, str]]:
     """Exit status and output of rank 0 on h1 and rank 1 on h2. MASTER_ADDR is h1.
 
     names: for each host, its /etc/hosts beside localhost: name -> address. before: a shell command that h2 runs first.
+    more: of the environment.
     """
     port = str(free_port())
     ranks = []
@@ -40,6 +50,7 @@ def train(
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank),
             "MASTER_ADDR": "h1", "MASTER_PORT": port,
+            **(more or {}),
         }  # fmt: skip
         command = [
             SETUP, "exec", hosts, f"h{rank + 1}", "unshare", "--mount", "bash", "-c", shell, "bash",
@@ -84,3 +95,17 @@ def test_a_disk_of_its_own_on_one_host_is_refused_at_the_start(hosts, recipe, tm
     assert [status for status, _ in ended] == [2, 2], out
     assert "is not shared: h2 cannot see what rank 0 writes" in out, out
     assert metrics(tmp_path / "run") == []
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_needs_an_interface(hosts, recipe, tmp_path):
+    """Debian writes `127.0.1.1 <own name>` into /etc/hosts, and gloo publishes that address."""
+    right = addresses(hosts)
+    names = [{**right, own: "127.0.1.1"} for own in ("h1", "h2")]
+    ended = train(hosts, recipe, names)
+    out = "".join(out for _, out in ended)
+    assert [status for status, _ in ended] == [1, 1], out
+    assert "is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME needed?" in out, out
+    assert "lost contact" not in out and metrics(tmp_path / "run") == [], out
+    ended = train(hosts, recipe, names, more={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert len(metrics(tmp_path / "run")) == 3
