@@ -187,7 +187,7 @@ def zero_shot_metrics(
     images, has_label = first_values(encoded.image, width), encoded.labels >= 0
     class_ids = torch.arange(len(embeddings), device=images.device)
     rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
-    (places,) = ranks_of_matches(images[has_label], embeddings, [rule])
+    (places,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
     hits = [int((places <= k).sum()) for k in (1, 5)]
     num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(places), *hits)
     if not labelled:
