@@ -7,7 +7,9 @@ explain differences in meaning; those that begin with `CHECK:` are warnings too.
 
 import argparse
 import ast
+import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -204,17 +206,24 @@ def whole(name: str, text: Any) -> int:
 def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     """The model to train, and its initial weights."""
     name = str(flags["model"])
+    quick = "force-quick-gelu" in flags
     config_file = f"{name.removesuffix('.json')}.json"  # registered in OpenCLIP by add_model_config
-    keys["model.name"] = config_file
-    if name != config_file and not Path(config_file).is_file():
-        quick = "force-quick-gelu" in flags
+    own = name == config_file or Path(config_file).is_file()
+    description = read_description(config_file)
+    if own:
+        known = Path(config_file).stem
+        from_hub = "hf_model_name" in str(description.get("text_cfg"))
+        keys["model.name"] = f"open_clip:{config_file}" if from_hub else config_file
+    else:
         keys["model.name"] = model_name(f"{name}-quickgelu" if quick else name)
-    known = keys["model.name"].removeprefix("open_clip:")
+        known = keys["model.name"].removeprefix("open_clip:")
+        from_hub = HF_TOWER.fullmatch(known) is not None
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
-    has_weights, from_hub = "pretrained" in flags, HF_TOWER.fullmatch(known) is not None
+    has_weights = "pretrained" in flags
     start = f"{known}-start.pt"
+    registered = f"open_clip.add_model_config('{config_file}'); " if own else ""
     if has_weights:
         keys["model.init_from"] = weights_of(name, str(flags["pretrained"]))
     elif from_hub:
@@ -223,6 +232,11 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     if locked:
         keys.pop("model.lock_text_unlocked_layers", None)
     remarks = [
+        (
+            own and quick and not description.get("quick_gelu"),
+            "--force-quick-gelu",
+            f'{CHECK}put "quick_gelu": true into {config_file}, or the model trains with GELU',
+        ),
         (
             has_weights and "train-data" not in flags,
             "--pretrained",
@@ -235,7 +249,7 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
             f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make the "
             "file that model.init_from names, once, with the options of your command: "
             f'python -c "import open_clip, torch; '
-            f"torch.save(open_clip.create_model('{known}').state_dict(), '{start}')\"",
+            f"{registered}torch.save(open_clip.create_model('{known}').state_dict(), '{start}')\"",
         ),
         (
             locked,
@@ -254,6 +268,15 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         teacher = str(flags["distill-model"])
         keys["model.teacher_name"] = model_name(teacher, flag="distill-")
         keys["model.teacher"] = weights_of(teacher, str(flags["distill-pretrained"]))
+
+
+def read_description(file: str) -> dict[str, Any]:
+    """A model's JSON; empty for a file that does not exist or is not a JSON object."""
+    try:
+        content = json.loads(Path(file).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def model_name(name: str, flag: str = "") -> str:
@@ -394,8 +417,11 @@ def _places(keys: Keys, flags: Flags) -> None:
     if "name" in flags:
         keys["run.name"] = re.sub(r"[^\w.-]", "-", str(flags["name"]), flags=re.A).strip("._-")
     name = keys.get("run.name") or "clip"
-    if str(flags.get("logs", "none")).lower() != "none":
-        keys["run.dir"] = f"{str(flags['logs']).rstrip('/')}{BESIDE}/{name}"
+    logs = str(flags.get("logs", "none"))
+    if os.path.basename(logs.rstrip("/")) in ("", ".", ".."):  # a folder's name follows from these
+        logs = str(Path(logs).resolve())
+    if logs.lower() != "none":
+        keys["run.dir"] = f"{logs.rstrip('/') or '/'}{BESIDE}/{name}"
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}{BESIDE}/{name}"
     if "report-to" in flags:

@@ -77,7 +77,8 @@ OWN = {
     "delete-previous-checkpoint": "`checkpoint.keep_last=1`",
     "epochs-cooldown": "`schedule.cooldown_steps`",
     "force-image-size": "`model.image_size`",
-    "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`",
+    "force-quick-gelu": "`model.name`: the preset ending in `-quickgelu`; a JSON of your own needs "
+    "`quick_gelu: true`",
     "fsdp": "`engine.kind=fsdp`, `engine.zero_stage=3`",
     "fsdp-no-reshard-after-forward": "`engine.zero_stage=2`",
     "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",

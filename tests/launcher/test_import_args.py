@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -448,6 +449,33 @@ def test_a_model_of_ones_own(capsys, tmp_path, monkeypatch):
         assert Path(recipe["model"]["name"]).samefile("my-vit.json") and "--model" not in text
     for name in ("ViT-L/14", "EVA02-B-16", "convnext_base_w", "ViT-B-16-SigLIP2-256"):
         assert "--model" not in imported(capsys, line.format(name))[1]
+
+
+def test_a_json_of_ones_own_is_treated_as_a_named_model(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "main.py --train-data x.tar --train-num-samples 100000 --model my.json"
+    for quick, said in (({}, True), ({"quick_gelu": True}, False)):
+        Path("my.json").write_text(json.dumps(quick))
+        assert main(["import-args", f"{line} --force-quick-gelu"]) == 0
+        assert (
+            'warning: --force-quick-gelu: put "quick_gelu": true' in capsys.readouterr().err
+        ) is said
+    Path("my.json").write_text(json.dumps({"text_cfg": {"hf_model_name": "roberta-base"}}))
+    assert main(["import-args", f"{line} --lock-text"]) == 0
+    out, err = capsys.readouterr()
+    model = yaml.safe_load(out)["model"]
+    assert model == {"name": "open_clip:my.json", "init_from": "my-start.pt"}
+    assert "open_clip.add_model_config('my.json'); torch.save(open_clip.create_model('my')" in out
+    assert "warning: --lock-text: " in err
+
+
+@pytest.mark.parametrize("logs", [".", "./", "..", "/", "logs/.", "./logs/", "/scratch/logs"])
+def test_a_run_is_beside_openclips_logs(logs, capsys, tmp_path, monkeypatch):
+    (tmp_path / "open_clip").mkdir()
+    monkeypatch.chdir(tmp_path / "open_clip")
+    recipe, _ = imported(capsys, f"main.py {VIT} --logs {logs} --name a")
+    theirs, ours = Path(logs).resolve(), Path(recipe["run"]["dir"]).resolve()
+    assert ours == theirs.parent / f"{theirs.name}-clip-train" / "a"
 
 
 def test_an_optimizer_by_timms_name(capsys, tmp_path):
