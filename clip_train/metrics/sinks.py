@@ -56,6 +56,8 @@ class WandbSink:
         id_file = run_dir / "wandb_id"
         identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
         LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
+        # its metadata would hold the command line, secrets included; the name before wandb 0.19
+        recent = "x_disable_meta" in wandb.Settings.__annotations__
         self._run = wandb.init(
             project=project or "clip-train",
             name=run_dir.resolve().name,
@@ -63,6 +65,7 @@ class WandbSink:
             dir=str(run_dir),
             config=recipe,
             resume="allow",
+            settings={"x_disable_meta" if recent else "_disable_meta": True},
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -270,10 +270,18 @@ class RunConfig(Settings):
         return yaml.safe_dump(self.to_keep(), sort_keys=False)
 
 
+REPLACED = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class RecipeLoader(yaml.SafeLoader):
-    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string) and a repeated key is an
-    error.
+    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string), `12:00:00` and `0123` are
+    texts (YAML 1.1: base 60 and base 8), and a repeated key is an error.
     """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -286,9 +294,15 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F][\da-fA-F_]*|0b[01][01_]*)$"),
+    list("-+0123456789"),
+)
+RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)$|^[-+]?(\d[\d_]*\.\d*|\.\d+)$"
+        r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"
+        r"|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
         r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
     ),
     list("-+0123456789."),

@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clip_train.errors import UserError
+from clip_train.storage.redact import redact
 from launcher.runtime.environment import candidates, free_port
 from launcher.runtime.verdict import (
     PROGRESS_FILE,
@@ -40,6 +42,7 @@ from launcher.runtime.verdict import (
 from launcher.slurm.attempts import Decision, History, Outcome, explain, next_action
 from launcher.slurm.scheduler import (
     NO_ARRAY,
+    OUTAGE,
     answer,
     exclude,
     field,
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def say(message: str) -> None:
     job = os.environ.get("SLURM_JOB_ID", "-")
-    print(f"{time.strftime('%F %T')} [job {job}] {message}", flush=True)
+    print(f"{time.strftime('%F %T')} [job {job}] {redact(message)}", flush=True)
 
 
 class Controller:
@@ -114,7 +117,8 @@ class Controller:
                     "another run.name"
                 )
             outcome = self._lost_attempt(begun)
-            decision = self._end(begun["attempt"], outcome)
+            hours = self._hours(outcome, begun["nodes"], *self._known_times(begun))
+            decision = self._end(begun["attempt"], outcome, **hours)
             if decision.decision == "give up":
                 return self._act(decision, outcome)
         verdict = read_verdict(self.run_dir)
@@ -138,21 +142,29 @@ class Controller:
         started = time.time()
         status = self._run_ranks(command, number)
         outcome = self._outcome(status, before)
-        seconds = time.time() - started
-        lost = 0.0 if outcome.verdict == "DONE" else seconds
-        with contextlib.suppress(OSError):
-            if lost and outcome.step > before:  # only the time since the last commit is lost
-                lost = min(lost, time.time() - (self.run_dir / PROGRESS_FILE).stat().st_mtime)
-        hours = len(self.nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
-        decision = self._end(
-            number,
-            outcome,
-            seconds=round(seconds, 1),
-            status=status,
-            gpu_hours=round(hours * seconds, 3),
-            gpu_hours_lost=round(hours * max(lost, 0.0), 3),
-        )
+        hours = self._hours(outcome, self.nodes, started, time.time())
+        decision = self._end(number, outcome, status=status, **hours)
         return self._act(decision, outcome)
+
+    def _known_times(self, begun: dict[str, Any]) -> tuple[float, float]:
+        """When an attempt without an `end` began, and when it last wrote metrics.jsonl."""
+        started = datetime.strptime(begun["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        return started, max(started, modified(self.run_dir / "metrics.jsonl"))
+
+    def _hours(
+        self, outcome: Outcome, nodes: Sequence[str], started: float, ended: float
+    ) -> dict[str, float]:
+        """The numbers of an attempt's `end`. After a commit, only the time since then is lost."""
+        seconds = ended - started
+        lost = 0.0 if outcome.verdict == "DONE" else seconds
+        if outcome.step > outcome.before:
+            lost = min(lost, max(ended - modified(self.run_dir / PROGRESS_FILE), 0.0))
+        hours = len(nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
+        return {
+            "seconds": round(seconds, 1),
+            "gpu_hours": round(hours * seconds, 3),
+            "gpu_hours_lost": round(hours * lost, 3),
+        }
 
     def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
         """The batch script of an attempt never ended: its node was lost, or Slurm killed it."""
@@ -219,7 +231,7 @@ class Controller:
     def _act(self, decision: Decision, outcome: Outcome) -> int:
         """The batch job's exit status."""
         if decision.decision == "requeue":
-            return self._requeue(decision)
+            return self._requeue(decision, outcome)
         if decision.decision == "give up":
             say(f"GIVING UP: {decision.why}")
             write_verdict(self.run_dir, "FAILED", outcome.step, f"gave up: {decision.why}")
@@ -234,9 +246,9 @@ class Controller:
         }
         return statuses[decision.decision]
 
-    def _requeue(self, decision: Decision) -> int:
-        """Request a requeue until Slurm accepts it, as long as slurmctld is unreachable. A refusal
-        ends this soon."""
+    def _requeue(self, decision: Decision, outcome: Outcome) -> int:
+        """Request a requeue until Slurm accepts it, as long as slurmctld is unreachable or
+        overloaded. A refusal ends this soon."""
         wait, refusals = 2.0, 0
         while not self.terminated.is_set():
             # Slurm sends TERM to the job, scontrol included
@@ -260,9 +272,12 @@ class Controller:
                     update(self.job, StartTime=f"now+{round(seconds)}")
                 return 0  # no longer matters: the job is already pending
             up = "is UP" in answer("scontrol", "ping")  # messages for an outage differ
-            refusals = refusals + 1 if up else 0
+            refusals = refusals + 1 if up and not OUTAGE.search(failed) else 0
             if refusals == 3:  # right after a restart of slurmctld one may pass
-                say(f"Slurm refuses to requeue the job ({failed}): submit it again to resume")
+                why = f"Slurm refuses to requeue the job ({failed}): submit it again to resume"
+                say(why)
+                # the notice before this one promised a requeue
+                notify(self.config.log.notify, self.run_dir, "FAILED", outcome.step, why, say)
                 return 75
             say(f"the requeue failed and is tried again in {wait:g} s: {failed}")
             self.terminated.wait(wait)
@@ -270,6 +285,13 @@ class Controller:
         # a requeue now would restart what the user has cancelled
         say("not requeued: Slurm ended the job in the meantime")
         return 143
+
+
+def modified(file: Path) -> float:
+    """When a file was last written, in seconds since 1970; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
 
 
 def committed_step(run_dir: Path) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 NO_ARRAY = (
     "the tasks of a job array would all write the same run. To sweep seeds, submit one job for "
-    "each: for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done"
+    "each: for s in 1 2 3; do clip-train submit RECIPE run.seed=$s run.name=NAME-$s; done, "
+    "and run.dir=DIR-$s if the recipe sets it"
 )
 # Messages of Slurm's commands if slurmctld is unreachable or overloaded: the same request may work
 # a moment later.

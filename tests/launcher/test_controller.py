@@ -3,6 +3,7 @@ stand-ins."""
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
 import signal
@@ -217,6 +218,25 @@ def test_a_requeue_that_slurm_refuses_is_given_up_with_its_reason(recipe, bin, t
     assert status == 75 and "refuses to requeue the job (Requested operation is presently" in out
 
 
+def test_the_last_notice_says_that_slurm_refused_the_requeue(recipe, bin, tmp_path):
+    play(bin, scontrol='case "$*" in requeue*) echo no >&2; exit 1;; ping) echo is UP;; esac')
+    command = f'echo "$VERDICT $STEP $REASON" >> {tmp_path}/notified'
+    process = start(recipe, bin, "false", overrides=[f"log.notify={command}"])
+    process.communicate(timeout=PATIENCE)
+    promised, last = (tmp_path / "notified").read_text().splitlines()
+    assert "(requeue: " in promised
+    assert last == "FAILED 0 Slurm refuses to requeue the job (no): submit it again to resume"
+
+
+def test_a_controller_that_is_up_but_overloaded_is_asked_again(recipe, bin, tmp_path):
+    overloaded = "echo 'slurm_requeue: Socket timed out on send/recv operation' >&2; exit 1"
+    requeue = f'[ $(grep -c requeue "$SAID") -gt 3 ] || {{ {overloaded}; }}'
+    ping = "echo 'Slurmctld(primary) at n0 is UP'"
+    play(bin, scontrol=f'echo "$*" >> "$SAID"; case "$*" in requeue*) {requeue};; ping) {ping};; esac')
+    status, out = supervise(recipe, bin, "false")
+    assert status == 0 and "requeued: " in out, out
+
+
 def test_each_attempt_gets_a_port_that_is_free(recipe, bin, tmp_path):
     echo = ("sh", "-c", 'echo "port:$MASTER_PORT"; exit 1')
     ports = [int(supervise(recipe, bin, *echo)[1].split("port:")[1].split()[0]) for _ in range(2)]
@@ -253,10 +273,37 @@ def test_gpu_hours_and_a_command_at_each_verdict(recipe, bin, tmp_path, monkeypa
     assert f"GPU-hours: {end['gpu_hours']:,.1f}, lost:" in told.stdout, told
 
 
+def test_gpu_hours_of_an_attempt_whose_batch_script_was_lost(recipe, bin, tmp_path, monkeypatch):
+    """Up to its last line in metrics.jsonl; lost since its last commit."""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    begin = {"event": "begin", "attempt": 1, "time": "2026-11-01T12:00:00+0100", "job": "5"}
+    line = json.dumps({**begin, "nodes": ["n1", "n2"], "step": 0})
+    (run_dir / "attempts.jsonl").write_text(line + "\n")
+    (run_dir / "PROGRESS").write_text("40")
+    (run_dir / "metrics.jsonl").touch()
+    began = calendar.timegm((2026, 11, 1, 11, 0, 0))
+    os.utime(run_dir / "PROGRESS", (began, began + 5400))
+    os.utime(run_dir / "metrics.jsonl", (began, began + 7200))
+    supervise(recipe, bin, "false")
+    end = next(line for line in history(run_dir) if line["event"] == "end")
+    assert (end["verdict"], end["seconds"]) == ("LOST", 7200)
+    assert (end["gpu_hours"], end["gpu_hours_lost"]) == (32, 8)  # 16 GPUs: 2 h, half an hour
+
+
+def test_the_log_of_the_job_holds_no_token(recipe, bin, tmp_path):
+    command = "false -H 'Authorization: Bearer abc123'"
+    process = start(recipe, bin, "false", overrides=[f"log.notify={json.dumps(command)}"])
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert "log.notify: " in out and "Authorization: Bearer REDACTED" in out, out
+    assert "abc123" not in out
+
+
 def test_a_job_array_is_refused(recipe, bin, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     status, out = supervise(recipe, bin, "touch", str(tmp_path / "ran"))
-    assert status == 2 and "run.seed=$s" in out and not (tmp_path / "ran").exists()
+    assert status == 2 and "run.dir=DIR-$s" in out and not (tmp_path / "ran").exists()
 
 
 def test_what_the_first_rank_that_failed_reports_is_the_reason(recipe, bin, tmp_path):

@@ -104,6 +104,15 @@ def test_torchrun_waits_as_long_as_the_site_gives_for_a_save(here, capsys):
     assert "export SAVE_SECONDS=1800\n" in capsys.readouterr().out
 
 
+def test_a_time_or_a_number_with_a_zero_in_front_is_a_text(here, capsys):
+    site = "{time: 12:00:00, account: 0123, sbatch: {begin: 16:00:00, nice: 0x10, mem: 1_000}}"
+    (here / "site.yaml").write_text(site.replace("}}", "}, local_paths: []}"))
+    assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1"]) == 0
+    script = capsys.readouterr().out
+    for option in ("time=12:00:00", "account=0123", "begin=16:00:00", "nice=16", "mem=1000"):
+        assert f"#SBATCH --{option}\n" in script, script
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shells_accept_it(script):
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0

@@ -174,10 +174,16 @@ def test_a_package_of_which_an_import_fails_is_left_out(
         assert "No module named 'no_such_module'" in caplog.text
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["x_disable_meta", "_disable_meta"])
+def test_wandb_goes_on_in_the_same_run(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps no command line; setting: since wandb 0.19, and before."""
     started, logged = [], []
 
     class Wandb:
+        Settings = type("Settings", (), {"__annotations__": {setting: bool}})
+
         @staticmethod
         def init(**kwargs: object) -> type:
             started.append(kwargs)
@@ -195,5 +201,6 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         ) as sinks:
             sinks.write({"step": resume_step + 1, "loss": 1.0})
     assert started[0]["id"] == started[1]["id"]
+    assert started[0]["settings"] == {setting: True}
     assert (started[0]["project"], started[0]["config"]) == ("p", {"a": 1})
     assert [record["step"] for record in logged] == [1, 2]
