@@ -232,7 +232,10 @@ def test_a_controller_that_is_up_but_overloaded_is_asked_again(recipe, bin, tmp_
     overloaded = "echo 'slurm_requeue: Socket timed out on send/recv operation' >&2; exit 1"
     requeue = f'[ $(grep -c requeue "$SAID") -gt 3 ] || {{ {overloaded}; }}'
     ping = "echo 'Slurmctld(primary) at n0 is UP'"
-    play(bin, scontrol=f'echo "$*" >> "$SAID"; case "$*" in requeue*) {requeue};; ping) {ping};; esac')
+    play(
+        bin,
+        scontrol=f'echo "$*" >> "$SAID"; case "$*" in requeue*) {requeue};; ping) {ping};; esac',
+    )
     status, out = supervise(recipe, bin, "false")
     assert status == 0 and "requeued: " in out, out
 
