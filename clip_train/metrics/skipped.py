@@ -17,13 +17,14 @@ STEPS_SHOWN = 3
 
 
 class Skipped:
-    """One per run and rank. Rank 0 logs the warnings and reports the list."""
+    """One per run and rank. Each rank logs its own warnings; rank 0 reports the list."""
 
     def __init__(self, warn: Callable[[str], None] = logger.warning, step: int = 0) -> None:
         self.step = step  # optimizer steps taken so far; the trainer keeps it up to date
         self._warn = warn
         self._steps: dict[str, list[int]] = {}  # by the skipped action
         self._reasons: dict[str, str] = {}
+        self._of_others: list[str] = []  # on rank 0, after `gather`
 
     def attempt(
         self,
@@ -35,15 +36,17 @@ class Skipped:
     ) -> T | None:
         """The result of `action`; None if it failed. Each new reason is one warning.
 
-        together: all ranks make this call, and `action` is collective. An error that not all ranks
-            have agreed on is raised: the others may still be waiting in a collective.
+        together: all ranks make this call, and `action` is collective. Rank 0 warns for all. An
+            error that not all ranks have agreed on is raised: the others may still be waiting in
+            a collective.
         """
         try:
             return action()
         except Exception as e:
             if together and not dist.is_agreed(e):
                 raise
-            self.note(what, e, remedy)
+            if dist.is_main() or not together:
+                self.note(what, e, remedy)
             return None
 
     def note(self, what: str, error: Exception, remedy: str) -> None:
@@ -51,11 +54,19 @@ class Skipped:
         if not isinstance(error, ClipTrainError):
             reason = f"{type(error).__name__}: {error}"
         self._steps.setdefault(what, []).append(self.step)
-        if dist.is_main() and self._reasons.get(what) != reason:
+        if self._reasons.get(what) != reason:
             self._warn(
                 f"{what} failed after step {self.step}, and the run continues: {reason}\n{remedy}"
             )
         self._reasons[what] = reason
+
+    def gather(self) -> None:
+        """Collective: from here on rank 0's list has also what only other ranks skipped."""
+        of_ranks = dist.gather_objects(self.lines())
+        known = set(of_ranks[0])
+        for rank, lines in enumerate(of_ranks):
+            self._of_others += [f"rank {rank}: {line}" for line in lines if line not in known]
+            known.update(lines)
 
     def lines(self) -> list[str]:
         """One line for each thing that was skipped: at which steps, and the last reason."""
@@ -65,4 +76,4 @@ class Skipped:
             if len(steps) > STEPS_SHOWN:
                 shown += f" and {len(steps) - STEPS_SHOWN} more"
             lines.append(f"{what} after step {shown}: {' '.join(self._reasons[what].split())}")
-        return lines
+        return [*lines, *self._of_others]

@@ -79,8 +79,11 @@ class Outcome:
         self.trainer.close()
         if dist.is_main():
             self._write_verdict("DONE", DONE)  # the report shows it
+        with contextlib.suppress(RuntimeError):  # the run is done, even if a rank is gone by now
+            self.trainer.skipped.gather()
+        if dist.is_main():
             self._plot()
-            self._write_verdict("DONE", DONE)  # it lists the report if that failed
+            self._write_verdict("DONE", DONE)  # with what other ranks skipped, or a report
             self._notify("DONE", DONE)
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")

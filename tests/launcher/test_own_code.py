@@ -32,6 +32,7 @@ from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
 from examples.losses import hard_negatives
 from examples.towers import Towers, byte_tokens
 from launcher.cli.main import main
+from launcher.runtime.verdict import read_verdict
 from tests import tolerances
 from tests.documents import ROOT
 from tests.launcher.conftest import metrics, run
@@ -300,14 +301,18 @@ PROBE = f"log.callbacks=[{__name__}.Probe]"
 
 @pytest.mark.engine
 def test_callbacks_and_evaluations_of_ones_own(recipe, tmp_path, data, monkeypatch):
-    monkeypatch.setenv("FAILS", "01")
+    monkeypatch.setenv("FAILS", "1")
     val = (f"data.val={data.train}", "evaluate.retrieval=false")
     functions = f"evaluate.functions=[{__name__}.own_numbers]"
     common = (PROBE, "run.steps=3", "schedule.warmup_steps=0", *val)
     status, out = run(recipe, *common, functions, ranks=2)
     assert status == 0, out
     assert "after_step of log.callbacks" in out and "RuntimeError: no such thing" in out, out
-    assert "no such thing" in (tmp_path / "run" / "VERDICT").read_text()
+    assert "[rank 1] warning: after_step of log.callbacks" in out, out
+    probe = f"after_step of log.callbacks ({__name__}.Probe)"
+    told = f"rank 1: {probe} after step 2: RuntimeError: no such thing"
+    verdict = read_verdict(tmp_path / "run")
+    assert verdict is not None and verdict[1]["skipped"] == [told]
     for rank in range(2):
         seen = (tmp_path / f"probe-{rank}").read_text().split("\n")
         steps, rest = [x for x in seen if "step" in x], [x for x in seen if "step" not in x]
@@ -321,7 +326,6 @@ def test_callbacks_and_evaluations_of_ones_own(recipe, tmp_path, data, monkeypat
     status, out = run(checkpoints, *val, wrong, verb="evaluate")
     assert status == 2 and f"evaluate.functions ({__name__}.no_numbers) failed" in out, out
 
-    monkeypatch.setenv("FAILS", "1")
     strict = (*common, "log.strict_callbacks=true", "run.dir=strict")
     status, out = run(recipe, *strict, ranks=2)
     assert status == 2 and "set log.strict_callbacks=false" in out, out
