@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_536,
-    "functions": 1_362,
+    "statements": 16_582,
+    "functions": 1_374,
     "walruses": 0,
     "lambdas": 43,
     "statements in a module": 330,
