@@ -140,20 +140,21 @@ def check_labels(
     val: Mapping[str, str],
     caption_key: CaptionKey,
     storage: StorageConfig,
-) -> None:
-    """Before training: the labels of the first samples that zero-shot is tested on. UserError if
-    one is not a class. val: `DataConfig.val_places`."""
+) -> str | None:
+    """Before training: a note if none of the first samples that zero-shot is tested on has a label.
+    UserError if a label is not a class. val: `DataConfig.val_places`."""
     key, place = "evaluate.zero_shot_data", config.zero_shot_data
     if place is None:
         key, place = "data.val", val.get("data.val")
     if config.zero_shot_classes is None or place is None:
-        return
+        return None
     classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
     folder = None if key == "data.val" else ImageFolder.find(place, key)
     if folder is not None:
         folder.check_classes(len(classes.classnames))
-        return
+        return None
     label = classes.labeller()
+    labels: list[int] = []
     shard = expand(place, key)[0][0]
     # a shard that cannot be read is not a mistake in labels
     with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
@@ -163,13 +164,20 @@ def check_labels(
             except InvalidSample:
                 caption = ""
             try:
-                label(caption, metadata_of(sample.members))
+                labels.append(label(caption, metadata_of(sample.members)))
             except ValueError as e:
                 raise UserError(
                     f"{key}: sample {sample.key} of {shard} does not fit "
                     f"evaluate.zero_shot_classes ({config.zero_shot_classes}): {e}; correct the "
                     "label, give the classes of this data, or set evaluate.zero_shot_classes=null"
                 ) from e
+    if not labels or max(labels) >= 0:
+        return None
+    return (
+        f"{key}: none of the first {len(labels)} samples of {shard} has a label. An evaluation "
+        "that finds no label is skipped; give the samples a 'cls' or a "
+        f"{classes.label_key!r} in their .json, or set evaluate.zero_shot_classes=null"
+    )
 
 
 def zero_shot_metrics(

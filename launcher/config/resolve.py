@@ -50,6 +50,7 @@ class Resolved:
     architecture: AnyArchitecture
     layout: Layout | None = None  # what memory has decided
     source: SourceSummary | None = None  # on the rank that has looked at the shards
+    unlabelled: str | None = None  # there, too: the note of `check_labels`
     no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory
 
     @property
@@ -66,8 +67,9 @@ class Resolved:
 
     def notes(self) -> list[str]:
         """Work that a limit of memory would save. Sizes of the recipe that do not fit the samples
-        that an index counts."""
+        that an index counts. Evaluation data without labels."""
         data = self.config.data
+        no_label = (self.unlabelled is not None, str(self.unlabelled))
         one_graph = (
             self.no_limit and self.plan.accum_steps > 1,
             "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
@@ -75,11 +77,12 @@ class Resolved:
         )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
-            return broken([one_graph])
+            return broken([one_graph, no_label])
         epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
         return broken(
             [
                 one_graph,
+                no_label,
                 (
                     epochs is not None and given != counted,
                     f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
@@ -168,9 +171,9 @@ def resolve(
         no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
         here = [*linear.mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
         problems += map(UserError, here)
-    source = None
+    source, unlabelled = None, None
     if read_data:
-        source = look_at_data(config, problems, collect)
+        source, unlabelled = look_at_data(config, problems, collect)
     else:
         for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
             collect(expand_braces, place, key)
@@ -198,22 +201,26 @@ def resolve(
     order = order_keys(config.data, config.batch.sizes, config.run.seed)
     data = {"lanes": order["data.lanes"], "shuffle_block": order["data.shuffle_block"]}
     config = config.updated(data=data, engine=dict(engine))
-    return Resolved(recipe, config, plan, architecture, source=source)
+    return Resolved(recipe, config, plan, architecture, source=source, unlabelled=unlabelled)
 
 
 def look_at_data(
     config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
-) -> SourceSummary | None:
-    """Check the first shard of data.train, and the evaluation data."""
+) -> tuple[SourceSummary | None, str | None]:
+    """Check the first shard of data.train, and the evaluation data: its first labels, too, and the
+    note of `check_labels`."""
     source = collect(check_source, config.data, config.storage)
     if config.evaluate.zero_shot_classes is not None:
         collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
     for key, place in config.evaluated_on.items():
         collect(check_place, place, key)
+    unlabelled = None
     if not problems:
         data = config.data
-        collect(check_labels, config.evaluate, data.val_places, data.caption_key, config.storage)
-    return source
+        unlabelled = collect(
+            check_labels, config.evaluate, data.val_places, data.caption_key, config.storage
+        )
+    return source, unlabelled
 
 
 def check_place(place: str, key: str) -> None:

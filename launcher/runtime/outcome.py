@@ -83,7 +83,7 @@ class Outcome:
             self.trainer.skipped.gather()
         if dist.is_main():
             self._plot()
-            self._write_verdict("DONE", DONE)  # with what other ranks skipped, or a report
+            self._write_verdict("DONE", DONE)  # it lists failures of other ranks and of the report
             self._notify("DONE", DONE)
             for line in self.trainer.skipped.lines():
                 warn(f"skipped: {line}")

@@ -68,3 +68,15 @@ def test_a_label_that_is_not_a_class_is_found_before_training(recipe, tmp_path):
         assert told in " ".join(out.split()), out
         assert status == (1 if verb == "doctor" else 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_data_without_labels_are_a_warning_before_training(recipe, tmp_path):
+    classes = labelled(tmp_path, ["0", "1", "2"])[1]
+    val = write_shard(
+        tmp_path / "plain.tar", [each for i in range(3) for each in sample(f"{i:06d}", i)]
+    )
+    told = f"data.val: none of the first 3 samples of {val} has a label"
+    steps = ("run.steps=1", "schedule.warmup_steps=0")
+    for line, verb in ((steps, "train"), ((*steps, "--dry-run"), "train"), ((), "doctor")):
+        status, out = run(recipe, *line, f"data.val={val}", classes, verb=verb)
+        assert status == 0 and told in " ".join(out.split()), out
