@@ -89,15 +89,19 @@ def find_openclip() -> bool:
     return importlib.util.find_spec("open_clip") is not None
 
 
-# Optional packages and the pip command that installs them.
+PEERS = "scripts/setup_peers.sh and .venv-peers/bin/python"
+# Optional packages and the command that installs them.
 EXTRAS = {
     "matplotlib": "pip install 'clip-train[bench]'",
     "s3fs": "pip install 'clip-train[bench]'",
-    "sklearn": "pip install 'clip-train[demo]'",
+    "sklearn": "pip install 'clip-train[test]'",
     "torchao": "pip install 'clip-train[torchao]'",
     "triton": "pip install triton==3.7.*, for torch 2.13",
-    "open_clip": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
-    "open_clip_train": "pip install 'clip-train[peers]', or scripts/setup_peers.sh and .venv-peers/bin/python",
+    "sentence_transformers": "pip install sentence-transformers==6.2.0",
+    "tokenizers": PEERS,
+    "transformers": PEERS,
+    "open_clip": f"pip install 'clip-train[peers]', or {PEERS}",
+    "open_clip_train": f"pip install 'clip-train[peers]', or {PEERS}",
 }  # fmt: skip
 
 

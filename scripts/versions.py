@@ -84,7 +84,7 @@ def install(environment: dict[str, str], interpreter: str) -> Path:
     subprocess.run([interpreter, "-m", "venv", FOLDER], check=True)
     python = FOLDER / "bin" / "python"
     packages = [f"{name}=={environment[name]}.*" for name in ("torch", "deepspeed")]
-    line = [python, "-m", "pip", "install", "--quiet", *packages, "-e", f"{ROOT}[demo,test]"]
+    line = [python, "-m", "pip", "install", "--quiet", *packages, "-e", f"{ROOT}[test]"]
     subprocess.run(line, check=True)
     return python
 
