@@ -3,6 +3,10 @@
 Layouts sum in different orders, so their gradients differ by `GRADIENT`. An optimizer multiplies that difference by its
 conditioning. The differences of several steps are independent, so they add up as the square root of their number.
 What no optimizer step has touched (a loss, a gradient, a float64 result) is compared more strictly, where it is tested.
+
+Exceptions, with numbers of their own:
+- tests/test_examples.py reads losses that a program printed: half a unit of the last decimal on either side.
+- engine/test_units.py and engine/test_buffers.py also compare weights themselves, piece by piece, not their update.
 """
 
 from __future__ import annotations
