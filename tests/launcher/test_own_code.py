@@ -176,7 +176,9 @@ def test_a_model_trains_resumes_is_evaluated_and_exported(recipe, tmp_path, data
     status, out = run(recipe, *whole)
     assert status == 0, out
     one, two = (metrics(tmp_path / name) for name in ("run", "whole"))
-    assert [x["loss"] for x in one] == pytest.approx([x["loss"] for x in two], rel=tolerances.loss(4))
+    assert [x["loss"] for x in one] == pytest.approx(
+        [x["loss"] for x in two], rel=tolerances.loss(4)
+    )
     status, out = run(recipe, *common[3:6], "run.steps=5")
     assert status == 2 and "is your own (examples.towers.Towers), which" in out, out
     seen = (f"data.val={data.train}", "evaluate.linear_probe=null")
