@@ -31,46 +31,30 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def all_gather(x: Tensor, *, agree: bool = False) -> Tensor:
-    """[n, ...] on each rank -> [W n, ...] on all, in the order of the ranks. No gradient.
-
-    agree: a rank without memory for the result ends the call of all ranks (`agreed`).
-    """
+def all_gather(x: Tensor) -> Tensor:
+    """[n, ...] on each rank -> [W n, ...] on all, in the order of the ranks. No gradient."""
     if world_size() == 1:
         return x
-    run = agreed if agree else _run
-    out = run(x.new_empty, (world_size() * len(x), *x.shape[1:]))
-    x = run(x.contiguous)
+    out = x.new_empty((world_size() * len(x), *x.shape[1:]))
     # torch before 2.13, on which the library call still runs, has the old name only
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-    gather(out, x)
+    gather(out, x.contiguous())
     return out
 
 
-def gather_rows(x: Tensor, counts: Sequence[int], *, agree: bool = False) -> Tensor:
+def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
     """[counts[rank], ...] on each rank -> [sum(counts), ...] on all, by rank. No gradient.
 
     Equal counts are one `all_gather`; others are padded to the longest first. All ranks know all
-    counts (`clip_train.batch.shares`): asking for them would be a second collective. agree: as in
-    `all_gather`.
+    counts (`clip_train.batch.shares`): asking for them would be a second collective.
     """
     longest = max(counts)
     if min(counts) == longest:
-        return all_gather(x, agree=agree)
-    run = agreed if agree else _run
-    padded = run(_padded, x, longest)
-    blocks = all_gather(padded, agree=agree).split(longest)
-    return run(torch.cat, [block[:count] for block, count in zip(blocks, counts, strict=True)])
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    padded = x.new_zeros((rows, *x.shape[1:]))
+        return all_gather(x)
+    padded = x.new_zeros((longest, *x.shape[1:]))
     padded[: len(x)] = x
-    return padded
-
-
-def _run(action: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    return action(*arguments, **keywords)
+    blocks = all_gather(padded).split(longest)
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
 def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:

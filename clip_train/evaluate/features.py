@@ -42,27 +42,17 @@ def first_values(x: Tensor, width: int | None) -> Tensor:
     return x if width is None else F.normalize(x[..., :width], dim=-1)
 
 
-def narrowed(encoded: Encoded, width: int | None) -> Encoded:
-    """With the first values of each feature."""
-    image, text = (first_values(x, width) for x in (encoded.image, encoded.text))
-    return replace(encoded, image=image, text=text)
-
-
 def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
-    """Collective: all ranks' samples, and how many images and captions each rank has.
-
-    A rank that runs out of memory ends the call of all ranks.
-    """
+    """Collective: all ranks' samples, and how many images and captions each rank has."""
     counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
     images, texts = ([count[i] for count in counts] for i in (0, 1))
-    owners = dist.agreed(torch.add, encoded.owners, sum(images[: dist.rank()]))
     whole = replace(
         encoded,
-        image=dist.gather_rows(encoded.image, images, agree=True),
-        labels=dist.gather_rows(encoded.labels, images, agree=True),
-        text=dist.gather_rows(encoded.text, texts, agree=True),
-        texts=dist.gather_rows(encoded.texts, texts, agree=True),
-        owners=dist.gather_rows(owners, texts, agree=True),
+        image=dist.gather_rows(encoded.image, images),
+        labels=dist.gather_rows(encoded.labels, images),
+        text=dist.gather_rows(encoded.text, texts),
+        texts=dist.gather_rows(encoded.texts, texts),
+        owners=dist.gather_rows(encoded.owners + sum(images[: dist.rank()]), texts),
     )
     return whole, images, texts
 
@@ -76,7 +66,7 @@ def encode(
     with_text: bool,
 ) -> Encoded:
     """Collective: it calls the engine equally often on all ranks. Raises UserError on all ranks for
-    a bad label, or if no rank has a sample; on all ranks, too, if one runs out of memory.
+    a bad label, or if no rank has a sample.
     """
     source, device = iter(batches), engine.device
     image, text, texts = [], [], []
@@ -85,7 +75,7 @@ def encode(
     blank: ValBatch | None = None
     while True:
         # a loader that fails, or a bad label, ends all ranks together
-        batch, found = dist.agreed(partial(_next, source, label, device))
+        batch, found = dist.agreed(partial(_next, source, label))
         rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
         more, rounds = (int(most) for most in dist.max_scalars(batch is not None, rounds))
         if not more:
@@ -95,9 +85,10 @@ def encode(
         for i, captions in enumerate(batch.captions, len(labels)):
             owners += [i] * len(captions)
         labels += found
-        texts.append(batch.texts[: sum(map(len, batch.captions))])
+        texts.append(batch.texts[: sum(map(len, batch.captions))].to(device, non_blocking=True))
+        pixels = batch.images.to(device, non_blocking=True)
         starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
-        forward = partial(_forward, engine, batch.images, texts[-1], blank.texts, starts)
+        forward = partial(_forward, engine, pixels, texts[-1], blank.texts, starts)
         seen, read = forward_together(engine, forward)
         image.append(seen[: len(batch.captions)])  # of the blank sample only the width is kept
         text += read
@@ -106,21 +97,19 @@ def encode(
             "the evaluation data has no samples that can be used: `clip-train index SHARDS` says "
             "why"
         )
-
-    def joined() -> Encoded:
-        return Encoded(
-            torch.cat(image),
-            torch.cat([image[0][:0], *text]),
-            torch.cat(texts),
-            torch.tensor(owners, dtype=torch.int64, device=device),
-            torch.tensor(labels, dtype=torch.int64, device=device),
-            image[0].new_ones(1),
-        )
-
-    encoded = dist.agreed(joined)
+    images = torch.cat(image)
+    logit_scale = images.new_ones(1)
     if with_text:
-        encoded.logit_scale = forward_together(engine, partial(_logit_scale, engine, blank))
-    return encoded
+        seeds = torch.zeros(1, dtype=torch.int64, device=device)
+        logit_scale = engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
+    return Encoded(
+        images,
+        torch.cat([images[:0], *text]),
+        torch.cat(texts),
+        torch.tensor(owners, dtype=torch.int64, device=device),
+        torch.tensor(labels, dtype=torch.int64, device=device),
+        logit_scale,
+    )
 
 
 def forward_together(engine: Engine, forward: Callable[[], T]) -> T:
@@ -141,20 +130,11 @@ def _forward(
     return engine.encode("image", pixels).float(), texts
 
 
-def _logit_scale(engine: Engine, blank: ValBatch) -> Tensor:
-    seeds = torch.zeros(1, dtype=torch.int64, device=blank.images.device)
-    return engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
-
-
-def _next(
-    source: Iterator[ValBatch], label: Labeller | None, device: torch.device
-) -> tuple[ValBatch | None, list[int]]:
-    """The next batch on the device, None after the last, and its labels. Raises UserError."""
+def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:
+    """The next batch, None after the last, and its labels. Raises UserError."""
     batch = next(source, None)
     if batch is None:
         return None, []
-    images, texts = (x.to(device, non_blocking=True) for x in (batch.images, batch.texts))
-    batch = replace(batch, images=images, texts=texts)
     if label is None:
         return batch, [-1] * len(batch.images)
     try:
@@ -171,6 +151,10 @@ def _blank(batch: ValBatch | None, device: torch.device) -> ValBatch:
         None if batch is None else (batch.images.shape[1:], batch.texts.shape[1:])
     )
     image, text = next(s for s in shapes if s is not None)
-    pixels = dist.agreed(torch.zeros, 1, *image, dtype=torch.uint8, device=device)
-    tokens = dist.agreed(torch.zeros, 1, *text, dtype=torch.int64, device=device)
-    return ValBatch(pixels, tokens, captions=[], keys=[], metadata=[])
+    return ValBatch(
+        torch.zeros(1, *image, dtype=torch.uint8, device=device),
+        torch.zeros(1, *text, dtype=torch.int64, device=device),
+        captions=[],
+        keys=[],
+        metadata=[],
+    )

@@ -1,6 +1,7 @@
 """Compute the metrics of each data set. It is encoded once, and every metric reads its features."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
-from clip_train.evaluate.features import Encoded, encode, gather, narrowed
+from clip_train.evaluate.features import Encoded, encode, first_values, gather
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
 from clip_train.settings import import_path
@@ -42,8 +43,7 @@ def evaluate(
         of the first 64 values.
 
     Raises:
-        UserError: no samples, no labels, or a bad file of classes; on all ranks together. A rank
-            that runs out of memory outside a forward also ends the evaluation of all.
+        UserError: no samples, no labels, or a bad file of classes; on all ranks together.
     """
     classes = None
     if config.zero_shot_classes is not None:
@@ -66,7 +66,8 @@ def evaluate(
             if with_text:
                 whole, num_images, num_texts = gather(tested)
             for prefix, width in sizes.items() if with_text else ():
-                narrow = dist.agreed(narrowed, whole, width)
+                image, text = (first_values(x, width) for x in (whole.image, whole.text))
+                narrow = replace(whole, image=image, text=text)
                 found = caption_metrics(narrow, num_images, num_texts, config)
                 out |= {f"{prefix}{name}": value for name, value in found.items()}
             if config.functions:

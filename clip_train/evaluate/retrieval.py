@@ -81,18 +81,23 @@ def caption_metrics(
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
     image, text, owners = whole.image, whole.text, whole.owners  # [N, D], [T, D], [T]
-    first = dist.agreed(first_captions, owners)
+    first = torch.ones_like(owners, dtype=torch.bool)
+    first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
-
-    def loss() -> float:
-        pairs = image[owners[first]], text[first]
-        return validation_loss(*pairs, whole.logit_scale, config.batch_size)
-
     if config.val_loss:
-        out["val_loss"] = dist.agreed(loss)
+        pairs = image[owners[first]], text[first], whole.logit_scale, config.batch_size
+        out["val_loss"] = dist.agreed(validation_loss, *pairs)
     if not config.retrieval:
         return out
-    rules = dist.agreed(_rules, whole, first)
+    same = torch.unique(whole.texts, dim=0, return_inverse=True)[1]  # [T]
+    indices = torch.arange(len(image), device=image.device)
+    rules = {  # of images and captions, and of captions and images
+        ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(first, -1)),
+        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
+            same[first], same.where(first, -1), ties_ahead=True
+        ),
+        ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, owners),
+    }
     sides = ((image, text, num_images), (text, image, num_texts))
     for side, (all_queries, candidates, lengths) in enumerate(sides):
         queries = all_queries.split(lengths)[dist.rank()]
@@ -105,38 +110,11 @@ def caption_metrics(
         ]
         matches = dist.agreed(partial(ranks_of_matches, queries, candidates, mine))
         for names, groups, found in zip(rules, of_side, matches, strict=True):
-            places = dist.gather_rows(found, lengths, agree=True)
-            out |= dist.agreed(_numbers, names[side], groups, places)
-    return out
-
-
-def first_captions(owners: Tensor) -> Tensor:
-    """int64 [T], ascending -> bool [T]: whether a caption is the first of its image."""
-    first = torch.ones_like(owners, dtype=torch.bool)
-    first[1:] = owners[1:] != owners[:-1]
-    return first
-
-
-def _rules(whole: Encoded, first: Tensor) -> dict[tuple[str, str], Groups]:
-    """By the names of the metrics of images and captions, and of captions and images."""
-    same = torch.unique(whole.texts, dim=0, return_inverse=True)[1]  # [T]
-    indices = torch.arange(len(whole.image), device=first.device)
-    return {
-        ("image_to_text_R", "text_to_image_R"): Groups(indices, whole.owners.where(first, -1)),
-        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
-            same[first], same.where(first, -1), ties_ahead=True
-        ),
-        ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, whole.owners),
-    }
-
-
-def _numbers(name: str, groups: Groups, found: Tensor) -> dict[str, float]:
-    """The recalls, and for OpenCLIP's the mean and the median, of the ranks of all queries."""
-    places = found[groups.queries >= 0].double()
-    out = {f"{name}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
-    if name in ("image_to_text_R", "text_to_image_R"):
-        out[f"{name[:-2]}_mean_rank"] = places.mean().item()
-        out[f"{name[:-2]}_median_rank"] = places.quantile(0.5).floor().item()
+            places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
+            out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
+            if names[side] in ("image_to_text_R", "text_to_image_R"):
+                out[f"{names[side][:-2]}_mean_rank"] = places.mean().item()
+                out[f"{names[side][:-2]}_median_rank"] = places.quantile(0.5).floor().item()
     return out
 
 

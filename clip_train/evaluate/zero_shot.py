@@ -190,21 +190,14 @@ def zero_shot_metrics(
 
     prompts: of `prompt_features`. width: of how many values of the features; None: all.
     """
-
-    def of_classes() -> Tensor:
-        return F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
-
-    gathered = dist.all_gather(dist.agreed(of_classes), agree=True)
-    embeddings = gathered[: len(classes.classnames)]  # [C, D]
-
-    def counts() -> list[int]:
-        images, has_label = first_values(encoded.image, width), encoded.labels >= 0
-        class_ids = torch.arange(len(embeddings), device=images.device)
-        rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
-        (places,) = ranks_of_matches(images[has_label], embeddings, [rule])
-        return [len(images), len(places), *(int((places <= k).sum()) for k in (1, 5))]
-
-    num, labelled, top1, top5 = dist.sum_scalars(*dist.agreed(counts))
+    of_classes = F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
+    embeddings = dist.all_gather(of_classes)[: len(classes.classnames)]  # [C, D]
+    images, has_label = first_values(encoded.image, width), encoded.labels >= 0
+    class_ids = torch.arange(len(embeddings), device=images.device)
+    rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
+    (places,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
+    hits = [int((places <= k).sum()) for k in (1, 5)]
+    num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(places), *hits)
     if not labelled:
         raise UserError(
             f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "
@@ -236,4 +229,4 @@ def prompt_features(
         return parts
 
     parts = forward_together(engine, encode_prompts)
-    return dist.agreed(torch.cat, parts).view(per_rank, len(classes.templates), -1)
+    return torch.cat(parts).view(per_rank, len(classes.templates), -1)
