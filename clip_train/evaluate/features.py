@@ -46,6 +46,7 @@ def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
     """Collective: all ranks' samples, and how many images and captions each rank has."""
     counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
     images, texts = ([count[i] for count in counts] for i in (0, 1))
+    dist.agreed(reserve, encoded, sum(images), sum(texts))
     whole = replace(
         encoded,
         image=dist.gather_rows(encoded.image, images),
@@ -55,6 +56,15 @@ def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
         owners=dist.gather_rows(encoded.owners + sum(images[: dist.rank()]), texts),
     )
     return whole, images, texts
+
+
+def reserve(encoded: Encoded, images: int, texts: int) -> None:
+    """Take the memory of a `gather` and free it. A rank that has too little for it fails here, not
+    in a collective, where the others would wait."""
+    rows = ((encoded.image, images), (encoded.text, texts), (encoded.texts, texts))
+    # twice: each gathered block, and the block without the rows that pad it
+    blocks = [x.new_empty((2 * count, *x.shape[1:])) for x, count in rows]
+    del blocks
 
 
 def encode(
@@ -97,19 +107,22 @@ def encode(
             "the evaluation data has no samples that can be used: `clip-train index SHARDS` says "
             "why"
         )
-    images = torch.cat(image)
-    logit_scale = images.new_ones(1)
+    logit_scale = image[0].new_ones(1)
     if with_text:
         seeds = torch.zeros(1, dtype=torch.int64, device=device)
         logit_scale = engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
-    return Encoded(
-        images,
-        torch.cat([images[:0], *text]),
-        torch.cat(texts),
-        torch.tensor(owners, dtype=torch.int64, device=device),
-        torch.tensor(labels, dtype=torch.int64, device=device),
-        logit_scale,
-    )
+
+    def join() -> Encoded:
+        return Encoded(
+            torch.cat(image),
+            torch.cat([image[0][:0], *text]),
+            torch.cat(texts),
+            torch.tensor(owners, dtype=torch.int64, device=device),
+            torch.tensor(labels, dtype=torch.int64, device=device),
+            logit_scale,
+        )
+
+    return dist.agreed(join)
 
 
 def forward_together(engine: Engine, forward: Callable[[], T]) -> T:

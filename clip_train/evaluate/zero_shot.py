@@ -221,12 +221,11 @@ def prompt_features(
     mine = [min(dist.rank() * per_rank + i, num - 1) for i in range(per_rank)]
     prompts = [prompt for i in mine for prompt in classes.prompts(i)]
 
-    def encode_prompts() -> list[Tensor]:
+    def encode_prompts() -> Tensor:
         parts = []
         for start in range(0, len(prompts), batch_size):
             tokens = tokenize(prompts[start : start + batch_size]).to(engine.device)
             parts.append(engine.encode("text", tokens).float())
-        return parts
+        return torch.cat(parts).view(per_rank, len(classes.templates), -1)
 
-    parts = forward_together(engine, encode_prompts)
-    return torch.cat(parts).view(per_rank, len(classes.templates), -1)
+    return forward_together(engine, encode_prompts)

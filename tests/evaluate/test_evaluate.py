@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 
 from clip_train import dist
 from clip_train.errors import UserError
-from clip_train.evaluate import zero_shot
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
@@ -161,21 +161,30 @@ def test_a_bad_label_on_one_rank_ends_all(tmp_path: Path):
     assert e.value.errors[0][0] == "RemoteRankError"
 
 
-def _out_of_memory_on_one_rank(classes: str) -> None:
+def _out_of_memory_on_one_rank(place: str, name: str, classes: str) -> None:
     def fail(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("no room for the similarities")
+        raise torch.OutOfMemoryError("no room")
 
     if dist.rank() == 1:
-        zero_shot.ranks_of_matches = fail
-    config = EvaluateConfig(zero_shot_classes=classes, retrieval=False, val_loss=False)
+        setattr(importlib.import_module(place), name, fail)
+    config = EvaluateConfig(zero_shot_classes=classes)
     evaluate(cast(Any, FakeEngine()), batches(samples(8), 0, 8, 3), config, tokenize)
 
 
 @pytest.mark.distributed
-def test_one_rank_without_memory_for_zero_shot_ends_the_evaluation_of_all(tmp_path: Path):
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        ("torch", "cat"),
+        ("clip_train.evaluate.features", "reserve"),
+        ("clip_train.evaluate.retrieval", "ranks_of_matches"),
+        ("clip_train.evaluate.zero_shot", "ranks_of_matches"),
+    ],
+)
+def test_one_rank_without_memory_ends_the_evaluation_of_all(tmp_path: Path, place: str, name: str):
     """Not the run: the trainer skips an evaluation whose error all ranks have agreed on."""
     with pytest.raises(RankFailedError) as e:
-        run_ranks(_out_of_memory_on_one_rank, 2, _write_classes(tmp_path))
+        run_ranks(_out_of_memory_on_one_rank, 2, place, name, _write_classes(tmp_path))
     assert [e.value.errors[rank][0] for rank in (0, 1)] == ["RemoteRankError", "OutOfMemoryError"]
 
 
