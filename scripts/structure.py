@@ -23,8 +23,8 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_589,
-    "functions": 1_374,
+    "statements": 16_561,
+    "functions": 1_365,
     "walruses": 0,
     "lambdas": 43,
     "statements in a module": 330,
