@@ -117,8 +117,13 @@ def as_tried(line: str, home: Path) -> list[str]:
 @pytest.mark.parametrize("line", lines())
 def test_a_command_does_what_the_page_says(line, home):
     arguments = as_tried(line, home)
+    before = None  # the command whose files this one reads
     if arguments[:1] == ["evaluate"] and "--weights" in arguments:
-        finish(Command(["export", "my.yaml"], env=clean_environment(), cwd=home))
+        before = ["export", "my.yaml"]
+    if arguments[:1] == ["index"] and "--check" in arguments:
+        before = ["index", f"{home}/shards/*.tar"]
+    if before is not None:
+        finish(Command(before, env=clean_environment(), cwd=home))
     status, out = finish(
         Command(arguments, env=clean_environment() | {"PYTHONPATH": str(ROOT)}, cwd=home)
     )
