@@ -91,7 +91,6 @@ def test_shipped_recipes_are_valid_and_can_be_planned(path):
     "name, ranks",
     [
         ("vit_l14", 32),
-        pytest.param("vit_l14_unmasked", 32, marks=pytest.mark.full),
         pytest.param("vit_bigg14", 128, marks=pytest.mark.full),
         pytest.param("datacompdr_12m", 32, marks=pytest.mark.full),
     ],

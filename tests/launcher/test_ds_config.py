@@ -129,7 +129,7 @@ def asked_of_adamw(offload: str) -> bool:
 
     sections = {
         "run": {"name": "a", "steps": 9000},
-        "model": {"name": "ViT-B-32"},
+        "model": {"name": "tiny"},
         "data": {"train": "{0..3}.tar", "num_samples": 8},
         "batch": {"global_size": 8, "micro_size": 8, "kept_graphs": 1},
         "engine": {"kind": "fsdp", "offload": offload, "compile": False},
