@@ -68,12 +68,12 @@ class MovingAverage:
         )
 
     def exchange(self) -> None:
-        """Swap the weights and their averages, bit by bit: a copy could lack memory half-way."""
+        """Swap the weights and their averages."""
         for held, average in self.of.items():
-            bits, others = (x.view(torch.uint8) for x in (local(held).view(-1), average))
-            bits.bitwise_xor_(others)
-            others.bitwise_xor_(bits)
-            bits.bitwise_xor_(others)
+            weights = local(held).view(-1)
+            before = weights.clone()
+            weights.copy_(average)
+            average.copy_(before)
 
 
 @dataclass(frozen=True)

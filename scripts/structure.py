@@ -23,7 +23,7 @@ import grimp  # of import-linter
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("clip_train", "launcher", "clip_tools")
 LIMITS = {
-    "statements": 16_561,
+    "statements": 16_563,
     "functions": 1_365,
     "walruses": 0,
     "lambdas": 43,

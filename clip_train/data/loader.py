@@ -254,12 +254,13 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         if not self._workers:
             return iter(self._stream)
         workers = self._stream.workers
+        _, slots_of_worker, largest, *_ = self._shape
         if self._turns > 1:  # else no two workers read the same bytes
             # at most, of a rank: its streams, each of all sources
             count = (-(-self.streams // self._world_size) + 1) * len(self._stream.files)
             block = self._storage.range_bytes
             # what workers may be apart: each makes a piece and keeps one ready, at least
-            window = 2 * self._turns * self._shape[2] * SAMPLE_BYTES // block + SPARE_BLOCKS
+            window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
             budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
             slots = max(SPARE_BLOCKS, min(window, budget // count))
             self._stream.caches = [BlockCache(slots) for _ in range(count)]
@@ -275,7 +276,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                 self._stream,
                 batch_size=None,
                 num_workers=len(workers),
-                prefetch_factor=self._shape[1] - 1,
+                prefetch_factor=slots_of_worker - 1,
                 multiprocessing_context=context,
                 generator=torch.Generator(),  # else its seed comes from the model's generator
                 persistent_workers=True,

@@ -46,7 +46,8 @@ def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
     """Collective: all ranks' samples, and how many images and captions each rank has."""
     counts = dist.gather_objects((len(encoded.image), len(encoded.text)))
     images, texts = ([count[i] for count in counts] for i in (0, 1))
-    dist.agreed(reserve, encoded, sum(images), sum(texts))
+    if dist.world_size() > 1:
+        dist.agreed(reserve, encoded, sum(images), sum(texts))
     whole = replace(
         encoded,
         image=dist.gather_rows(encoded.image, images),
@@ -59,11 +60,10 @@ def gather(encoded: Encoded) -> tuple[Encoded, list[int], list[int]]:
 
 
 def reserve(encoded: Encoded, images: int, texts: int) -> None:
-    """Take the memory of a `gather` and free it. A rank that has too little for it fails here, not
-    in a collective, where the others would wait."""
+    """Take the memory that a `gather` fills, and free it. A rank that has too little for it fails
+    here, not in a collective, where the others would wait."""
     rows = ((encoded.image, images), (encoded.text, texts), (encoded.texts, texts))
-    # twice: each gathered block, and the block without the rows that pad it
-    blocks = [x.new_empty((2 * count, *x.shape[1:])) for x, count in rows]
+    blocks = [x.new_empty((count, *x.shape[1:])) for x, count in rows]
     del blocks
 
 

@@ -129,7 +129,7 @@ def test_shared_memory_without_room_is_an_error_in_words():
     [
         (0, 2, 0),
         (1, 2, 1 * 3 * 4 * 768),  # workers, slots, samples, bytes of an image
-        (4, 5, 4 * 3 * 4 * 768),  # who share the one stream of a rank, and what is fetched ahead
+        (4, 5, 4 * 3 * 4 * 768),  # they share the rank's stream and its prefetched batches
     ],
 )
 def test_shared_memory_of_two_ranks_in_numbers_by_hand(workers, prefetch, bytes_of_rank):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
@@ -236,24 +234,3 @@ def test_it_takes_four_bytes_of_each_trained_element():
             moment_bytes(OptimConfig(name=name, ema_decay=0.9))
             == moment_bytes(OptimConfig(name=name)) + 4
         )
-
-
-class NoMemory(TorchDispatchMode):
-    """Each operation is in place, or a view."""
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        result = operation(*arguments, **(keywords or {}))
-        assert result.untyped_storage().data_ptr() == arguments[0].untyped_storage().data_ptr()
-        return result
-
-
-def test_weights_and_averages_are_exchanged_without_memory_for_a_copy():
-    """A rank that ran out of it half-way would end the run, or train on a part of the averages."""
-    weights, average = torch.tensor([[1.5, -0.0], [torch.nan, 3.0]]), torch.arange(4.0)
-    before = weights.clone(), average.clone()
-    with NoMemory():
-        MovingAverage(0.5, of={weights: average}).exchange()
-    assert average.numpy().tobytes() == before[0].numpy().tobytes()
-    assert weights.numpy().tobytes() == before[1].numpy().tobytes()
