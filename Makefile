@@ -16,7 +16,7 @@ help:
 	@echo "make hour        what a newcomer types, from URLs to an export, on a fresh clone, by the pages (5 minutes)"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make versions    the tests with each supported torch, DeepSpeed and Python, into docs/versions.md (QUICK=1: fewer tests)"
-	@echo "make check       lint, types, import contracts, size, English"
+	@echo "make check       lint, types, import contracts, private words"
 	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
 	@echo "make exactness   the second table in docs/numerics.md: every objective against its own oracle"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
@@ -90,10 +90,8 @@ check: $(READY)
 	$(BIN)/mypy
 	@echo "== import contracts"
 	$(BIN)/lint-imports --no-cache
-	@echo "== size, circles, words"
+	@echo "== circles of imports, private words"
 	$(BIN)/python scripts/structure.py
-	@echo "== English"
-	$(BIN)/python scripts/prose.py
 	@echo "== figures"
 	$(BIN)/python scripts/figures.py --check
 
