@@ -1,6 +1,7 @@
 """The torch optimizer that the `optim` section describes, over groups of parameters."""
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from clip_train.settings import checked_options, import_path, is_import_path, sh
 # The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
 # join parameters (muon gathers what is cut). parameters: whole ones.
 Needs = Literal["elements", "parameters"]
+# Elements whose bytes are a multiple of 16 in bf16, the least that fast kernels take; and those of
+# which cuBLAS has its pick.
+ALIGNED, WELL_ALIGNED = 8, 128
 find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
@@ -109,6 +113,10 @@ def parameter_groups(
 
     Matrices and embeddings decay; vectors and parameters of `without_decay` do not: OpenCLIP's two
     groups, unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
+
+    Engines flatten a group into one tensor. So that every parameter starts at a multiple of 16
+    bytes there, a group has at most one parameter with another size, its last: after `logit_scale`,
+    of one element, cuBLAS would exclude its fast kernels for every bias.
     """
     named = dict(parameters)
     factors, without = lr_factors(config, named), without_decay(config, named)
@@ -123,14 +131,29 @@ def parameter_groups(
             groups.setdefault(key, {})[name] = p
     return [
         {
-            "params": [*found.values()],
+            "params": [named[name] for name in names],
             "weight_decay": config.weight_decay * decays,
             "lr_factor": factor,
             "muon": by_muon,
-            "shapes": {name: shapes[name] for name in found},
+            "shapes": {name: shapes[name] for name in names},
         }
         for (decays, factor, by_muon), found in sorted(groups.items())
+        for names in aligned({name: math.prod(shapes[name]) for name in found})
     ]
+
+
+def aligned(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Cut a group, and sort each part, so that its parameters are aligned when it is flattened.
+
+    sizes: elements of each parameter, by name. Sizes that are multiples of `ALIGNED` come first,
+    the largest alignment before all others. Of the remaining ones, each part has one, its last.
+    """
+    even = [name for name, size in sizes.items() if size % ALIGNED == 0]
+    odd = [name for name, size in sizes.items() if size % ALIGNED != 0]
+    even.sort(key=lambda name: sizes[name] % WELL_ALIGNED != 0)
+    parts = [even + odd[:1]]
+    parts += [[name] for name in odd[1:]]
+    return parts
 
 
 def build_optimizer(
