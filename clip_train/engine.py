@@ -164,7 +164,9 @@ class Engine(abc.ABC):
             for group in (*self.task.group_names, None)
         ]
         # the few pieces that each step needs, found once among hundreds
-        self._bounded = [piece for piece in pieces if piece.name in self.task.bounds]
+        self._bounded = [
+            piece for piece in pieces if piece.name in self.task.bounds and piece.held.requires_grad
+        ]
         self._masters_here = {
             piece.name: piece
             for piece in pieces
@@ -260,7 +262,20 @@ class Engine(abc.ABC):
 
         The last one is that of the scalars. among: masters whose gradients count; None: all.
         """
-        gradients = [
+        gradients = self._gradients(among)
+        flat = [gradient for part in gradients for gradient in part]
+        if not flat:
+            return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
+        # A CPU adds up a large fp32 tensor in fp32: the norm of 2^25 elements would be 1e-3 off,
+        # and would depend on how the tensor is sharded. A GPU sums in blocks.
+        wide = torch.float64 if flat[0].device.type == "cpu" else None
+        norms = torch._foreach_norm(flat, 2, dtype=wide)
+        squares = torch.stack(norms).double().square()
+        return torch.stack([part.sum() for part in squares.split([*map(len, gradients)])])
+
+    def _gradients(self, among: Collection[Tensor] | None = None) -> list[list[Tensor]]:
+        """The gradients that this rank holds, each [numel], by group as in `_squares`."""
+        return [
             [
                 piece.view(piece.held.grad)
                 for piece in pieces
@@ -268,11 +283,6 @@ class Engine(abc.ABC):
             ]
             for pieces in self._by_group
         ]
-        flat = [gradient for part in gradients for gradient in part]
-        if not flat:
-            return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
-        squares = torch.stack(torch._foreach_norm(flat)).double().square()
-        return torch.stack([part.sum() for part in squares.split([*map(len, gradients)])])
 
     def _clip(self, squares: Tensor) -> Tensor:
         """Scale this rank's gradients to at most `grad_clip_norm`.

@@ -20,7 +20,7 @@ from clip_train.step import train_step
 from tests import tolerances
 from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import assemble, pieces, relative_error
 from tests.engine.test_engines import toy as float_toy
 from tests.ranks import run_ranks
@@ -152,7 +152,7 @@ def on_engine(layout: str, reduce_gradients: str, micro_size: int, kept: int):
 @pytest.mark.parametrize(
     "layout, reduce_gradients, world_size, micro_size",
     pairwise(
-        (*ZERO, *FSDP), ("once", "each_backward"), (2, 3), (5, 1),
+        ALL, ("once", "each_backward"), (2, 3), (5, 1),
         keep=lambda case: case[0][-1] in "23" or case[1] == "once",
     ),
 )  # fmt: skip

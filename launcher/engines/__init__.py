@@ -32,6 +32,7 @@ MakeOptimizer: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], torch
 ENGINES = {
     "deepspeed": "launcher.engines.deepspeed:DeepSpeedKind",
     "fsdp": "launcher.engines.fsdp:FSDPKind",
+    "plain": "launcher.engines.plain:PlainKind",
 }
 """`engine.kind` -> module:class, imported when it is first asked for."""
 
@@ -50,7 +51,8 @@ class Facts:
 class EngineKind(abc.ABC):
     """The launcher's view of an engine, before it is built."""
 
-    name: str  # the name of its sharding, in one word: "ZeRO"
+    name: str  # of its sharding, such as "ZeRO"; of the engine, if it does not shard
+    sharded: bool = True
     module: str
     """Has `build_engine(config, make_model, make_optimizer, device, facts) -> Engine`, collective.
     Only this module imports the library of the engine."""
@@ -90,8 +92,10 @@ def describe(config: EngineConfig | Mapping[str, Any]) -> str:
     checkpoint."""
     section = config.model_dump() if isinstance(config, EngineConfig) else config
     groups = f" in groups of {section['shard_ranks']}" if section.get("shard_ranks") else ""
-    name = find_engine(section.get("kind", "deepspeed")).name  # the default of early checkpoints
-    return f"{name} {section.get('zero_stage')}{groups}"
+    kind = find_engine(section.get("kind", "deepspeed"))  # the default of early checkpoints
+    if not kind.sharded:
+        return kind.name
+    return f"{kind.name} {section.get('zero_stage')}{groups}"
 
 
 def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) -> EngineConfig:

@@ -4,17 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from clip_train.models.blocks import PatchEmbedding, Transformer
 from clip_train.task import Task
 
-# Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. Two
-# towers, with a gradient and without, in training and in evaluation, frozen and not: 16. Rates of
-# stochastic depth are constants, so each block of such a tower needs graphs of its own.
+# Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. With a
+# gradient and without, in training and in evaluation, frozen and not: 8. Rates of stochastic depth
+# are constants, so each block of such a tower needs graphs of its own.
 MOST_GRAPHS = 256
 
 
@@ -72,43 +74,68 @@ def _num_layers(module: nn.Module) -> int:
 
 
 def compile_units(model: nn.Module) -> None:
-    """torch.compile each of the model's units and native patch embeddings. The last block of a
-    native transformer stays eager if it computes one token only: it would need graphs of its own.
+    """torch.compile each of the model's units and native patch embeddings.
 
-    The method is compiled, not the module, so hooks stay outside and names do not change. The
-    graphs take any batch and length. Blocks of the same code and sizes share them: two in training
-    (with a gradient or without), and for some blocks one in evaluation. Random numbers are those of
-    eager mode, so a replayed forward draws the same ones as the first."""
-    torch.fx.experimental._config.use_duck_shape = (
-        False  # sizes that happen to be equal need not stay so
-    )
+    The method is compiled, not the module, so hooks stay outside and names do not change. Random
+    numbers are those of eager mode, so a replayed forward draws the same ones as the first.
+
+    Blocks of the same code and sizes share their graphs: two in training (with a gradient or
+    without), and for some blocks one in evaluation. The first dimension of every input, which is
+    the number of samples or of packed tokens, may have any size. All other sizes are constants:
+    with widths and heads as variables, a kernel divides integers for each element (89 instructions
+    for a pixel, rather than 25). So towers must not share graphs: their sizes differ. A size
+    that changes after all, such as the length of padded texts, becomes a variable of its graph.
+    """
+    # sizes that happen to be equal need not stay so
+    torch.fx.experimental._config.use_duck_shape = False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     modules = [*model.modules()]
     one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer)}
     patches = [m for m in modules if isinstance(m, PatchEmbedding)]
-    for unit in (*patches, *(unit for unit in units(model) if unit not in one_token)):
-        compiled = torch.compile(  # type: ignore[call-overload]  # its stubs lack the limit
-            unit.forward,
-            dynamic=True,
-            options={"fallback_random": True},
-            recompile_limit=MOST_GRAPHS,
+    variants: dict[Any, int] = {}
+    for unit in (*patches, *units(model)):
+        sizes = tuple(_shape(p) for p in unit.parameters())
+        # the last block of a native transformer computes one token only
+        variant = variants.setdefault((type(unit), sizes, unit in one_token), len(variants))
+        compiled = torch.compile(
+            _with_own_code(unit.forward, variant), options={"fallback_random": True}
         )
         unit.forward = partial(_compiled, unit.forward, compiled)
+
+
+def _with_own_code(forward: Callable[..., Any], variant: int) -> Callable[..., Any]:
+    """A copy of a bound method with a code object of its own. Dynamo keeps its graphs, and the
+    sizes that have changed, by code object and by name."""
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType):  # wrapped by somebody: it shares its graphs
+        return forward
+    name = f"{function.__name__}_{variant}"
+    copy = FunctionType(
+        function.__code__.replace(co_name=name, co_qualname=name),
+        function.__globals__,
+        name,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, forward.__self__)
 
 
 def _compiled(
     eager: Callable[..., Any],
     compiled: Callable[..., Any],
-    x: torch.Tensor,
-    *more: Any,
+    *args: Any,
     **named: Any,
 ) -> Any:
-    """A single sample, such as a last micro-batch, and views of other tensors would need graphs of
-    their own."""
-    if any(isinstance(each, torch.Tensor) and each.shape[:1] == (1,) for each in (x, *more)):
-        return eager(x, *more, **named)
-    return compiled(
-        *map(_owned, (x, *more)), **{name: _owned(value) for name, value in named.items()}
-    )
+    """A single sample, such as a last micro-batch, would need graphs of its own. So would a view of
+    another tensor."""
+    args, named = tree_map(_owned, (args, named))
+    for tensor in tree_leaves((args, named)):
+        if isinstance(tensor, torch.Tensor):
+            if tensor.shape[:1] == (1,):
+                return eager(*args, **named)
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return compiled(*args, **named)
 
 
 def _owned(value: Any) -> Any:

@@ -12,10 +12,11 @@ class EngineConfig(Settings):
     """The `engine` section: how the model is sharded and computed. It never changes the result
     beyond rounding."""
 
-    kind: Annotated[Literal["auto", "deepspeed", "fsdp"], Layout] = "auto"
-    """The engine: DeepSpeed's ZeRO, or PyTorch's own FSDP2. A checkpoint of one continues under the
-    other. auto: FSDP on several GPUs, because it sends gradients while the backward still computes;
-    DeepSpeed for fp16, for engine.ds_config, on one GPU and on CPUs."""
+    kind: Annotated[Literal["auto", "deepspeed", "fsdp", "plain"], Layout] = "auto"
+    """The engine: DeepSpeed's ZeRO, PyTorch's own FSDP2, or plain: torch alone, without sharding. A
+    checkpoint of one continues under the others. auto: plain on one GPU; FSDP on several, because
+    it sends gradients while the backward still computes; DeepSpeed for fp16, for engine.ds_config
+    and on CPUs."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], Layout] = 1
     """Sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     With engine.kind=fsdp, 0 is plain data parallelism, 1 and 2 keep whole parameters
@@ -100,8 +101,18 @@ class EngineConfig(Settings):
             )
         if self.kind == "auto":
             fsdp = gpus > 1 and self.precision != "fp16" and self.ds_config is None
-            chosen["kind"] = "fsdp" if fsdp or self.shard_ranks is not None else "deepspeed"
+            chosen["kind"] = self._engine_for(gpus)
             within_nodes = self.zero_stage > 0 and gpus > per_node > 1 and gpus % per_node == 0
             if fsdp and within_nodes and self.shard_ranks is None:
                 chosen["shard_ranks"] = per_node
         return self.model_copy(update=chosen)
+
+    def _engine_for(self, gpus: int) -> str:
+        """The engine that `auto` takes."""
+        if self.shard_ranks is not None:
+            return "fsdp"
+        if gpus == 0 or self.precision == "fp16" or self.ds_config is not None:
+            return "deepspeed"
+        if gpus == 1:
+            return "plain" if self.offload == "none" else "deepspeed"
+        return "fsdp"

@@ -18,6 +18,8 @@ from tests.ranks import device
 
 ZERO = ["zero 0", "zero 1", "zero 2", "zero 3"]
 FSDP = ["fsdp 0", "fsdp 2", "fsdp 3"]  # 1 is 2 with the reduction once
+PLAIN = ["plain 0"]
+ALL = [*ZERO, *FSDP, *PLAIN]
 
 
 def engine_at(

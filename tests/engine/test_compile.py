@@ -93,7 +93,7 @@ def train(layout: str, compile: bool, kept: int, checkpointing: bool):
     [
         (w, layout, kept, checkpointing)
         for layout, w, kept, checkpointing in pairwise(
-            ("zero 1", "zero 3", "fsdp 2", "fsdp 3"),
+            ("zero 1", "zero 3", "fsdp 2", "fsdp 3", "plain 0"),
             (2, 1),
             (1, 2),
             (False, True),

@@ -12,7 +12,7 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import assemble, pieces, relative_error, toy
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss, share, toy_batch
@@ -20,7 +20,7 @@ from tests.toy import oracle_loss, share, toy_batch
 pytestmark = pytest.mark.engine
 SIZES = (32, 33, 9, 20, 31)
 LR, CLIP, DECAY = 0.3, 0.5, 0.1
-LAYOUTS = [(layout, None) for layout in (*ZERO, *FSDP)] + [("fsdp 2", 4), ("fsdp 3", 2)]
+LAYOUTS = [(layout, None) for layout in ALL] + [("fsdp 2", 4), ("fsdp 3", 2)]
 
 
 def on_a_rank():

@@ -19,7 +19,7 @@ from clip_train.optim.optimizer import build_optimizer, moment_bytes
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests import tolerances
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import Source, assemble, pieces
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
@@ -103,7 +103,7 @@ def error(state, reference) -> float:
 
 @pytest.mark.parametrize(
     "layout, world_size",
-    [("zero 1", 1), ("zero 3", 1), ("fsdp 3", 1), *((layout, 2) for layout in [*ZERO, *FSDP])],
+    [("zero 1", 1), ("zero 3", 1), ("fsdp 3", 1), *((layout, 2) for layout in ALL)],
 )
 def test_it_equals_its_definition(layout, world_size):
     kind = "warm-up" if layout.endswith("3") else "constant"

@@ -22,7 +22,7 @@ from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests import tolerances
 from tests.covering import pairwise
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, FSDP, PLAIN, ZERO, engine_at
 from tests.ranks import device, run_ranks
 from tests.test_step import Underflowing
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
@@ -136,7 +136,7 @@ def redone(layout, micro_size, kept):
 
 
 @pytest.mark.parametrize("world_size, micro_size, kept", [(1, 7, 2), (2, 5, 1)])
-@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+@pytest.mark.parametrize("layout", ALL)
 def test_a_step_whose_loss_was_unsafe_is_made_again(layout, world_size, micro_size, kept):
     reference, expected = oracle("sgd", 3)
     results = run_ranks(redone, world_size, layout, micro_size, kept)
@@ -163,7 +163,7 @@ def relative_error(state, reference) -> float:
     ).item()  # of the update, not of the weights
 
 
-@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+@pytest.mark.parametrize("layout", ALL)
 @pytest.mark.parametrize(
     "world_size, micro_size, kept, optim", [(1, 7, 2, "sgd"), (2, 5, 1, "sgd"), (2, 4, 3, "adamw")]
 )
@@ -182,7 +182,7 @@ def test_fp32_equals_plain_torch(layout, world_size, micro_size, kept, optim):
     assert relative_error(assemble([r[1] for r in results]), reference) < tolerances.UPDATE[optim]
 
 
-@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP])
+@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP, *PLAIN])
 def test_bf16_is_near_and_keeps_fp32_masters(layout):
     reference, expected = oracle("sgd", 4)
     results = run_ranks(run_case, 2, layout, "bf16", "sgd", 5, 1)
@@ -343,7 +343,7 @@ def bias_case(layout):
     return bias
 
 
-@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+@pytest.mark.parametrize("layout", ALL)
 def test_the_bias_of_a_sigmoid_loss_outlives_the_forward(layout):
     assert run_ranks(bias_case, 2, layout) == [-10.0, -10.0]
 
@@ -398,7 +398,7 @@ def scale_case(layout):
     return scale.item(), gradient
 
 
-@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP])
+@pytest.mark.parametrize("layout", [*ZERO[1:], *FSDP, *PLAIN])
 def test_the_loss_sees_the_fp32_master_of_logit_scale(layout):
     """The bf16 copy of the parameter would give 98.5 or 101.5."""
     for value, gradient in run_ranks(scale_case, 2, layout):

@@ -14,7 +14,7 @@ from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import Source, assemble, pieces
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
@@ -88,7 +88,7 @@ def check(state, frozen, reference):
 
 
 @pytest.mark.parametrize("world_size, frozen", [(1, PARTS), (2, PARTS), (2, TOWER)])
-@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+@pytest.mark.parametrize("layout", ALL)
 def test_what_is_frozen_stays_and_the_rest_equals_plain_torch(layout, world_size, frozen):
     reference, expected = oracle(frozen, 3)
     results = run_ranks(case, world_size, layout, frozen, "fp32", 0, 3)

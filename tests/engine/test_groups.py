@@ -12,7 +12,7 @@ from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import Source, assemble, pieces, toy
 from tests.ranks import run_ranks
 from tests.toy import oracle_loss, share, toy_batch
@@ -64,7 +64,7 @@ def sgd_in_groups(name, p, state, lr):
 
 
 @pytest.mark.parametrize(
-    "layout, world_size", [(layout, 1 + i % 2) for i, layout in enumerate([*ZERO, *FSDP])]
+    "layout, world_size", [(layout, 1 + i % 2) for i, layout in enumerate(ALL)]
 )
 def test_each_parameter_has_its_own_rate_and_decay(layout, world_size):
     optim = OptimConfig(

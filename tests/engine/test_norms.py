@@ -12,7 +12,7 @@ from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances
-from tests.engine.layouts import FSDP, ZERO, engine_at
+from tests.engine.layouts import ALL, engine_at
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
 
@@ -59,7 +59,7 @@ def case(layout, frozen, clip, precision, more):
 
 
 @pytest.mark.parametrize("world_size, frozen, clip", [(1, (), None), (2, ("visual.into.*",), 0.05)])
-@pytest.mark.parametrize("layout", [*ZERO, *FSDP])
+@pytest.mark.parametrize("layout", ALL)
 def test_norms_by_tower_are_those_of_plain_torch(layout, world_size, frozen, clip):
     expected = oracle(frozen, clip or 1e9)
     for told in run_ranks(case, world_size, layout, frozen, clip, "fp32", {}):

@@ -331,6 +331,8 @@ class DeepSpeedEngine(Engine):
         super()._clamp_scalars()
         for name, limits in self.task.bounds.items():
             p = self.module.get_parameter(name)
+            if not p.requires_grad:
+                continue
             if self.stage == 3:
                 p.ds_tensor.clamp_(*limits)  # this rank's part
             # at stage 3 it may be below the persistence threshold, and stays gathered
