@@ -1,6 +1,7 @@
 """What a borrowed machine with GPUs has to prove and to measure, in stages of at most eight minutes.
 
     python benchmarks/gpu.py [STAGE ...] [--out FOLDER]     on one GPU, then on all that there are
+    python benchmarks/gpu.py first                          the first eight minutes (gpu_first.py), on one GPU
     python benchmarks/gpu.py --dry-run                      the same on CPUs over gloo, tiny: no figure counts
 
 Stages in the order in which they matter: facts tests engines curve memory save waits speed_b32 speed_l14 speed_h14
@@ -56,6 +57,7 @@ from clip_train.step import train_step  # noqa: E402
 from clip_train.task import Batch, named_features  # noqa: E402
 from launcher.engines import build  # noqa: E402
 from launcher.engines.config import EngineConfig  # noqa: E402
+from launcher.runtime import environment as environment_module  # noqa: E402
 from launcher.runtime.environment import stack  # noqa: E402
 from launcher.runtime.rendezvous import measure_all_reduce  # noqa: E402
 from tests.ranks import device, run_ranks  # noqa: E402
@@ -69,6 +71,7 @@ ENGINES = [
     *(("deepspeed", stage, "bf16") for stage in (1, 2, 3)),
     ("deepspeed", 1, "fp16"),
     *(("fsdp", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    *(("plain", 0, precision) for precision in ("fp32", "bf16")),
 ]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}  # of a loss after five steps
 CURVE_TOLERANCE = 1e-4  # of a loss after six steps in fp32
@@ -80,6 +83,9 @@ COMMAND = (
     "data.kind=synthetic", "checkpoint.resume=never", "log.progress=false", "run.epochs=null", "data.val=null",
     "schedule.warmup_steps=0", "evaluate.zero_shot_classes=null", "engine.matmul=highest",
 )  # fmt: skip
+
+# A borrowed machine may have an older torch than the oldest that is supported.
+ANY_TORCH = "import launcher.versions as v; v.OLDEST['torch'] = '2.11'; "
 
 Row = dict[str, Any]
 
@@ -149,12 +155,15 @@ def engine_of(
     return engine
 
 
-def trained(world: int, *overrides: str, recipe: str = "vit_b32", cpu: bool = False) -> list[Row]:
-    """metrics.jsonl of `clip-train train`."""
+def trained(
+    world: int, *overrides: str, recipe: str = "vit_b32", cpu: bool = False, prelude: str = ""
+) -> list[Row]:
+    """metrics.jsonl of `clip-train train`. prelude: Python that runs first, on one rank."""
     with tempfile.TemporaryDirectory() as folder:
+        start = f"{ANY_TORCH}{prelude}from launcher.cli import entry; entry()"
         line = [
-            sys.executable, "-m", "launcher", "train", f"recipes/{recipe}.yaml", "--ranks", str(world), *COMMAND,
-            f"run.dir={folder}/run", *overrides,
+            sys.executable, *(["-m", "launcher"] if world > 1 else ["-c", start]), "train",
+            f"recipes/{recipe}.yaml", "--ranks", str(world), *COMMAND, f"run.dir={folder}/run", *overrides,
         ]  # fmt: skip
         path = os.environ.get("PYTHONPATH", "")  # packages that the machine lacks
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}".rstrip(os.pathsep)}
@@ -215,13 +224,19 @@ def dropout_bits() -> Tensor:
 
 def tests(world: int) -> Iterator[Row]:
     """The engines' tests over NCCL. Those that want more ranks than there are GPUs are skipped."""
-    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(DRY_TESTS if DRY else TESTS)]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    line = ["-m", "pytest", "-p", "no:cacheprovider", *(DRY_TESTS if DRY else TESTS)]
+    yield from tests_row("the engines' tests", line, dict(os.environ))
+
+
+def tests_row(name: str, arguments: list[str], environ: dict[str, str]) -> Iterator[Row]:
+    """A row for each test that fails, and one for all."""
+    line = [sys.executable, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environ)
     for failed in re.findall(r"(?m)^FAILED .*", done.stdout):
         yield {"check": failed[:300], "ok": False}
-    told = re.findall(r"(?m)^[ =]*(\d+ (?:passed|failed|skipped).*?)[ =]*$", done.stdout)
-    last = (told or [(done.stdout + done.stderr)[-500:]])[-1]
-    yield {"check": "the engines' tests", "ok": done.returncode == 0, "told": last}
+    counts = re.findall(r"(?m)^[ =]*(\d+ (?:passed|failed|skipped).*?)[ =]*$", done.stdout)
+    last = (counts or [(done.stdout + done.stderr)[-500:]])[-1]
+    yield {"check": name, "ok": done.returncode == 0, "told": last}
 
 
 def engines(world: int) -> Iterator[Row]:
@@ -476,8 +491,12 @@ def peer(world: int) -> Iterator[Row]:
                 yield row | {"samples/s": rate, "peak_GiB": gib}
 
 
-def beside_openclip(preset: str, n: int, compiled: bool) -> list[tuple[str, int, int, float]]:
-    """Rows of two turns: whose step, micro-batches, samples/s (0: out of memory), GiB at most."""
+def beside_openclip(
+    preset: str, n: int, compiled: bool, short: bool = False
+) -> list[tuple[str, int, int, float]]:
+    """Rows of two turns: whose step, micro-batches, samples/s (0: out of memory), GiB at most.
+
+    short: one micro-batch, and four with one graph."""
     import open_clip
 
     architecture, n = load_architecture(preset), 4 if DRY else n
@@ -485,7 +504,8 @@ def beside_openclip(preset: str, n: int, compiled: bool) -> list[tuple[str, int,
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
     forward = torch.compile(theirs) if compiled else theirs
     criterion = open_clip.ClipLoss()
-    engine = engine_of("fsdp", 0, "fp32" if DRY else "bf16", architecture, n, compile=compiled)
+    precision = "fp32" if DRY else "bf16"
+    engine = engine_of("plain", 0, precision, architecture, n, compile=compiled)
     own = own_batch(architecture, 4 * n)
     images = own.images / 255
     amp = partial(torch.autocast, device().type, torch.bfloat16)
@@ -528,6 +548,8 @@ def beside_openclip(preset: str, n: int, compiled: bool) -> list[tuple[str, int,
         ("ours, one graph retained", 4, partial(train_step, engine, own, InfoNCE(), kept_graphs=1, **options)),
         ("ours, all graphs retained", 4, partial(train_step, engine, own, InfoNCE(), kept_graphs=4, **options)),
     ]  # fmt: skip
+    if short:
+        turns = [turns[0], turns[1], turns[3]]
     rows = []
     for name, k, action in 2 * turns:
         if not DRY:
@@ -582,6 +604,16 @@ STAGES: dict[str, Callable[[int], Iterator[Row]]] = {
 ONE_RANK = ("loss", "peer")
 
 
+def first() -> Any:
+    import gpu_first  # it imports this module
+
+    return gpu_first
+
+
+def stage_called(name: str) -> Callable[[int], Iterator[Row]]:
+    return STAGES[name] if name in STAGES else first().STAGES[name]
+
+
 def run_stage(name: str, world: int, file: Path) -> None:
     """In a process of its own. Every row is in `file` once it is there."""
     rows: list[Row] = []
@@ -595,7 +627,7 @@ def run_stage(name: str, world: int, file: Path) -> None:
         part.rename(file)
 
     try:
-        for row in STAGES[name](world):
+        for row in stage_called(name)(world):
             keep(row)
     except Exception as e:  # the other stages may still be worth the hour
         traceback.print_exc()
@@ -605,7 +637,12 @@ def run_stage(name: str, world: int, file: Path) -> None:
 def run_stage_apart(name: str, world: int, file: Path, limit: float) -> list[Row]:
     line = [sys.executable, __file__, name, "--child", "--ranks", str(world), "--out", str(file.parent)]  # fmt: skip
     start = time.perf_counter()
-    process = subprocess.Popen([*line, *(["--dry-run"] if DRY else [])], start_new_session=True)
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": str(file.parent.resolve() / "kernels")}
+    process = subprocess.Popen(
+        [*line, *(["--dry-run"] if DRY else [])],
+        start_new_session=True,
+        env={**kernels, **environment_module.ALLOCATOR, **os.environ},
+    )
     ended = ""
     try:
         process.wait(limit)
@@ -627,7 +664,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = " ".join(STAGES)
+    names = " ".join(["first", *STAGES, *first().STAGES])
     arguments.add_argument("stages", nargs="*", metavar="STAGE", help=f"{names}; default: all")
     arguments.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
     arguments.add_argument(
@@ -637,7 +674,10 @@ def main() -> int:
     arguments.add_argument("--ranks", type=int, help="only with so many; default: 1, then all")
     arguments.add_argument("--child", action="store_true", help="used by itself")
     args = arguments.parse_args()
-    unknown = [stage for stage in args.stages if stage not in STAGES]
+    first_stages = first().STAGES
+    if args.stages == ["first"]:
+        args.stages, args.ranks = [*first_stages], args.ranks or 1
+    unknown = [stage for stage in args.stages if stage not in {*STAGES, *first_stages}]
     if unknown:
         arguments.error(f"no stage {unknown[0]}: choose of {names}")
     if not DRY and not torch.cuda.is_available():
@@ -655,7 +695,8 @@ def main() -> int:
             file = args.out / f"{name}-{world}.json"
             if world == 1 or name not in ONE_RANK:
                 file.unlink(missing_ok=True)
-                rows += run_stage_apart(name, world, file, args.seconds)
+                limit = min(args.seconds, first().BUDGETS.get(name, args.seconds))
+                rows += run_stage_apart(name, world, file, limit)
     failed = [f"{row['stage']}: {row['check']}" for row in rows if row.get("ok") is False]
     for line in failed:
         print(f"FAILED: {line}")
@@ -664,5 +705,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["gpu"] = sys.modules["__main__"]
     os.chdir(ROOT)
     sys.exit(main())

@@ -72,7 +72,9 @@ def train_step(
     random_state = rng_state(engine.device)
     # The second round is rare. The first computes the loss without a maximum, and learns only with
     # the results whether exponentials underflowed (`LossOutput.unsafe`). The second is always safe.
+    rounds = 0
     for deferred in (True, False):
+        rounds += 1
         # without shares, all ranks hold equally many samples, so no global size is needed
         context = Context(sum(batch.shares) or None, batch.keys, ids=batch.ids, deferred=deferred)
         output = two_pass(
@@ -99,7 +101,9 @@ def train_step(
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
-    return replace(report, loss=loss, metrics=report.metrics | values, flags=agreed)
+    return replace(
+        report, loss=loss, metrics=report.metrics | values, flags=agreed, rounds=rounds
+    )
 
 
 def read_together(

@@ -230,6 +230,7 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
     loss: float = math.nan  # of the global batch, before the update; `train_step` knows it
     flags: Flags = NO_FLAGS  # of all ranks together, from `train_step`
+    rounds: int = 1  # 2 if the step was computed again, because exponentials underflowed
 
 
 @dataclass

@@ -92,33 +92,34 @@ def compile_units(model: nn.Module) -> None:
     modules = [*model.modules()]
     one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer)}
     patches = [m for m in modules if isinstance(m, PatchEmbedding)]
-    variants: dict[Any, int] = {}
+    functions: dict[Any, FunctionType] = {}
     for unit in (*patches, *units(model)):
-        sizes = tuple(_shape(p) for p in unit.parameters())
-        # the last block of a native transformer computes one token only
-        variant = variants.setdefault((type(unit), sizes, unit in one_token), len(variants))
-        compiled = torch.compile(
-            _with_own_code(unit.forward, variant), options={"fallback_random": True}
-        )
+        method = unit.forward
+        function = getattr(method, "__func__", None)
+        if isinstance(function, FunctionType):  # not wrapped by somebody
+            sizes = tuple(_shape(p) for p in unit.parameters())
+            # the last block of a native transformer computes one token only
+            variant = (function, sizes, unit in one_token)
+            if variant not in functions:
+                functions[variant] = _with_own_code(function, len(functions))
+            method = MethodType(functions[variant], unit)
+        compiled = torch.compile(method, options={"fallback_random": True})
         unit.forward = partial(_compiled, unit.forward, compiled)
 
 
-def _with_own_code(forward: Callable[..., Any], variant: int) -> Callable[..., Any]:
-    """A copy of a bound method with a code object of its own. Dynamo keeps its graphs, and the
-    sizes that have changed, by code object and by name."""
-    function = getattr(forward, "__func__", None)
-    if not isinstance(function, FunctionType):  # wrapped by somebody: it shares its graphs
-        return forward
-    name = f"{function.__name__}_{variant}"
+def _with_own_code(function: FunctionType, number: int) -> FunctionType:
+    """A copy with a code object of its own. Dynamo keeps its graphs by code object, and the sizes
+    that have changed by name."""
+    name = f"{function.__name__}_{number}"
     copy = FunctionType(
-        function.__code__.replace(co_name=name, co_qualname=name),
+        function.__code__.replace(co_name=name),
         function.__globals__,
         name,
         function.__defaults__,
         function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(copy, forward.__self__)
+    return copy
 
 
 def _compiled(

@@ -1,0 +1,289 @@
+"""The first minutes on a borrowed GPU: what issue after issue waits for, the most urgent first.
+
+    python benchmarks/gpu.py first [--out FOLDER]       at most eight minutes, on one GPU
+    python benchmarks/gpu.py first --dry-run            the same on a CPU, tiny: no figure counts
+
+Each part has a budget in seconds (`BUDGETS`), after which it is ended; its rows are kept. All parts
+share one folder of compiled kernels, so what one compiles the next finds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gpu
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clip_train import dist
+from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.models.clip import flops_per_sample
+from clip_train.models.config import load_architecture
+from clip_train.step import train_step
+from clip_train.task import Batch
+from tests.ranks import device, run_ranks
+
+Row = dict[str, Any]
+BUDGETS = {
+    "first_engines": 75,
+    "first_command": 150,
+    "first_sizes": 110,
+    "first_block": 60,
+    "first_ranks": 60,
+    "first_peer": 110,
+    "first_fp8": 60,
+}
+"""Stage -> seconds. Together more than eight minutes: each ends much earlier unless it hangs."""
+
+# The order of parameters until 2026-11: logit_scale first, so that all others are misaligned.
+OLD_ORDER = "import clip_train.optim.optimizer as o; o.aligned = lambda sizes: [[*sizes]]; "
+
+
+def engines(world: int) -> Iterator[Row]:
+    """Five steps of each engine that a row below uses, beside plain torch in fp32."""
+    for kind, stage, precision in (
+        ("plain", 0, "fp32"),
+        ("plain", 0, "bf16"),
+        ("deepspeed", 1, "bf16"),
+        ("fsdp", 2, "bf16"),
+    ):
+        seen, expected = run_ranks(gpu.five_steps, world, kind, stage, precision)[0]
+        worst = max(abs(a - b) / b for a, b in zip(seen, expected, strict=True))
+        row = {"check": f"{kind} {stage} {precision}", "ok": worst < gpu.TOLERANCE[precision]}
+        yield row | {"error": worst, "losses": seen}
+
+
+class Clocks:
+    """Clock, power and temperature of the GPU while something runs, by nvidia-smi."""
+
+    QUERY = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Clocks:
+        if not gpu.DRY:
+            line = ["nvidia-smi", f"--query-gpu={self.QUERY}", "--format=csv,noheader,nounits", "-lms", "500"]  # fmt: skip
+            self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+            self.reader = threading.Thread(target=self._read, daemon=True)
+            self.reader.start()
+        return self
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+    def __exit__(self, *_: object) -> None:
+        if not gpu.DRY:
+            self.process.kill()
+            self.reader.join(2)
+
+    def busiest(self) -> str:
+        """Of the samples with the most power."""
+        return max(self.lines, key=lambda line: float(line.split(",")[1]), default="")
+
+
+def command(world: int) -> Iterator[Row]:
+    """`clip-train train` on noise, ViT-B/32 at 2,048: which of order, engine and padding matters."""
+    cases = (
+        ("plain, packed", (), ""),
+        ("deepspeed, order of before, packed", ("engine.kind=deepspeed",), OLD_ORDER),
+        ("deepspeed, sorted, packed", ("engine.kind=deepspeed",), ""),
+        ("plain, padded", ("engine.pack_texts=false",), ""),
+        ("deepspeed, order of before, padded", ("engine.kind=deepspeed", "engine.pack_texts=false"), OLD_ORDER),
+    )  # fmt: skip
+    preset, n = ("tiny", 16) if gpu.DRY else ("ViT-B-32", 2048)
+    peak = gpu.peak_flops()
+    flops = 3 * flops_per_sample(load_architecture(preset))
+    for name, overrides, prelude in cases[:2] if gpu.DRY else cases:
+        with Clocks() as clocks:
+            rows = gpu.trained(
+                world, f"model.name={preset}", "run.steps=16", f"batch.global_size={n}",
+                f"batch.micro_size={n}", "batch.kept_graphs=1", "data.workers=8",
+                "checkpoint.every_steps=1000", "log.profile_steps=[14,15]", *overrides,
+                prelude=prelude,
+            )  # fmt: skip
+        quiet = rows[5:13]
+        rate = statistics.median(row["samples_per_second"] for row in quiet)
+        waited = statistics.median(r["data_wait_seconds"] / r["step_seconds"] for r in quiet)
+        ran = {key: rows[-1][key] for key in ("micro_size", "accum_steps", "kept_graphs")}
+        rounds = [row["rounds"] for row in rows]
+        yield {
+            "check": f"{preset}, {name}",
+            "samples/s": round(rate),
+            "MFU as if padded": round(rate * flops / peak, 3),
+            "share of waiting": round(waited, 3),
+            "rounds": rounds,
+            "loss": [rows[0]["loss"], rows[-1]["loss"]],
+            "SM MHz, W, C, reasons": clocks.busiest(),
+            "peak_GiB": round(rows[-1]["peak_memory_bytes"] / gpu.GIB, 2),
+            **ran,
+            **gpu.history(rows),
+        }
+
+
+def sizes(world: int) -> Iterator[Row]:
+    """Samples a second of a step in this process: compiled, bf16, plain engine, full texts or not."""
+    cases = (
+        ("ViT-B-32", 2048, 77),
+        ("ViT-B-32", 2048, 20),
+        ("ViT-L-14", 256, 77),
+        ("ViT-H-14", 128, 77),
+    )
+    for preset, n, tokens in cases[:1] if gpu.DRY else cases:
+        yield run_ranks(one_size, world, preset, n, tokens)[0]
+
+
+def captions(batch: Batch, tokens: int) -> Batch:
+    """Texts of `tokens` tokens on average, half as many to one and a half times as many, packed."""
+    generator = torch.Generator().manual_seed(2)
+    length = batch.texts.shape[1]
+    low, high = max(tokens // 2, 2), min(tokens + tokens // 2, length)
+    lengths = torch.randint(low, high + 1, (len(batch),), generator=generator)
+    texts, end_id = batch.texts.cpu().clone(), int(batch.texts[0, -1])
+    for text, end in zip(texts, lengths.tolist(), strict=True):
+        text[end - 1], text[end:] = end_id, 0
+    texts = texts.to(batch.texts.device)
+    return replace(batch, texts=texts, text_lengths=lengths.tolist(), pack_texts=True)
+
+
+def one_size(preset: str, n: int, tokens: int) -> Row:
+    architecture = gpu.architecture_of(preset)
+    precision = "fp32" if gpu.DRY else "bf16"
+    n = 16 if gpu.DRY else n
+    engine = gpu.engine_of("plain", 0, precision, architecture, n, compile=not gpu.DRY)
+    own = gpu.own_batch(architecture, n * dist.world_size())
+    if tokens < own.texts.shape[1]:
+        own = captions(own, tokens)
+    step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
+    start = time.perf_counter()
+    step()
+    gpu.synchronize()
+    first = time.perf_counter() - start
+    taken = gpu.seconds(step, 6, 3)
+    flops = 3 * flops_per_sample(architecture)
+    row: Row = {"check": f"{preset}, {tokens} tokens, compiled, plain", "b": n}
+    row |= {"samples/s": round(n / taken), "MFU as if padded": round(n / taken * flops / gpu.peak_flops(), 3)}  # fmt: skip
+    row["first step, seconds"] = round(first, 1)
+    if not gpu.DRY:
+        row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / gpu.GIB, 2)
+    return row
+
+
+def block(world: int) -> Iterator[Row]:
+    """One image block of ViT-B/32, 1,024 images: forward and backward, by how it is compiled; and
+    attention by kernel."""
+    yield from run_ranks(blocks_in_turn, 1)[0]
+
+
+def blocks_in_turn() -> list[Row]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from clip_train.models.blocks import Block
+    from launcher.engines.compile import compile_units
+
+    preset, b, L = ("tiny", 4, 5) if gpu.DRY else ("ViT-B-32", 1024, 50)
+    cfg = load_architecture(preset).vision_cfg
+    dtype = torch.float32 if gpu.DRY else torch.bfloat16
+
+    def made(how: str) -> Callable[[Tensor], Tensor]:
+        one = Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0).to(device(), dtype)
+        if how == "static":
+            compile_units(torch.nn.Sequential(one, Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0).to(device(), dtype)))  # fmt: skip
+            return lambda x: one(x, None)
+        if how == "dynamic":
+            forward = torch.compile(one.forward, dynamic=True, options={"fallback_random": True})
+            return lambda x: forward(x, None)
+        return lambda x: one(x, None)
+
+    rows: list[Row] = []
+    forwards = {how: made(how) for how in ("eager", *(() if gpu.DRY else ("dynamic", "static")))}
+    for _ in range(2):
+        for how, forward in forwards.items():
+            x = torch.randn(b, L, cfg.width, device=device(), dtype=dtype, requires_grad=True)
+            gradient = torch.randn_like(x)
+            taken = gpu.seconds(lambda f=forward, x=x, g=gradient: f(x).backward(g), 10, 4)
+            rows.append({"check": f"image block, {how}", "ms": round(1e3 * taken, 3)})
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+    for heads, length, samples, causal in ((12, 50, 1024, False), (8, 77, 1024, True), (16, 257, 256, False)):  # fmt: skip
+        for name, backend in () if gpu.DRY else backends.items():
+            q, k, v = (
+                torch.randn(samples, length, 3, heads, 64, device=device(), dtype=dtype)
+                .requires_grad_()
+                .unbind(2)
+            )
+            q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+            out_gradient = torch.randn_like(q)
+
+            def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = out_gradient, c: bool = causal, kind: Any = backend) -> None:  # fmt: skip
+                with sdpa_kernel(kind):
+                    F.scaled_dot_product_attention(q, k, v, is_causal=c).backward(g)
+
+            try:
+                taken = gpu.seconds(attend, 10, 4)
+                rows.append({"check": f"attention, L {length}, {name}", "ms": round(1e3 * taken, 3)})  # fmt: skip
+            except RuntimeError as e:
+                rows.append({"check": f"attention, L {length}, {name}", "error": str(e)[:200]})
+    return rows
+
+
+def ranks(world: int) -> Iterator[Row]:
+    """Two and four ranks on this one GPU, over gloo: the engines' tests."""
+    line = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", *SHARED_TESTS]
+    environ = {**os.environ, "CLIP_TRAIN_TEST_DEVICE": "cpu" if gpu.DRY else "cuda-shared"}
+    yield from gpu.tests_row("the engines' tests, ranks that share a GPU", line, environ)
+
+
+SHARED_TESTS = ["tests/engine/test_engines.py", "-k", "fp32_equals_plain_torch"]
+
+
+def peer(world: int) -> Iterator[Row]:
+    """OpenCLIP's step beside ours, both compiled, in turn."""
+    try:
+        import open_clip  # noqa: F401
+    except ImportError as e:
+        yield {"check": "OpenCLIP", "skipped": str(e)}
+        return
+    for preset, n in (("ViT-B-32", 512), ("ViT-L-14", 128)):
+        if gpu.DRY and preset != "ViT-B-32":
+            continue
+        for name, k, rate, gib in run_ranks(gpu.beside_openclip, 1, preset, n, not gpu.DRY, True)[
+            0
+        ]:
+            row = {"check": f"{preset}, {name}", "compiled": not gpu.DRY, "b": n, "k": k}
+            yield row | {"samples/s": rate, "peak_GiB": gib}
+
+
+def fp8(world: int) -> Iterator[Row]:
+    """Linear layers in fp8 and int8 beside bf16, ViT-L/14, compiled."""
+    try:
+        import torchao  # noqa: F401
+    except ImportError as e:
+        yield {"check": "torchao", "skipped": str(e)}
+        return
+    for linear in (None, "fp8", "int8"):
+        if not gpu.DRY:
+            yield run_ranks(with_linear, 1, linear)[0]
+
+
+def with_linear(linear: str | None) -> Row:
+    architecture, n = gpu.architecture_of("ViT-L-14"), 128
+    engine = gpu.engine_of("plain", 0, "bf16", architecture, n, compile=True, linear=linear)
+    own = gpu.own_batch(architecture, n)
+    step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=1e-4)
+    return {"check": f"ViT-L-14, linear {linear}", "samples/s": round(n / gpu.seconds(step, 5, 3))}
+
+
+STAGES = {
+    f"first_{stage.__name__}": stage for stage in (engines, command, sizes, block, ranks, peer, fp8)
+}
