@@ -32,7 +32,9 @@ def send_from_the_host() -> None:
 
     def batch_isend_irecv(ops: list[torch_dist.P2POp]) -> list[Any]:
         copies = [
-            op.tensor.cpu() if op.op is torch_dist.isend else torch.empty_like(op.tensor, device="cpu")
+            op.tensor.cpu()
+            if op.op is torch_dist.isend
+            else torch.empty_like(op.tensor, device="cpu")
             for op in ops
         ]
         works = on_the_host(

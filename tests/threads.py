@@ -1,4 +1,4 @@
-"""Run a function on several ranks that are threads of one process, over torch's threaded process group.
+"""Run a function on several ranks that are threads of one process, over torch's threaded process group, on the CPU.
 
 The group moves tensors by plain copies, so its sums share no code with gloo's. Threads share the random generator and
 all globals: weights must be drawn before, and DeepSpeed, which keeps its groups as globals, needs `tests.ranks`.
@@ -6,6 +6,7 @@ all globals: weights must be drawn before, and DeepSpeed, which keeps its groups
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from tests import warm
+from tests import devices, warm
 from tests.ranks import RankFailedError
 
 SECONDS = 300  # until a world that does not end has failed
@@ -29,9 +30,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any
     return results
 
 
-def _world(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]
-) -> bytes:
+def _world(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> bytes:
     """The ranks' results and errors, pickled by value: tensors that a connection sends share memory with this process,
     which ends."""
     from torch.testing._internal.distributed.multi_threaded_pg import (
@@ -39,6 +38,7 @@ def _world(
         _install_threaded_pg,
     )
 
+    os.environ[devices.SWITCH] = "cpu"  # the group does not order the streams of a GPU
     _install_threaded_pg()
     # functional collectives then find the group of their thread
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
