@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import processor, tiers, warm
+from tests import devices, processor, tiers, warm
 from tests.launcher.conftest import data, model, recipe  # noqa: F401
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -21,7 +21,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def pytest_configure() -> None:
-    if os.environ.get("CLIP_TRAIN_TEST_DEVICE", "cpu") == "cpu":
+    if devices.chosen() == "cpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # on purpose: see `require_usable_gpu`
     torch.set_num_threads(
         processor.THREADS

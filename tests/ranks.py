@@ -1,7 +1,7 @@
 """Run a function on several real ranks over gloo: a warm process each, a FileStore, no fixed ports.
 
-With CLIP_TRAIN_TEST_DEVICE=cuda each rank has a GPU, and its tensors travel by NCCL. Tests that take their device from
-`device()` then run there: those of tests/engine that build by `engine_at`. The others stay on the CPU.
+CLIP_TRAIN_TEST_DEVICE (tests/devices.py) puts ranks on GPUs. Tests that take their device from `device()` then run
+there: those of tests/engine that build by `engine_at`. The others stay on the CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from tests import processor, warm
-
-SWITCH = "CLIP_TRAIN_TEST_DEVICE"
+from tests import devices, processor, shared_gpu, warm
 
 
 def device() -> torch.device:
@@ -31,31 +29,31 @@ def device() -> torch.device:
 
 
 def on_gpus() -> bool:
-    chosen = os.environ.get(SWITCH, "cpu")
-    if chosen not in ("cpu", "cuda"):
-        raise ValueError(f"{SWITCH} ({chosen}) must be cpu or cuda")
-    return chosen == "cuda"
+    return devices.chosen() != "cpu"
 
 
 def _rank_main(
     rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
 ) -> None:
     torch.set_num_threads(processor.THREADS)
-    if on_gpus():
+    placed = devices.chosen()
+    if placed == "cuda":
         torch.cuda.set_device(rank)
+    elif placed == "cuda-shared":
+        shared_gpu.prepare(world_size)
     # DeepSpeed insists on these even where the group exists already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR=os.environ.get(SWITCH, "cpu")
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", DS_ACCELERATOR=devices.accelerator()
     )
     store = torch_dist.FileStore(f"{folder}/store", world_size)
     torch_dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus() else "gloo",
+        devices.BACKENDS[placed],
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=600),
-        device_id=torch.device("cuda", rank) if on_gpus() else None,
+        device_id=torch.device("cuda", rank) if placed == "cuda" else None,
     )
     store.set(f"rank {rank} has joined", "")
     try:
@@ -82,11 +80,12 @@ class RankFailedError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`fn(*args)` on every rank (a module-level function); returns the ranks' results in order.
 
-    Skips the test where each rank is to have a GPU and there are fewer."""
-    if on_gpus() and torch.cuda.device_count() < world_size:
+    Skips the test if the machine has too few GPUs for CLIP_TRAIN_TEST_DEVICE."""
+    needed = {"cpu": 0, "cuda": world_size, "cuda-shared": 1}[devices.chosen()]
+    if needed and torch.cuda.device_count() < needed:
         import pytest
 
-        pytest.skip(f"{world_size} ranks need as many GPUs")
+        pytest.skip(f"{world_size} ranks ({devices.chosen()}) need {needed} GPUs")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             warm.process(_rank_main, rank, world_size, folder, fn, args)

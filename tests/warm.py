@@ -25,7 +25,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from tests import jitter, processor
+from tests import devices, jitter, processor
 
 PRELOAD = [
     "torch._dynamo",
@@ -48,7 +48,7 @@ PRELOAD = [
 # The number of OpenMP threads is fixed when torch is imported. DeepSpeed asks for its accelerator then.
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": str(processor.THREADS),
-    "DS_ACCELERATOR": os.environ.get("CLIP_TRAIN_TEST_DEVICE", "cpu"),
+    "DS_ACCELERATOR": devices.accelerator(),
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # without CUDA itself, which does not survive a fork
     "PYTHONWARNINGS": "ignore",
 }

@@ -62,6 +62,8 @@ class Counts:
         default_factory=Counter
     )  # collective -> tensors on a device that its group does not serve
     sent: int = 0  # collectives
+    # name of a collective with a tensor on the device -> calls
+    collectives: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         for counter in (self.reads, self.kernels, self.wide):
@@ -74,6 +76,7 @@ class Counts:
             "wide": dict(self.wide),
             "foreign": dict(self.foreign),
             "sent": self.sent,
+            "collectives": dict(self.collectives),
             "top": self.kernels.most_common(12),
         }
 
@@ -176,6 +179,8 @@ class Kernels(TorchDispatchMode):
     def _look(self, func: Any, args: tuple) -> None:
         group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
         sent = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if any(x.device.type == "cuda" for x in sent):
+            self.counts.collectives[func.__name__.split(".")[0]] += 1
         found = ["a group known by its name"]  # DTensor's way, which nothing here takes
         if group is not None:
             self.counts.sent += 1

@@ -25,6 +25,9 @@ CASES = {
     "deepspeed 2, bf16, 2 ranks": (1, 1130, 0),
     "deepspeed 3, bf16, 2 ranks": (15, 1460, 1),
     "fsdp 2, groups of 2 of 4 ranks": (1, 820, 0),
+    "fsdp 3, one GPU for 2 ranks": (1, 900, 0),
+    "deepspeed 1, one GPU for 2 ranks": (1, 1180, 0),
+    "deepspeed 3, one GPU for 2 ranks": (15, 1460, 1),
     "fsdp 2, int8": (1, 2580, 0),
     "fsdp 2, fp8": (1, 2680, 0),
     "fsdp 2, offload": (63, 900, 0),  # FSDP's own for each gradient on its way to the CPU's memory
@@ -41,7 +44,8 @@ FULL = (
     "info_nce all retained", "fsdp 0, bf16, 2 ranks", "fsdp 1, bf16, 2 ranks", "fsdp 2, fp32, 2 ranks",
     "deepspeed 0, fp32, 2 ranks", "deepspeed 1, bf16, 1 rank",
     "deepspeed 1, fp16, 2 ranks", "deepspeed 2, bf16, 2 ranks",
-    "fsdp 2, groups of 2 of 4 ranks", "fsdp 2, int8", "fsdp 2, fp8", "fsdp 2, offload",
+    "fsdp 2, groups of 2 of 4 ranks", "deepspeed 1, one GPU for 2 ranks", "fsdp 2, int8", "fsdp 2, fp8",
+    "fsdp 2, offload",
 )  # fmt: skip
 PLANTED = (
     "planted: a mixture of devices", "planted: a read", "planted: the host's by NCCL",

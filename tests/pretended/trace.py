@@ -49,10 +49,12 @@ from clip_train.task import (
 from launcher import engines
 from launcher.engines.config import EngineConfig
 from launcher.runtime.environment import BACKENDS
+from tests import devices
 from tests.pretended.gpu_cases import PLANTED
 from tests.served import start
 
 GPU = torch.device("cuda", 0)
+SHARED = devices.BACKENDS["cuda-shared"]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Make = Callable[[CLIP], Objective]
 Part = Callable[[Engine], None]
@@ -97,13 +99,14 @@ def engine(
     world_size: int = 1,
     part: Part | None = None,
     kept: int = 1,
+    backend: str = BACKENDS["cuda"],
     **section: Any,
 ) -> dict[str, Any]:
     """The counts of a step of rank 0 under an engine; collectives do nothing, and are kernels.
 
     part: is counted after three steps, instead of a step. section: of the recipe's `engine`.
     """
-    start(BACKENDS["cuda"], world_size)
+    start(backend, world_size)
     architecture = small_clip()
     config = EngineConfig(kind=kind, zero_stage=stage, precision=precision, **section)  # type: ignore[arg-type]
 
@@ -339,6 +342,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "deepspeed 2, bf16, 2 ranks": lambda: engine("deepspeed", 2, "bf16", 2),
     "deepspeed 3, bf16, 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2),
     "fsdp 2, groups of 2 of 4 ranks": lambda: engine("fsdp", 2, "bf16", 4, shard_ranks=2),
+    # as tests/ranks.py puts the ranks on one GPU
+    "fsdp 3, one GPU for 2 ranks": lambda: engine("fsdp", 3, "bf16", 2, backend=SHARED),
+    "deepspeed 1, one GPU for 2 ranks": lambda: engine("deepspeed", 1, "bf16", 2, backend=SHARED),
+    "deepspeed 3, one GPU for 2 ranks": lambda: engine("deepspeed", 3, "bf16", 2, backend=SHARED),
     "fsdp 2, int8": lambda: engine("fsdp", 2, "bf16", 2, linear="int8"),
     "fsdp 2, fp8": lambda: engine("fsdp", 2, "bf16", 2, linear="fp8"),
     "fsdp 2, offload": lambda: engine("fsdp", 2, "bf16", 2, offload="optimizer"),
