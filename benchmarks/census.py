@@ -1,24 +1,31 @@
-"""Which kernels inductor makes of a transformer block on an sm_90 GPU, counted on a machine without one.
+"""The kernels that inductor makes of the compiled parts of a step on an sm_90 GPU, counted without a GPU.
 
-    pip install triton==3.7.*                           the one of this torch; the CPU's torch does not bring it
-    python benchmarks/census.py [MODEL] [--json FILE]   of its last image block, bf16, forward and backward
+    pip install triton==3.7.*                   the one that fits this torch; the CPU build of torch does not bring it
+    python benchmarks/census.py [MODEL] [--images N] [--texts N] [--tokens N] [--json FILE] [--kernels]
 
-The pretended GPU (tests/pretended) gives inductor fake tensors; Triton compiles the kernels for sm_90 with its ptxas.
-For each pass: Triton kernels, calls of libraries, and the registers, spills and shared memory that ptxas reports.
-Nothing runs, so nothing is autotuned: of a kernel with several configurations the first is compiled. What inductor
-does before lowering to a graph (its fusions of patterns) is left out.
+It compiles what a run compiles: `compile_units` wraps a CLIP in bf16, and torch.compile gets inductor's own passes and
+lowering. Only what inductor hands to the GPU is replaced: the pretended GPU (tests/pretended) gives fake tensors, and
+Triton compiles the kernels for sm_90 with its ptxas. Parts: the pixels of --images images, an image block, a text block
+with --texts texts of --tokens tokens, packed and padded, and the last text block, which computes one token a text.
+
+For each part and pass: Triton kernels, library calls, the megabytes that each kind reads and writes, the most SASS
+instructions an element of a pointwise kernel, and the registers, spills and shared memory that ptxas reports.
+Nothing runs, so nothing is autotuned: of a kernel with several configurations the first is compiled.
 """
 
 # ruff: noqa: I001
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,28 +38,47 @@ import torch.nn.functional as F
 import triton.runtime.driver
 from common import finish, parser
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import detect_fake_mode
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor
+from torch._inductor.compile_fx import (
+    _recursive_post_grad_passes,
+    _recursive_record_original_output_strides,
+    compile_fx,
+    fake_tensor_prop,
+    view_to_reshape,
+)
 from torch._inductor.debug import DebugContext
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import UserDefinedTritonKernel
 from torch._inductor.runtime import triton_helpers
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    ExternKernelSchedulerNode,
+    NopKernelSchedulerNode,
+)
+from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 from triton.backends.compiler import GPUTarget
 
+from clip_train.models.blocks import Packing
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from launcher.engines.compile import units
+from launcher.engines.compile import compile_units
 
-BATCH = 256
-TARGETS = {"spills": "no kernel spills registers"}
+MOST = {"pixels": 30, "cat": 20, "stack": 20}  # SASS instructions an element
+BACKWARD_MB = 2450  # of an image block's own kernels, for 1,024 images of ViT-B/32
+TARGETS = {
+    "spills": "no kernel spills registers",
+    "instructions": "an element of the pixels takes at most 30 instructions, of a cat or a stack at most 20",
+    "bytes": "an image block's backward moves at most 2,450 MB beside its library calls (1,024 images of ViT-B/32)",
+}
 TRITON_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)  # fmt: skip
-LIBRARY_CALL = re.compile(
-    r"(?m)^(?!\s*#).*?(extern_kernels\.\w+|torch\.ops\.aten\._scaled_dot\w+\.default)\("
-)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?[A-Z]")
 Row = dict[str, Any]
 
 
@@ -76,64 +102,170 @@ def pretend() -> None:
         interface.get_device_properties = staticmethod(lambda *_: PROPERTIES)  # type: ignore[assignment]
     CudaInterface.is_available = staticmethod(lambda: True)  # type: ignore[method-assign]
     CudaInterface.get_compute_capability = staticmethod(lambda *_: 90)  # type: ignore[assignment]
+    torch.cuda._exchange_device = lambda *_: 0  # type: ignore[assignment]
+    torch.cuda._maybe_exchange_device = lambda *_: 0  # type: ignore[assignment]
+    joint_graph.lazy_init(
+        torch.device("cpu")
+    )  # patterns of attention etc., which need real tensors
+    joint_graph.lazy_init = lambda *_: None  # type: ignore[assignment]
+    inductor.joint_graph_constant_folding = False  # it makes real tensors
     inductor.compile_threads, inductor.fx_graph_cache = 1, False
     inductor.use_static_triton_launcher = False
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, *_: Any, is_causal: bool = False, **more: Any) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """The kernels that a GPU takes in half precision; the CPU build cannot choose among them."""
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    bias = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
 
 
-class Image(nn.Module):
-    """A block as a function of one tensor."""
+@dataclass
+class Launch:
+    """A kernel or a library call, in the order of the scheduler."""
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.block(x, None),)
+    name: str
+    library: bool
+    megabytes: float
 
 
-def codes(model: str) -> dict[str, str]:
-    """Inductor's code of both passes."""
-    found: dict[str, str] = {}
+@dataclass
+class Graph:
+    """One pass of one part, as inductor lowers it."""
 
-    def compiler(name: str, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    code: str
+    launches: list[Launch]
+
+
+@dataclass
+class Recorder:
+    """Takes the place of inductor's compiler of graphs: it lowers each graph and keeps the result."""
+
+    graphs: dict[str, Graph] = field(
+        default_factory=dict
+    )  # "forward" or "backward" -> the last one
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, inputs: list[Any], **more: Any
+    ) -> Callable[..., Any]:
+        is_backward = more.get("is_backward", False)
+        lowered = copy.deepcopy(
+            gm
+        )  # the passes change it, and the pretended step runs the original
         with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
             stack.enter_context(V.set_fake_mode(detect_fake_mode(inputs)))
-            graph = GraphLowering(gm, example_inputs=inputs, is_backward=name == "backward")
+            view_to_reshape(lowered)
+            fake_tensor_prop(lowered, inputs)
+            _recursive_record_original_output_strides(lowered)
+            _recursive_post_grad_passes(lowered, is_inference=False)
+            graph = GraphLowering(
+                lowered,
+                example_inputs=inputs,
+                shape_env=shape_env_from_inputs(inputs),
+                is_backward=is_backward,
+            )
             stack.enter_context(V.set_graph_handler(graph))
             stack.enter_context(V.set_extern_kernel_nodes([]))
             stack.enter_context(V.set_debug_handler(DebugContext()))
             graph.run(*inputs)
-            found[name] = graph.codegen()[0].value
+            code = graph.codegen()[0].value
+            launches = [launch for node in graph.scheduler.nodes for launch in launches_of(node)]
+        self.graphs["backward" if is_backward else "forward"] = Graph(code, launches)
         return make_boxed_func(gm.forward)
 
-    architecture = load_architecture(model)
-    vision = architecture.vision_cfg
-    length = (vision.image_size // vision.patch_size) ** 2 + 1
-    with pretended_gpu():
-        F.scaled_dot_product_attention = flash  # type: ignore[assignment]
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            block = units(CLIP(architecture).visual)[-1]
-        size = (BATCH, length, vision.width)
-        x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        compiled = aot_module_simplified(
-            Image(block),
-            (x,),
-            fw_compiler=partial(compiler, "forward"),
-            bw_compiler=partial(compiler, "backward"),
-            decompositions=select_decomp_table(),
-            partition_fn=min_cut_rematerialization_partition,
+
+def launches_of(node: BaseSchedulerNode) -> Iterator[Launch]:
+    """The launch of a scheduled node; none for one that only makes a view."""
+    if isinstance(node, NopKernelSchedulerNode):
+        return
+    megabytes = node.get_read_write_buffers_sizes() / 1e6
+    kernel = node.node if isinstance(node, ExternKernelSchedulerNode) else None
+    library = kernel is not None and not isinstance(kernel, UserDefinedTritonKernel)
+    name = "+".join(sorted(origins(node)))
+    if library:
+        name = str(
+            getattr(kernel, "python_kernel_name", None) or getattr(kernel, "op_overload", None)
         )
-        compiled(x)[0].sum().backward()
-    return found
+    if megabytes > 0:
+        yield Launch(name, library, megabytes)
 
 
-def resources(name: str, source: str, folder: Path) -> Row:
-    """Of a kernel's first configuration, compiled for sm_90."""
+def origins(node: BaseSchedulerNode) -> set[str]:
+    """The operators of torch that a node computes."""
+    return {
+        str(origin.target).removeprefix("aten.").split(".")[0]
+        for each in node.get_nodes()
+        if each.node is not None
+        for origin in each.node.get_origins()
+    }
+
+
+@dataclass
+class Part:
+    """A compiled part of a step, and the inputs of one micro-batch."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Any, ...]
+
+
+def parts(model: str, images: int, texts: int, tokens: int) -> Iterator[Part]:
+    """Of a compiled CLIP whose towers have two blocks each."""
+    architecture = load_architecture(model)
+    vision, text = (
+        getattr(architecture, tower).model_copy(update={"layers": 2})
+        for tower in ("vision_cfg", "text_cfg")
+    )
+    clip = CLIP(architecture.model_copy(update={"vision_cfg": vision, "text_cfg": text}))
+    compile_units(clip)
+    side = vision.image_size
+    pixels = torch.empty(images, 3, side, side, dtype=torch.uint8)
+    yield Part("pixels", clip.visual.conv1, (pixels,))
+    tokens_of_image = (side // vision.patch_size) ** 2 + 1
+    x = torch.empty(images, tokens_of_image, vision.width, requires_grad=True)
+    yield Part("image", clip.visual.transformer.resblocks[0], (x, None, None, None))
+    whole = torch.empty(texts, text.context_length, text.width, requires_grad=True)
+    yield Part("text, padded", clip.transformer.resblocks[0], (whole, None, None, None))
+    ends = torch.empty(texts, dtype=torch.int64)
+    packing = Packing.of(ends, text.context_length, texts * tokens, None, flash=True)
+    packed = torch.empty(texts * tokens, 1, text.width, requires_grad=True)
+    yield Part("text, packed", clip.transformer.resblocks[0], (packed, None, None, packing))
+    yield Part("last text, packed", clip.transformer.resblocks[-1], (packed, None, ends, packing))
+
+
+def graphs(model: str, images: int, texts: int, tokens: int) -> Iterator[tuple[str, str, Graph]]:
+    """Part, pass, graph. A part that stays eager has none."""
+    torch_compile = torch.compile
+    recorder = Recorder()
+
+    def captured(function: Any, options: Any = None, **more: Any) -> Callable[..., Any]:
+        backend = partial(compile_fx, inner_compile=recorder)
+        compiled = torch_compile(function, backend=backend, **more)
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            with DisableTorchFunction():  # the pretended GPU's counter of reads
+                return compiled(*inputs, **named)
+
+        return call
+
+    torch.compile = captured  # type: ignore[assignment]
+    with pretended_gpu(), torch.device("cuda"):
+        F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+        torch.set_default_dtype(torch.bfloat16)
+        for part in parts(model, images, texts, tokens):
+            recorder.graphs = {}
+            out = part.module.forward(*part.inputs)
+            out.sum().backward()
+            for name, graph in recorder.graphs.items():
+                yield part.name, name, graph
+
+
+def compiled_kernel(name: str, source: str, folder: Path) -> Row:
+    """A Triton kernel's first configuration, compiled for sm_90."""
     file = folder / f"{name}.py"
     file.write_text(source)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -141,33 +273,82 @@ def resources(name: str, source: str, folder: Path) -> Row:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tuner = getattr(module, name)
-    kernel = tuner._precompile_config(tuner.configs[0]).kernel
+    config = tuner.configs[0]
+    kernel = tuner._precompile_config(config).kernel
     cubin = folder / f"{name}.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    shown = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
+    shown = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)  # fmt: skip
     registers, local = (int(re.findall(rf"{key}:(\d+)", shown.stdout)[-1]) for key in ("REG", "LOCAL"))  # fmt: skip
-    return {"registers": registers, "spilled bytes": local, "shared bytes": kernel.metadata.shared}
+    row: Row = {"registers": registers, "spilled bytes": local, "shared bytes": kernel.metadata.shared}  # fmt: skip
+    if "_poi_" in name:
+        shown = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True)  # fmt: skip
+        block = math.prod(size for key, size in config.kwargs.items() if key.endswith("BLOCK"))
+        elements = block / (32 * config.num_warps)  # of a thread
+        row["instructions"] = round(len(INSTRUCTION.findall(shown.stdout)) / elements, 1)
+    return row
 
 
-def rows(model: str) -> Iterator[Row]:
+def kernels(part: str, name: str, graph: Graph) -> Iterator[Row]:
+    """Every Triton kernel of a graph with what ptxas made of it."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, code in codes(model).items():
-            kernels = TRITON_KERNEL.findall(code)
-            used = [resources(kernel, source, Path(folder)) for kernel, source in kernels]
-            calls = LIBRARY_CALL.findall(code)
-            row = {"pass": name, "Triton kernels": len(kernels), "library calls": len(calls)}
-            yield row | {f"most {key}": max(each[key] for each in used) for key in used[0]}
+        for kernel, source in TRITON_KERNEL.findall(graph.code):
+            row = {"part": part, "pass": name, "kernel": kernel.removeprefix("triton_")}
+            yield row | compiled_kernel(kernel, source, Path(folder))
+
+
+def summary(part: str, name: str, graph: Graph, found: list[Row]) -> Row:
+    own = [launch for launch in graph.launches if not launch.library]
+    library = [launch for launch in graph.launches if launch.library]
+    row: Row = {"part": part, "pass": name, "kernels": len(own), "library calls": len(library)}
+    row["MB"] = round(sum(launch.megabytes for launch in own))
+    row["library MB"] = round(sum(launch.megabytes for launch in library))
+    for key in ("instructions", "registers", "spilled bytes", "shared bytes"):
+        row[f"most {key}"] = max((kernel.get(key, 0) for kernel in found), default=0)
+    return row
+
+
+def missed_targets(rows: list[Row], found: list[Row], with_bytes: bool) -> Iterator[str]:
+    for kernel in found:
+        where = f"{kernel['part']}, {kernel['pass']}, {kernel['kernel']}"
+        if kernel["spilled bytes"]:
+            yield f"{where}: spills {kernel['spilled bytes']} bytes"
+        kind = "pixels" if kernel["part"] == "pixels" else ""
+        kind = next((each for each in ("cat", "stack") if f"_{each}_" in kernel["kernel"]), kind)
+        if kind and kernel.get("instructions", 0) > MOST[kind]:
+            yield f"{where}: {kernel['instructions']} instructions an element"
+    for row in rows:
+        backward = (row["part"], row["pass"]) == ("image", "backward")
+        if with_bytes and backward and row["MB"] > BACKWARD_MB:
+            yield f"image, backward: {row['MB']} MB"
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("model", nargs="?", default="ViT-B-32", metavar="MODEL")
+    arguments.add_argument("--images", type=int, default=1024)
+    arguments.add_argument("--texts", type=int, default=2048)
+    arguments.add_argument("--tokens", type=int, default=20, help="of a packed text, on average")
+    arguments.add_argument("--kernels", action="store_true", help="print each launch and kernel")
+    arguments.add_argument("--code", metavar="FOLDER", help="write inductor's code there")
     args = arguments.parse_args()
     pretend()
-    found = list(rows(args.model))
-    missed = [f"{row['pass']}: registers" for row in found if row["most spilled bytes"]]
-    return finish("census", found, TARGETS, missed, args)
+    rows: list[Row] = []
+    every: list[Row] = []
+    for part, name, graph in graphs(args.model, args.images, args.texts, args.tokens):
+        if args.code:
+            Path(args.code, f"{part}_{name}.py".replace(", ", "_")).write_text(graph.code)
+        found = list(kernels(part, name, graph))
+        rows.append(summary(part, name, graph, found))
+        every += found
+        if args.kernels:
+            print(f"{part}, {name}")
+            for launch in graph.launches:
+                print(f"  {launch.megabytes:8.1f} MB  {launch.name}")
+            for kernel in found:
+                print("  ", *(f"{key} {kernel[key]}" for key in list(kernel)[2:]))
+    with_bytes = (args.model, args.images) == ("ViT-B-32", 1024)
+    missed = list(missed_targets(rows, every, with_bytes))
+    return finish("census", rows, TARGETS, missed, args)
 
 
 if __name__ == "__main__":

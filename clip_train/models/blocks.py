@@ -191,24 +191,16 @@ class Attention(nn.Module):
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
         width]. With `packing`, [P, 1, width] takes the place of [b, L, width].
         """
+        if packing is not None and packing.starts is not None:
+            return self.out_proj(self._of_packed(x, token, packing, packing.starts))
         visible = None
         if token is None:
             joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
-            if packing is not None and packing.starts is not None:
-                from torch.nn.attention.varlen import varlen_attn  # it imports much
-
-                q, k, v = joined.view(len(x), 3, self.heads, -1).unbind(1)  # [P, heads, width]
-                starts, length = packing.starts, packing.length
-                window = (-1, 0)  # causal
-                out = varlen_attn(q, k, v, starts, starts, length, length, window_size=window)
-                return self.out_proj(out.view_as(x))  # type: ignore[union-attr]  # no second result
             q, k, v = self._heads(joined, packing)
         else:
-            # All tokens are keys and values. The backward of a split writes the gradient once.
-            query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
-            query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-            (q,) = self._heads(self.project(at(x, token, packing), query, query_bias, 0, 1))
-            k, v = self._heads(self.project(x, key_value, key_value_bias, 1, 3), packing)
+            query, keys_and_values = self._one_query(x, token, packing)
+            (q,) = self._heads(query)
+            k, v = self._heads(keys_and_values, packing)
             if causal:
                 visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
@@ -218,6 +210,41 @@ class Attention(nn.Module):
         )
         out = out.transpose(1, 2).flatten(2)
         return self.out_proj(out if packing is None or token is not None else packing.packed(out))
+
+    def _of_packed(
+        self, x: Tensor, token: Tensor | None, packing: Packing, starts: Tensor
+    ) -> Tensor:
+        """[P, 1, width] -> [P, 1, width], or [b, 1, width] with `token`: attention within each
+        text, without padding."""
+        from torch.nn.attention.varlen import varlen_attn  # it imports much
+
+        if token is None:
+            joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
+            parts = joined.squeeze(1).split(self.width, dim=1)
+            queries, longest, window = starts, packing.length, (-1, 0)  # causal
+        else:  # a text's last token sees all of its tokens
+            query, keys_and_values = self._one_query(x, token, packing)
+            parts = (query.squeeze(1), *keys_and_values.squeeze(1).split(self.width, dim=1))
+            queries = torch.arange(len(starts), dtype=torch.int32, device=x.device)
+            longest, window = 1, (-1, -1)
+        q, k, v = (part.unflatten(1, (self.heads, -1)) for part in parts)
+        out: Any = varlen_attn(
+            q, k, v, queries, starts, longest, packing.length, window_size=window
+        )  # [P, heads, width / heads], or [b, ...]
+        return out.flatten(1).unsqueeze(1)
+
+    def _one_query(
+        self, x: Tensor, token: Tensor, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        """The query of one token of each sample, [b, 1, width]; keys and values of all tokens, with
+        2 width features."""
+        # The backward of a split writes the gradient once.
+        query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
+        query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
+        return (
+            self.project(at(x, token, packing), query, query_bias, 0, 1),
+            self.project(x, key_value, key_value_bias, 1, 3),
+        )
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
         """[..., width] -> [..., (last - first) width]: the chosen ones of queries, keys and

@@ -1,0 +1,84 @@
+"""Packed texts with variable-length attention, which only a GPU has: its place is taken by a loop over the texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from clip_train.models.blocks import Packing
+from clip_train.models.lora import Lora
+from tests.models.small import inputs, small_architecture, small_model
+
+CONTEXT = 20
+LENGTHS = [3, 8, 1, 5, 20, 2, 8]
+TEXT = {"context_length": CONTEXT, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2}
+calls: list[tuple[int, int]] = []  # the longest query and the number of queries, of each call
+
+
+def each_text(q, k, v, starts_q, starts_k, max_q, max_k, *, window_size):
+    """Attention within each text. Flash attention aligns the last query with the last key, and (-1, 0) hides the keys
+    behind each query."""
+    calls.append((max_q, len(q)))
+    assert (q.dtype, starts_q.dtype, starts_k.dtype) == (k.dtype, torch.int32, torch.int32)
+    assert starts_q[-1] == len(q) and starts_k[-1] == len(k) == len(v)
+    assert max(starts_q.diff()) <= max_q and max(starts_k.diff()) <= max_k
+    parts = []
+    for i in range(len(starts_k) - 1):
+        queries, keys = slice(*starts_q[i : i + 2]), slice(*starts_k[i : i + 2])
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) / q.shape[2] ** 0.5
+        if window_size == (-1, 0):
+            num_q, num_k = scores.shape[1:]
+            visible = torch.ones(num_q, num_k).tril(num_k - num_q).bool()
+            scores = scores.masked_fill(~visible, -torch.inf)
+        else:
+            assert window_size == (-1, -1)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys]))
+    return torch.cat(parts)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_would_take_flash_attention(monkeypatch):
+    calls.clear()
+    of = Packing.of
+    monkeypatch.setattr(Packing, "of", lambda *args: of(*args[:-1], flash=True))
+    monkeypatch.setattr(varlen, "varlen_attn", each_text)
+
+
+def texts_of(lengths):
+    texts = torch.arange(len(lengths) * CONTEXT).view(len(lengths), CONTEXT) % 97 + 1
+    texts[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = 99
+    texts[torch.arange(CONTEXT) >= torch.tensor(lengths)[:, None]] = 0
+    return texts
+
+
+def features_and_gradients(texts, num_tokens, lora, checkpointing):
+    architecture = small_architecture(text_cfg=TEXT, lora=lora)
+    model = small_model(
+        dtype=torch.float64,
+        architecture=architecture,
+        dropout=0.3,
+        activation_checkpointing=checkpointing,
+    )
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    _, _, seeds = inputs(len(texts))
+    features = model.train()(None, texts, seeds, num_tokens)[1]
+    (features * torch.linspace(-1, 1, features.numel()).view_as(features)).sum().backward()
+    return features, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, on=("attention", "mlp"))])
+def test_packed_texts_give_the_features_and_gradients_of_padded_ones(lora, checkpointing):
+    texts = texts_of(LENGTHS)
+    padded = features_and_gradients(texts, None, lora, checkpointing)
+    assert not calls
+    packed = features_and_gradients(texts, sum(LENGTHS), lora, checkpointing)
+    torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-13)
+
+
+def test_the_last_block_has_one_query_a_text():
+    features_and_gradients(texts_of(LENGTHS), sum(LENGTHS), None, False)
+    assert calls == [(CONTEXT, sum(LENGTHS)), (1, len(LENGTHS))]
