@@ -138,6 +138,8 @@ class CLIP(nn.Module):
             params = SDPAParams(q, q, q, None, 0.0, True, False)
             flash = q.is_cuda and q.shape[3] % 8 == 0 and can_use_flash_attention(params)
             packing = Packing.of(token, texts.shape[1], num_tokens, sample_seeds, flash)
+            if flash:  # there it is only a bound, and a constant one needs no second graph
+                packing = packing._replace(length=cfg.context_length)
             positions = F.embedding(packing.places, self.positional_embedding)
             x = (self.token_embedding(texts.flatten()[packing.rows]) + positions).unsqueeze(1)
         x = self.transformer(x, sample_seeds, token, packing)[:, 0]
