@@ -35,8 +35,8 @@ from tests.ranks import device, run_ranks
 Row = dict[str, Any]
 BUDGETS = {
     "first_engines": 75,
-    "first_command": 150,
-    "first_sizes": 110,
+    "first_command": 215,
+    "first_sizes": 170,
     "first_block": 60,
     "first_ranks": 60,
     "first_peer": 110,

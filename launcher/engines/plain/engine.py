@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from clip_train import dist
 from clip_train.engine import Engine, Piece
-from clip_train.models.drawing import fill_buffers
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units
 from launcher.engines.config import EngineConfig
@@ -27,17 +26,18 @@ def build_engine(
     device: torch.device,
     facts: Facts,
 ) -> "UnshardedEngine":
-    """The weights are undefined until `load_fragments`."""
-    with torch.device("meta"):
+    """The weights are those that `make_model` drew on `device`, until `load_fragments`."""
+    with torch.device(device):
         model = make_model()
+    # a constructor may have made a tensor on the CPU by name
+    if any(x.device.type != device.type for x in (*model.parameters(), *model.buffers())):
+        model.to(device)
     if config.linear is not None:
         convert(model, config.linear, emulate=device.type == "cpu")
     low_precision = config.precision == "bf16"
     if low_precision:
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16)
-    model.to_empty(device=device)
-    fill_buffers(model, make_model)
     if config.compile:
         compile_units(model)
     optimizer = make_optimizer(model.named_parameters())
