@@ -137,7 +137,7 @@ def exposed(
     forward_seconds: of one sample.
     """
     micro = resolved.plan.micro_size * forward_seconds
-    again = RECOMPUTED * bool(resolved.config.engine.activation_checkpointing)
+    again = RECOMPUTED[resolved.config.engine.recompute]
     backward = micro * (BACKWARD + again)
     computation = {"forward": micro, "backward": backward, "last backward": backward}
     out = {}

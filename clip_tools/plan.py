@@ -60,12 +60,12 @@ def make_plan(
     resolved = choose_layout(resolved, limit)
     config, plan, architecture = resolved.config, resolved.plan, resolved.architecture
     engine, layout, teachers = config.engine, resolved.layout, config.model.teacher_architectures()
-    checkpointing = bool(engine.activation_checkpointing)
+    checkpointing = engine.recompute
     profile = predicted_profile(resolved, checkpointing)
     memory = estimate_memory(config, engine, plan, architecture, profile)
     T = config.data.num_texts
     forward = flops_per_sample(architecture, architecture.vision_cfg.patch_dropout, T)
-    forwards = plan.forwards_per_sample + RECOMPUTED * checkpointing
+    forwards = plan.forwards_per_sample + RECOMPUTED[checkpointing]
     of_teachers = sum(flops_per_sample(teacher, num_texts=T) for teacher in teachers)
     samples = config.batch.sizes.before(config.steps)
     links = None

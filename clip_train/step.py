@@ -102,7 +102,11 @@ def train_step(
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
     return replace(
-        report, loss=loss, metrics=report.metrics | values, flags=agreed, rounds=rounds
+        report,
+        loss=loss,
+        metrics=report.metrics | values | {"text_tokens": micro_batches.tokens_per_text},
+        flags=agreed,
+        rounds=rounds,
     )
 
 

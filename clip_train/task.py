@@ -134,15 +134,25 @@ class MicroBatches(Sequence["MicroBatch"]):
     def __len__(self) -> int:
         return len(self.parts)
 
+    @property
+    def tokens_per_text(self) -> float:
+        """The mean number of tokens that the model computes for a text, padding included."""
+        if self.batch.pack_texts:
+            return float(self.lengths.mean())
+        computed = sum(self.longest(part) * (part.stop - part.start) for part in self.parts)
+        return computed / len(self.lengths)
+
+    def longest(self, part: slice) -> int:
+        """The length to which the texts of a micro-batch are cut: one of a few."""
+        return -(-int(self.lengths[part].max()) // TEXT_STEP) * TEXT_STEP
+
     def __getitem__(self, index: Any) -> Any:
         part, batch = self.parts[index], self.batch
         rows = part if self.order is None else self.order[part]
         lengths = self.lengths[part]
         return MicroBatch(
             batch.images[rows],
-            batch.texts[rows, ..., : -(-int(lengths.max()) // TEXT_STEP) * TEXT_STEP].flatten(
-                0, -2
-            ),
+            batch.texts[rows, ..., : self.longest(part)].flatten(0, -2),
             batch.sample_seeds[rows],
             None if self.order is None else rows,
             int(lengths.sum()) if batch.pack_texts else None,

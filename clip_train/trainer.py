@@ -244,7 +244,7 @@ class Trainer:
             "micro_size": plan.micro_size,
             "accum_steps": plan.accum_steps,
             "kept_graphs": plan.kept_graphs,
-            "rounds": result.rounds,
+            "rounds": result.rounds,  # 2: exponentials underflowed, and the step was computed again
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
             **result.metrics,
         }

@@ -142,7 +142,7 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
         model = build_model(
             resolved.architecture,
             dropout=config.model.dropout,
-            activation_checkpointing=bool(config.engine.activation_checkpointing),
+            activation_checkpointing=config.engine.recompute,
         )
         freeze(model, config.model)
         return model

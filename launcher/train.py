@@ -28,6 +28,7 @@ from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import RankError
+from clip_train.memory.plan import RECOMPUTED
 from clip_train.metrics.meters import (
     BatchDigest,
     GarbageCollections,
@@ -39,7 +40,7 @@ from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
-from clip_train.models.clip import flops_per_sample
+from clip_train.models.clip import forward_flops
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
@@ -245,12 +246,14 @@ def build_trainer(
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture = resolved.architecture
-    forward_flops = partial(
-        flops_per_sample,
+    flops_of_forward = partial(
+        forward_flops,
         architecture,
         architecture.vision_cfg.patch_dropout,
         config.data.num_texts,
     )
+    recomputed = RECOMPUTED[config.engine.recompute]
+    utilization = Utilization(flops_of_forward, device, skipped, recomputed)
     profilers: list[Callback] = []
     profiled_steps = config.log.profile_steps
     if profiled_steps and max(profiled_steps) > start:
@@ -260,7 +263,7 @@ def build_trainer(
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
-        *([Utilization(forward_flops, device, skipped)] if dist.is_main() else []),
+        *([utilization] if dist.is_main() else []),
         *([SlowRank(heartbeat)] if env.world_size > 1 else []),
         *profilers,
         *dist.agreed(own_callbacks, config.log, skipped),

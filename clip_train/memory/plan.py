@@ -8,11 +8,18 @@ from dataclasses import astuple, dataclass, replace
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
+from clip_train.settings import Recompute
 
 GIB = 2**30
 BACKWARD = 2.0  # forwards that a backward costs
-# forwards by activation checkpointing: each block's last product is not needed again
-RECOMPUTED = 0.7
+# Forwards by activation checkpointing. Whole blocks: each block's last product is not needed again.
+# Pointwise: GELU and the norms move as many bytes as a fifth of a forward's time.
+RECOMPUTED: dict[Recompute, float] = {False: 0.0, "pointwise": 0.2, True: 0.7}
+RECOMPUTED_NAMES: dict[Recompute, str] = {
+    False: "",
+    "pointwise": ", GELU and norms recomputed",
+    True: ", activation checkpointing",
+}
 CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
 # and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
 REDUCTION = 16.0
@@ -85,7 +92,7 @@ class Layout:
     """One way to compute a step."""
 
     plan: BatchPlan
-    activation_checkpointing: bool
+    activation_checkpointing: Recompute
     profile: Profile  # of this activation checkpointing
     room: Room
 
@@ -96,7 +103,7 @@ class Layout:
 
     @property
     def forwards_per_sample(self) -> float:
-        return self.plan.forwards_per_sample + RECOMPUTED * self.activation_checkpointing
+        return self.plan.forwards_per_sample + RECOMPUTED[self.activation_checkpointing]
 
     @property
     def cost(self) -> float:
@@ -109,7 +116,7 @@ class Layout:
 
     def describe(self) -> str:
         plan, profile = self.plan, self.profile
-        more = ", activation checkpointing" if self.activation_checkpointing else ""
+        more = RECOMPUTED_NAMES[self.activation_checkpointing]
         return (
             f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs "
             f"kept{more}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
@@ -123,7 +130,7 @@ def choose(
     global_size: int,
     world_size: int,
     room: Room,
-    profiles: dict[bool, Profile],
+    profiles: dict[Recompute, Profile],
     *,
     micro_size: int | None = None,
     kept_graphs: int | None = None,
@@ -144,7 +151,7 @@ def choose(
         one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room)
         k = one.plan.accum_steps
         # with all graphs retained, the cache would only repeat their forward
-        if checkpointing and (micro_size is None or kept_graphs is not None):
+        if checkpointing is True and (micro_size is None or kept_graphs is not None):
             counts = {k} if kept_graphs is None or kept_graphs >= k else set()
         elif kept_graphs is not None:
             counts = {min(kept_graphs, k)}

@@ -19,6 +19,7 @@ import torch
 
 from clip_train import dist
 from clip_train.callbacks import Callback
+from clip_train.flops import ForwardFlops
 from clip_train.metrics.skipped import Skipped
 
 SIDE = 1024  # of the square matrices whose product measures a CPU
@@ -94,29 +95,48 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Utilization(Callback):
-    """Adds `mfu` (arXiv 2204.02311) to each record, null if it is not known, and on GPUs the memory
-    that PyTorch has reserved. For rank 0, assuming that all ranks have the same device."""
+    """Adds `mfu` (arXiv 2204.02311) and `mfu_computed` to each record, null if they are not known,
+    and on GPUs the memory that PyTorch has reserved.
+
+    `mfu` counts three forwards of a sample with all padding, as other trainers do. `mfu_computed`
+    counts what the devices compute: no padding that is skipped, but repeated forwards and
+    recomputed activations. For rank 0, assuming that all ranks have the same device.
+    """
 
     def __init__(
-        self, forward_flops: Callable[[], float], device: torch.device, skipped: Skipped
+        self,
+        forward_flops: Callable[[], ForwardFlops],
+        device: torch.device,
+        skipped: Skipped,
+        recomputed: float = 0.0,
     ) -> None:
-        """forward_flops: of one sample; called after the first step."""
+        """forward_flops: called after the first step. recomputed: forwards that a backward computes
+        again (`memory.plan.RECOMPUTED`)."""
         self._forward_flops, self._device, self._skipped = forward_flops, device, skipped
+        self._recomputed = recomputed
 
     @cached_property
-    def _peak(self) -> float | None:  # samples a second of one rank
+    def _known(self) -> tuple[float, ForwardFlops] | None:  # FLOPs a second of a device; the model
         return self._skipped.attempt("mfu", self._measure, remedy="it is null in metrics.jsonl")
 
-    def _measure(self) -> float | None:
+    def _measure(self) -> tuple[float, ForwardFlops] | None:
         peak = peak_flops(self._device)
-        # the backward counts as 2 forwards, a repeated forward does not count
-        return None if peak is None else peak / (3 * self._forward_flops())
+        return None if peak is None else (peak, self._forward_flops())
 
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
     ) -> None:
         rate = record["samples_per_second"] / dist.world_size()
-        record["mfu"] = None if self._peak is None else rate / self._peak
+        record["mfu"] = record["mfu_computed"] = None
+        if self._known is not None:
+            peak, forward = self._known
+            # the backward counts as 2 forwards
+            record["mfu"] = rate * 3 * forward.total / peak
+            k = record["accum_steps"]
+            repeated = (k - min(record["kept_graphs"], k)) / k
+            forwards = (3 + repeated + self._recomputed) * record["rounds"]
+            computed = forward.image + forward.text_of(record["text_tokens"])
+            record["mfu_computed"] = rate * forwards * computed / peak
         if self._device.type == "cuda":
             record["reserved_memory_bytes"] = torch.cuda.max_memory_reserved(self._device)
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError, UserError
+from clip_train.flops import ForwardFlops
 from clip_train.inputs import row_shape, unpacked_first
 from clip_train.models.batch_norm import adopt
 from clip_train.models.blocks import (
@@ -34,7 +35,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, OwnModel, wi
 from clip_train.models.dropout import TEXT_DROPOUT_ID
 from clip_train.models.low_rank import adapt
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, library
-from clip_train.settings import broken, clipped, import_path
+from clip_train.settings import Recompute, broken, clipped, import_path
 from clip_train.task import text_ends
 
 
@@ -50,7 +51,7 @@ class CLIP(nn.Module):
         *,
         dropout: float = 0.0,
         patch_dropout: float | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Recompute = False,
     ) -> None:
         """`patch_dropout` None: as the architecture says."""
         super().__init__()
@@ -182,7 +183,7 @@ def build_model(
     *,
     dropout: float = 0.0,
     patch_dropout: float | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Recompute = False,
 ) -> nn.Module:
     """A `CLIP`, or one of OpenCLIP's modules with the same `forward`, whose architecture has its
     dropouts.
@@ -193,9 +194,11 @@ def build_model(
         library(architecture.open_clip)
         from clip_train.models.openclip.model import build
 
-        model: nn.Module = build(architecture, activation_checkpointing=activation_checkpointing)
+        model: nn.Module = build(
+            architecture, activation_checkpointing=bool(activation_checkpointing)
+        )
     elif isinstance(architecture, OwnModel):
-        model = build_own_model(architecture, activation_checkpointing)
+        model = build_own_model(architecture, bool(activation_checkpointing))
     else:
         model = CLIP(
             architecture,
@@ -300,15 +303,10 @@ def count_parameters(architecture: AnyArchitecture) -> int:
 
 
 @cache
-def flops_per_sample(
+def forward_flops(
     architecture: AnyArchitecture, patch_dropout: float = 0.0, num_texts: int = 1
-) -> float:
-    """Floating point operations of one image and its texts going forward: 2 for each MAC.
-
-    Counted by torch on tensors without data. Causal attention counts in full, by convention. So
-    does the padding after a text, which the model may skip. A step costs 3 of these per sample, and
-    one more for each repeated forward of the sample.
-    """
+) -> ForwardFlops:
+    """A step costs 3 of these per sample, and one more for each repeated forward of the sample."""
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
     length, sample = architecture.text_cfg.context_length, shape_of_sample(architecture)
     with torch.device("meta"):
@@ -319,6 +317,27 @@ def flops_per_sample(
             module.training = isinstance(module, VisionTower) or "Patch" in type(module).__name__
         images = torch.zeros(1, *sample, dtype=torch.uint8)
         texts = torch.zeros(num_texts, length, dtype=torch.int64)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(images, texts, torch.zeros(1, dtype=torch.int64))
-    return float(counter.get_total_flops())
+        seeds = torch.zeros(1, dtype=torch.int64)
+
+    def counted(*inputs: Tensor | None) -> float:
+        counter = FlopCounterMode(display=False)
+        with torch.device("meta"), sdpa_kernel(SDPBackend.MATH), counter:
+            model(*inputs)
+        return float(counter.get_total_flops())
+
+    image, text = counted(images, None, seeds), counted(None, texts, seeds)
+    half = length // 2
+    if not isinstance(architecture, Architecture) or half == 0:
+        return ForwardFlops(image, text, text / length, 0.0)
+    # a l + b l^2 through both lengths; what does not grow with the length, the projection, is less
+    # than a thousandth
+    of_half = counted(None, texts[:, :half], seeds)
+    square = (text / length - of_half / half) / (length - half)
+    return ForwardFlops(image, text, text / length - square * length, square)
+
+
+def flops_per_sample(
+    architecture: AnyArchitecture, patch_dropout: float = 0.0, num_texts: int = 1
+) -> float:
+    """`forward_flops` of an image and its texts with all padding."""
+    return forward_flops(architecture, patch_dropout, num_texts).total

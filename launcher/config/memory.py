@@ -26,6 +26,7 @@ from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_names, frozen_towers
 from clip_train.optim.muon import BUFFER_BYTES
 from clip_train.optim.optimizer import moment_bytes, muon_matrices
+from clip_train.settings import Recompute
 from clip_train.task import IMAGE_TEXT, MicroBatch
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, no_limit
@@ -96,7 +97,7 @@ def _profile(
     architecture: AnyArchitecture,
     precision: str,
     dropout: float,
-    checkpointing: bool,
+    checkpointing: Recompute,
     frozen: frozenset[str] = frozenset(),
     num_texts: int = 1,
 ) -> Profile:
@@ -144,7 +145,7 @@ def _profile(
     return total
 
 
-def predicted_profile(resolved: Resolved, checkpointing: bool) -> Profile:
+def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
     """From fake tensors; with teachers, their forwards too."""
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
@@ -177,7 +178,9 @@ def choose_layout(
     engine, architecture = config.engine, resolved.architecture
     checkpointing = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
-    options = (False, True) if checkpointing == "auto" else (bool(checkpointing),)
+    options: list[Recompute] = [False, True] if checkpointing == "auto" else [checkpointing]
+    if checkpointing == "auto" and isinstance(architecture, Architecture):
+        options.append("pointwise")
     fixed = estimate_memory(config, engine, plan, architecture, None).total
     room = Room(
         min(limit, fixed + activations),

@@ -150,7 +150,13 @@ def resolve(
             "numbered as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by "
             "name",
         )
-        problems += map(UserError, broken([numbered_layers]))
+        recomputed_alone = (
+            config.engine.activation_checkpointing == "pointwise"
+            and not isinstance(architecture, Architecture),
+            f"engine.activation_checkpointing (pointwise) is for clip-train's own models, and "
+            f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
+        )
+        problems += map(UserError, broken([numbered_layers, recomputed_alone]))
         collect(model.teacher_architectures)
         if isinstance(architecture, OwnModel):
             problems += map(

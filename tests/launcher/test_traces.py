@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from clip_train.flops import ForwardFlops
 from clip_train.metrics.meters import Utilization, peak_flops, record_memory
 from clip_train.metrics.skipped import Skipped
 from tests.launcher.conftest import metrics, run
 
 GPU = torch.device("cuda", 0)
+STEP = {"accum_steps": 1, "kept_graphs": 1, "rounds": 1, "text_tokens": 50.0}
+FLOPS = ForwardFlops(image=15e9, text=5e9, text_per_token=1e8, text_per_square=1e6)
 
 
 def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe, tmp_path):
@@ -45,22 +48,43 @@ def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe, tmp_p
 def test_mfu_is_three_forwards_of_the_datasheets_peak(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5)
-    record = {"samples_per_second": 8000.0}
-    Utilization(lambda: 20e9, GPU, Skipped()).after_step(record, [], {})
+    record = {"samples_per_second": 8000.0, **STEP}
+    Utilization(lambda: FLOPS, GPU, Skipped()).after_step(record, [], {})
     want = None if teraflops is None else pytest.approx(3 * 20e9 * 8000 / (teraflops * 1e12))
     assert record["mfu"] == want and record["reserved_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "recomputed", "forwards", "text"),
+    [
+        ({}, 0.0, 3, 7.5e9),
+        ({"text_tokens": 20.0}, 0.0, 3, 20 * 1e8 + 400 * 1e6),  # without padding
+        ({"accum_steps": 4, "kept_graphs": 1}, 0.0, 3.75, 7.5e9),  # three of four encoded twice
+        ({"accum_steps": 4, "kept_graphs": 9}, 0.7, 3.7, 7.5e9),
+        ({"rounds": 2}, 0.0, 6, 7.5e9),
+    ],
+)
+def test_computed_mfu_counts_what_the_device_computes(
+    monkeypatch, changed, recomputed, forwards, text
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5)
+    record = {"samples_per_second": 8000.0, **STEP, **changed}
+    Utilization(lambda: FLOPS, GPU, Skipped(), recomputed).after_step(record, [], {})
+    assert record["mfu"] == pytest.approx(3 * 20e9 * 8000 / 989.5e12)
+    assert record["mfu_computed"] == pytest.approx(forwards * (15e9 + text) * 8000 / 989.5e12)
 
 
 def test_a_model_that_cannot_be_counted_has_no_mfu() -> None:
     skipped, record = Skipped(lambda line: None), {"samples_per_second": 1.0}
 
-    def forward_flops() -> float:
+    def forward_flops() -> ForwardFlops:
         raise NotImplementedError("no meta tensors here")
 
     callback = Utilization(forward_flops, torch.device("cpu"), skipped)
     for _ in range(2):
         callback.after_step(record, [], {})
-    assert record["mfu"] is None
+    assert record["mfu"] is None and record["mfu_computed"] is None
     assert skipped.lines() == ["mfu after step 0: NotImplementedError: no meta tensors here"]
 
 
