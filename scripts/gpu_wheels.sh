@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 
 limit=$((64 * 1024 * 1024))
 wheels=(hjson pydantic pydantic-core annotated-types typing-inspection webdataset braceexpand simplejpeg ftfy wcwidth
-    obstore botocore jmespath open_clip_torch pytest pluggy iniconfig)
+    obstore botocore jmespath open_clip_torch pytest pluggy iniconfig pytest-xdist execnet)
 platforms=(manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 dry=
 if [ "${1:-}" = --dry-run ]; then

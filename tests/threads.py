@@ -33,6 +33,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any
 def _world(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> bytes:
     """The ranks' results and errors, pickled by value: tensors that a connection sends share memory with this process,
     which ends."""
+    from torch._C._distributed_c10d import _set_thread_isolation_mode
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
         _install_threaded_pg,
@@ -41,7 +42,7 @@ def _world(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> by
     os.environ[devices.SWITCH] = "cpu"  # the group does not order the streams of a GPU
     _install_threaded_pg()
     # functional collectives then find the group of their thread
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _set_thread_isolation_mode(True)
     store = torch_dist.HashStore()
     results: list[Any] = [None] * world_size
     errors: dict[int, tuple[str, str, str]] = {}

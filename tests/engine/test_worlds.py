@@ -25,7 +25,7 @@ from launcher.engines import build
 from launcher.engines.config import EngineConfig
 from tests.engine.layouts import FSDP, ZERO
 from tests.engine.test_engines import assemble, pieces
-from tests.ranks import device, run_ranks
+from tests.ranks import RankFailedError, device, run_ranks
 from tests.threads import run_threads
 from tests.toy import share
 
@@ -113,10 +113,14 @@ def on_one_rank(by: str):
 
 
 @functools.cache
-def worlds(by: str, world_size: int):
-    """Every layout of one world, in one start: {layout: results of the ranks}."""
-    layouts = BY_THREADS if by == "threads" else BY_PROCESSES
-    per_rank = RUN[by](train, world_size, layouts, initial_weights())
+def worlds(by: str, kind: str, world_size: int):
+    """All layouts of an engine in one start: {layout: results of the ranks}, or why a rank failed."""
+    known = BY_THREADS if by == "threads" else BY_PROCESSES
+    layouts = [layout for layout in known if layout.split()[0] == kind]
+    try:
+        per_rank = RUN[by](train, world_size, layouts, initial_weights())
+    except RankFailedError as e:
+        return e
     return dict(zip(layouts, zip(*per_rank, strict=True), strict=True))
 
 
@@ -128,7 +132,10 @@ def worlds(by: str, world_size: int):
 def test_ranks_change_no_number(by, layout, world_size):
     rows, fragments = on_one_rank(by)
     expected = assemble([fragments])
-    results = worlds(by, world_size)[layout]
+    world = worlds(by, layout.split()[0], world_size)
+    if isinstance(world, RankFailedError):
+        raise world
+    results = world[layout]
     for told, _ in results:
         for row, reference in zip(told, rows, strict=True):
             assert row == pytest.approx(reference, rel=TOLERANCE)
