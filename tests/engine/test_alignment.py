@@ -14,6 +14,7 @@ from torch import nn
 
 from clip_train import dist
 from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
 from clip_train.models.config import Architecture, ModelConfig, load_architecture
 from clip_train.models.freeze import freeze
@@ -106,7 +107,8 @@ def misaligned(layout: str, precision: str, name: str) -> list[str]:
     texts = torch.full((n, text.context_length), text.vocab_size - 1)
     batch = Batch(images, texts, torch.arange(n), [str(i) for i in range(n)])
     own = share(batch, dist.rank(), dist.world_size())
-    train_step(engine, own, InfoNCE(), micro_size=2, kept_graphs=1, lr=1e-3)
+    objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
+    train_step(engine, own, objective, micro_size=2, kept_graphs=1, lr=1e-3)
     engine.close()
     return found
 

@@ -9,6 +9,7 @@ from itertools import chain
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.memory.plan import Memory
+from clip_train.optim.optimizer import ALIGNED
 from clip_train.settings import broken
 from launcher.engines import EngineKind, Facts
 from launcher.engines.config import EngineConfig
@@ -91,7 +92,8 @@ class DeepSpeedKind(EngineKind):
     ) -> Iterator[Collective]:
         """Nothing runs at the same time: `overlap_comm` is off."""
         W, k, stage, word = plan.world_size, plan.accum_steps, config.zero_stage, config.precision
-        aligned = [rounded_up(n, 2 * W) for n in shapes.flat]  # flat, each rank has an even share
+        # flat, each rank has an even share, which starts at a multiple of 16 bytes
+        aligned = [rounded_up(n, ALIGNED * W) for n in shapes.flat]
         operator, sent = "all_reduce", sum(shapes.flat)
         if stage == 1 and word == "bf16" and config.offload == "none":
             sent = sum(aligned)  # DeepSpeed's BF16_Optimizer

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from clip_train import dist
 from clip_train.engine import LOSS_REMEDY, Engine, Piece
 from clip_train.errors import UserError
+from clip_train.optim.optimizer import ALIGNED
 from clip_train.task import FragmentSource, Phase
 from launcher.engines import Facts, MakeOptimizer
 from launcher.engines.compile import compile_units, units
@@ -46,7 +47,21 @@ def _import_deepspeed() -> Any:
         # (deepspeed.comm.torch as an attribute is torch itself, hence importlib.)
         backend: Any = importlib.import_module("deepspeed.comm.torch")
         backend.build_shm_op = lambda: None
+    _align_parts(deepspeed)
     return deepspeed
+
+
+def _align_parts(deepspeed: Any) -> None:
+    """At stages 1 and 2 each rank's part of a flat group starts at a multiple of 16 bytes.
+
+    DeepSpeed aligns parts to two elements, so a part of the fp32 masters may start at 8 bytes.
+    """
+    factor = property(lambda optimizer: ALIGNED, lambda optimizer, value: None)
+    for optimizer in (
+        deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer,
+        deepspeed.runtime.bf16_optimizer.BF16_Optimizer,
+    ):
+        optimizer.nccl_start_alignment_factor = factor
 
 
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
