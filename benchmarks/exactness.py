@@ -159,6 +159,7 @@ def all_rows() -> list[Row]:
     for engine, kinds, stages in (
         ("deepspeed", KINDS, (0, 1, 2, 3)),
         ("fsdp", KINDS[:-1], (0, 2, 3)),
+        ("plain", KINDS[:-1], (0,)),
     ):
         of_engine: list[Row] = []
         for kind in kinds:
@@ -182,6 +183,7 @@ def all_rows() -> list[Row]:
 def muon_rows() -> list[Row]:
     """Every engine and stage on every number of ranks; the number of micro-batches in turn."""
     whole = [Row(kind, 1, N, 1, 0, "", "fsdp") for kind in MUON]  # one rank, k = 1
+    whole += [Row(kind, 1, PER_SHARE[1][-1], 1, 0, "", "plain") for kind in MUON]
     rows = []
     for kind, engine, stage, world in product(MUON, ("deepspeed", "fsdp"), range(4), PER_SHARE):
         i = (stage + world) % 3

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +38,9 @@ BUDGETS = {
     "first_engines": 75,
     "first_command": 215,
     "first_sizes": 170,
+    "first_kernels": 60,
     "first_block": 60,
-    "first_ranks": 60,
+    "first_ranks": 90,
     "first_peer": 110,
     "first_fp8": 60,
 }
@@ -72,7 +74,8 @@ class Clocks:
 
     def __enter__(self) -> Clocks:
         if not gpu.DRY:
-            line = ["nvidia-smi", f"--query-gpu={self.QUERY}", "--format=csv,noheader,nounits", "-lms", "500"]  # fmt: skip
+            line = ["nvidia-smi", f"--query-gpu={self.QUERY}", "--format=csv,noheader,nounits"]
+            line += ["-lms", "500"]
             self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
             self.reader = threading.Thread(target=self._read, daemon=True)
             self.reader.start()
@@ -135,13 +138,15 @@ def command(world: int) -> Iterator[Row]:
 def sizes(world: int) -> Iterator[Row]:
     """Samples a second of a step in this process: compiled, bf16, plain engine, full texts or not."""
     cases = (
-        ("ViT-B-32", 2048, 77),
-        ("ViT-B-32", 2048, 20),
-        ("ViT-L-14", 256, 77),
-        ("ViT-H-14", 128, 77),
+        ("ViT-B-32", 2048, 77, False),
+        ("ViT-B-32", 2048, 77, True),
+        ("ViT-B-32", 2048, 20, False),
+        ("ViT-L-14", 256, 77, False),
+        ("ViT-L-14", 256, 77, True),
+        ("ViT-H-14", 128, 77, False),
     )
-    for preset, n, tokens in cases[:1] if gpu.DRY else cases:
-        yield run_ranks(one_size, world, preset, n, tokens)[0]
+    for preset, n, tokens, own_kernels in cases[:1] if gpu.DRY else cases:
+        yield run_ranks(one_size, world, preset, n, tokens, own_kernels)[0]
 
 
 def captions(batch: Batch, tokens: int) -> Batch:
@@ -157,11 +162,12 @@ def captions(batch: Batch, tokens: int) -> Batch:
     return replace(batch, texts=texts, text_lengths=lengths.tolist(), pack_texts=True)
 
 
-def one_size(preset: str, n: int, tokens: int) -> Row:
+def one_size(preset: str, n: int, tokens: int, own_kernels: bool) -> Row:
     architecture = gpu.architecture_of(preset)
     precision = "fp32" if gpu.DRY else "bf16"
     n = 16 if gpu.DRY else n
-    engine = gpu.engine_of("plain", 0, precision, architecture, n, compile=not gpu.DRY)
+    compiled = {"compile": not gpu.DRY, "own_kernels": own_kernels}
+    engine = gpu.engine_of("plain", 0, precision, architecture, n, **compiled)
     own = gpu.own_batch(architecture, n * dist.world_size())
     if tokens < own.texts.shape[1]:
         own = captions(own, tokens)
@@ -171,9 +177,10 @@ def one_size(preset: str, n: int, tokens: int) -> Row:
     gpu.synchronize()
     first = time.perf_counter() - start
     taken = gpu.seconds(step, 6, 3)
-    flops = 3 * flops_per_sample(architecture)
+    mfu = n / taken * 3 * flops_per_sample(architecture) / gpu.peak_flops()
     row: Row = {"check": f"{preset}, {tokens} tokens, compiled, plain", "b": n}
-    row |= {"samples/s": round(n / taken), "MFU as if padded": round(n / taken * flops / gpu.peak_flops(), 3)}  # fmt: skip
+    row["own kernels"] = own_kernels
+    row |= {"samples/s": round(n / taken), "MFU as if padded": round(mfu, 3)}
     row["first step, seconds"] = round(first, 1)
     if not gpu.DRY:
         row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / gpu.GIB, 2)
@@ -187,64 +194,90 @@ def block(world: int) -> Iterator[Row]:
 
 
 def blocks_in_turn() -> list[Row]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    rows: list[Row] = []
+    preset, b, L = ("tiny", 4, 5) if gpu.DRY else ("ViT-B-32", 1024, 50)
+    width = load_architecture(preset).vision_cfg.width
+    dtype = torch.float32 if gpu.DRY else torch.bfloat16
+    ways = ("eager",) if gpu.DRY else ("eager", "all dynamic", "static", "static, own kernels")
+    forwards = {way: block_compiled(preset, way, dtype) for way in ways}
+    for _ in range(2):
+        for way, forward in forwards.items():
+            x = torch.randn(b, L, width, device=device(), dtype=dtype, requires_grad=True)
+            gradient = torch.randn_like(x)
+            taken = gpu.seconds(lambda f=forward, x=x, g=gradient: f(x).backward(g), 10, 4)
+            rows.append({"check": f"image block, {way}", "ms": round(1e3 * taken, 3)})
+    shapes = ((12, 50, 1024, False), (8, 77, 1024, True), (16, 257, 256, False))
+    for heads, length, samples, causal in () if gpu.DRY else shapes:
+        rows += attentions(heads, length, samples, causal)
+    return rows
 
+
+def block_compiled(preset: str, way: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     from clip_train.models.blocks import Block
     from launcher.engines.compile import compile_units
 
-    preset, b, L = ("tiny", 4, 5) if gpu.DRY else ("ViT-B-32", 1024, 50)
     cfg = load_architecture(preset).vision_cfg
-    dtype = torch.float32 if gpu.DRY else torch.bfloat16
+    # units are modules that repeat
+    pair = torch.nn.Sequential(
+        *(Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0) for _ in range(2))
+    ).to(device(), dtype)
+    block: Any = pair[0]
+    if way == "all dynamic":
+        forward = torch.compile(block.forward, dynamic=True, options={"fallback_random": True})
+        return lambda x: forward(x, None)
+    if way != "eager":
+        compile_units(pair, own_kernels=way.endswith("own kernels"))
+    return lambda x: block(x, None)
 
-    def made(how: str) -> Callable[[Tensor], Tensor]:
-        one = Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0).to(device(), dtype)
-        if how == "static":
-            compile_units(torch.nn.Sequential(one, Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0).to(device(), dtype)))  # fmt: skip
-            return lambda x: one(x, None)
-        if how == "dynamic":
-            forward = torch.compile(one.forward, dynamic=True, options={"fallback_random": True})
-            return lambda x: forward(x, None)
-        return lambda x: one(x, None)
 
-    rows: list[Row] = []
-    forwards = {how: made(how) for how in ("eager", *(() if gpu.DRY else ("dynamic", "static")))}
-    for _ in range(2):
-        for how, forward in forwards.items():
-            x = torch.randn(b, L, cfg.width, device=device(), dtype=dtype, requires_grad=True)
-            gradient = torch.randn_like(x)
-            taken = gpu.seconds(lambda f=forward, x=x, g=gradient: f(x).backward(g), 10, 4)
-            rows.append({"check": f"image block, {how}", "ms": round(1e3 * taken, 3)})
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
-    for heads, length, samples, causal in ((12, 50, 1024, False), (8, 77, 1024, True), (16, 257, 256, False)):  # fmt: skip
-        for name, backend in () if gpu.DRY else backends.items():
-            q, k, v = (
-                torch.randn(samples, length, 3, heads, 64, device=device(), dtype=dtype)
-                .requires_grad_()
-                .unbind(2)
-            )
-            q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
-            out_gradient = torch.randn_like(q)
+def attentions(heads: int, length: int, samples: int, causal: bool) -> Iterator[Row]:
+    """Forward and backward, by torch's kernels in turn."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-            def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = out_gradient, c: bool = causal, kind: Any = backend) -> None:  # fmt: skip
-                with sdpa_kernel(kind):
-                    F.scaled_dot_product_attention(q, k, v, is_causal=c).backward(g)
+    kinds = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    shape = (samples, length, heads, 64)
+    q, k, v = (
+        torch.randn(shape, device=device(), dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
+    gradient = torch.randn_like(q)
 
-            try:
-                taken = gpu.seconds(attend, 10, 4)
-                rows.append({"check": f"attention, L {length}, {name}", "ms": round(1e3 * taken, 3)})  # fmt: skip
-            except RuntimeError as e:
-                rows.append({"check": f"attention, L {length}, {name}", "error": str(e)[:200]})
-    return rows
+    def attend(kind: SDPBackend) -> None:
+        with sdpa_kernel(kind):
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal).backward(gradient)
+
+    for name, kind in kinds.items():
+        row: Row = {"check": f"attention, L {length}, {name}"}
+        try:
+            row["ms"] = round(1e3 * gpu.seconds(partial(attend, kind), 10, 4), 3)
+        except RuntimeError as e:
+            row["error"] = str(e)[:200]
+        yield row
+
+
+def kernels(world: int) -> Iterator[Row]:
+    """Our Triton kernels against float64, and their speed beside inductor's."""
+    if gpu.DRY:
+        return
+    line = [sys.executable, "-m", "clip_train.models.kernels"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=dict(os.environ))
+    for told in done.stdout.splitlines():
+        yield {"check": " ".join(told.split())}
+    yield {"check": "our kernels", "ok": done.returncode == 0, "error": done.stderr[-600:]}
 
 
 def ranks(world: int) -> Iterator[Row]:
     """Two and four ranks on this one GPU, over gloo: the engines' tests."""
-    line = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", *SHARED_TESTS]
+    line = ["-m", "pytest", "-p", "no:cacheprovider", "-q", *SHARED_TESTS]
     environ = {**os.environ, "CLIP_TRAIN_TEST_DEVICE": "cpu" if gpu.DRY else "cuda-shared"}
     yield from gpu.tests_row("the engines' tests, ranks that share a GPU", line, environ)
 
 
-SHARED_TESTS = ["tests/engine/test_engines.py", "-k", "fp32_equals_plain_torch"]
+SHARED_TESTS = ["-n", "3", "tests/engine/test_worlds.py", "-k", "processes"]
 
 
 def peer(world: int) -> Iterator[Row]:

@@ -1,8 +1,8 @@
 """The promise, measured: how a global batch is computed does not change what is learned.
 
 Each row trains a small CLIP (vision and text transformer, dropout and patch dropout on) for 5 SGD steps on
-a global batch of 64 through a real engine, DeepSpeed or FSDP2, and compares it with an oracle: the same model
-in float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
+a global batch of 64 through a real engine (DeepSpeed, FSDP2, plain torch), and compares it with an oracle: the same
+model in float64, one process, the full batch at once, textbook cross-entropy, autograd, torch.optim.SGD.
 
 --variants: other models and ways to train instead (`VARIANTS`), each with an oracle of its own, on 1 and 2 ranks, in 1
 and 4 micro-batches, under ZeRO 1, ZeRO 3 and FSDP 3; with norms by tower, and of the moving average its error.
@@ -129,9 +129,18 @@ FSDP_BF16 = [
     fsdp(2, 8, 1, 0, True, precision="bf16"), fsdp(2, 12, 2, 2, precision="bf16"), fsdp(2, 4, 8, 3, precision="bf16"),
     fsdp(3, 6, 2, 2, True, precision="bf16"), fsdp(3, 8, 1, 3, precision="bf16"),
 ]  # fmt: skip
-ALL = FP32 + FSDP + BF16 + FSDP_BF16
+PLAIN = [
+    Row(1, 64, 1, 0, kind="plain"), Row(1, 8, 8, 0, True, kind="plain"), Row(1, 24, 2, 0, kind="plain"),
+    Row(2, 12, 1, 0, True, kind="plain"), Row(3, 6, 4, 0, kind="plain"),
+]  # fmt: skip
+PLAIN_BF16 = [
+    Row(1, 64, 1, 0, precision="bf16", kind="plain"), Row(1, 16, 1, 0, True, precision="bf16", kind="plain"),
+    Row(1, 24, 2, 0, precision="bf16", kind="plain"), Row(2, 4, 8, 0, precision="bf16", kind="plain"),
+]  # fmt: skip
+ALL = FP32 + FSDP + PLAIN + BF16 + FSDP_BF16 + PLAIN_BF16
 QUICK = [FP32[i] for i in (1, 6, 15, 17, 27, 31)] + [FSDP[i] for i in (7, 14, 29)]
 QUICK += [BF16[i] for i in (0, 4)] + [FSDP_BF16[i] for i in (0, 5)]
+QUICK += [PLAIN[2], PLAIN[3], PLAIN_BF16[2]]
 
 
 def small_resnet() -> Any:

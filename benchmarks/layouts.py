@@ -2,7 +2,7 @@
 
 A small CLIP trains three AdamW steps in fp32 on each layout, saves, and goes on for five without a break. Every
 checkpoint is then resumed on every layout, and goes on for five. What is compared is the resumed run with the one that
-was never interrupted, both as torch's optimizer (ZeRO 0), DeepSpeed's accessors (ZeRO 1 to 3) and
+was never interrupted, both as torch's optimizer (ZeRO 0, plain), DeepSpeed's accessors (ZeRO 1 to 3) and
 torch.distributed.checkpoint.state_dict (FSDP) show them, which the checkpoints are not made with. Equal to the last
 bit: every parameter, its copy in the model, both moments, step counts, every parameter's hyper-parameters. Near: the
 next five losses, and the weights after them.
@@ -52,9 +52,11 @@ TARGETS = {
     "after them": "every weight matrix within 1e-5 (norms) of the uninterrupted run's; bitwise on the same layout",
     "oracle": "what the layouts save is plain torch's state (1 rank, stage 0) to 1e-5 (norms), after 3 steps each",
 }
-ENGINES = [("deepspeed", stage) for stage in (0, 1, 2, 3)] + [
-    ("fsdp", stage) for stage in (0, 2, 3)
-]
+ENGINES = (
+    [("deepspeed", stage) for stage in (0, 1, 2, 3)]
+    + [("fsdp", stage) for stage in (0, 2, 3)]
+    + [("plain", 0)]
+)
 LAYOUTS = [Layout(world_size, *engine) for world_size in (1, 2) for engine in ENGINES]
 N, LR, BEFORE, AFTER = 32, 1e-3, 3, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -104,7 +106,29 @@ State = dict[str, torch.Tensor]
 
 def state(layout: Layout, engine: Any) -> tuple[State, dict[str, Any]]:
     """Every parameter and moment whole; step counts and what each parameter is optimized with."""
-    return fsdp_state(engine) if layout.kind == "fsdp" else deepspeed_state(engine)
+    of = {"fsdp": fsdp_state, "deepspeed": deepspeed_state, "plain": plain_state}
+    return of[layout.kind](engine)
+
+
+def plain_state(engine: Any) -> tuple[State, dict[str, Any]]:
+    """In fp32 a parameter is a part of the flat tensor that the optimizer updates: the one with its memory."""
+    out: State = {}
+    used, steps = {}, set()
+    for name, p in engine.module.named_parameters():
+        for group in engine.optimizer.param_groups:
+            for flat in group["params"]:
+                first = (p.data_ptr() - flat.data_ptr()) // p.element_size()
+                if not 0 <= first < flat.numel():
+                    continue
+                state_of = engine.optimizer.state[flat]
+                found = {"param": flat, **{slot: state_of[slot] for slot in MOMENTS}}
+                out[f"{name}|model"] = p.detach().clone()
+                for slot, whole in found.items():
+                    part = whole.detach().view(-1)[first : first + p.numel()]
+                    out[f"{name}|{slot}"] = part.view(p.shape).clone()
+                used[name] = tuple(group[key] for key in ("weight_decay", "betas", "eps"))
+                steps.add(float(state_of["step"]))
+    return out, {"used": used, "steps": steps}
 
 
 def fsdp_state(engine: Any) -> tuple[State, dict[str, Any]]:
