@@ -60,7 +60,7 @@ from torch._inductor.scheduler import (
     ExternKernelSchedulerNode,
     NopKernelSchedulerNode,
 )
-from torch._inductor.utils import shape_env_from_inputs
+from torch._inductor.utils import shape_env_from_inputs, sympy_product
 from torch._inductor.virtualized import V
 from triton.backends.compiler import GPUTarget
 
@@ -182,9 +182,12 @@ def launches_of(node: BaseSchedulerNode) -> Iterator[Launch]:
     """The launch of a scheduled node; none for one that only makes a view."""
     if isinstance(node, NopKernelSchedulerNode):
         return
-    megabytes = node.get_read_write_buffers_sizes() / 1e6
+    size = node.get_read_write_buffers_sizes()
     kernel = node.node if isinstance(node, ExternKernelSchedulerNode) else None
     library = kernel is not None and not isinstance(kernel, UserDefinedTritonKernel)
+    if isinstance(kernel, UserDefinedTritonKernel):  # its new tensors count as read and written
+        size -= sum(bytes_of(each) for each in kernel.mutable_args)
+    megabytes = size / 1e6
     name = "+".join(sorted(origins(node)))
     if library:
         name = str(
@@ -192,6 +195,11 @@ def launches_of(node: BaseSchedulerNode) -> Iterator[Launch]:
         )
     if megabytes > 0:
         yield Launch(name, library, megabytes)
+
+
+def bytes_of(buffer: Any) -> int:
+    elements = V.graph.sizevars.optimization_hint(sympy_product(buffer.get_size()))
+    return elements * buffer.get_dtype().itemsize
 
 
 def origins(node: BaseSchedulerNode) -> set[str]:

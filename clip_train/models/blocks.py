@@ -22,6 +22,13 @@ from clip_train.models.dropout import (
     SampleDropout,
     keep_patches,
 )
+from clip_train.models.one_pass import (
+    add_norm,
+    bias_gelu,
+    compiles_to_kernels,
+    fork_norm,
+    linear_split,
+)
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 _HAS_ONEDNN = (
@@ -191,16 +198,20 @@ class Attention(nn.Module):
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
         width]. With `packing`, [P, 1, width] takes the place of [b, L, width].
         """
+        return self.out_proj(self.values(x, causal, token, packing))
+
+    def values(
+        self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """`forward` without its last product."""
         if packing is not None and packing.starts is not None:
-            return self.out_proj(self._of_packed(x, token, packing, packing.starts))
+            return self._values_of_packed(x, token, packing, packing.starts)
         visible = None
         if token is None:
-            joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
-            q, k, v = self._heads(joined, packing)
+            q, k, v = (self._heads(part, packing) for part in self._projected(x))
         else:
-            query, keys_and_values = self._one_query(x, token, packing)
-            (q,) = self._heads(query)
-            k, v = self._heads(keys_and_values, packing)
+            query, *others = self._projected_for(x, token, packing)
+            q, (k, v) = self._heads(query), (self._heads(part, packing) for part in others)
             if causal:
                 visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
                     :, None, None
@@ -209,9 +220,9 @@ class Attention(nn.Module):
             q, k, v, attn_mask=visible, is_causal=causal and token is None
         )
         out = out.transpose(1, 2).flatten(2)
-        return self.out_proj(out if packing is None or token is not None else packing.packed(out))
+        return out if packing is None or token is not None else packing.packed(out)
 
-    def _of_packed(
+    def _values_of_packed(
         self, x: Tensor, token: Tensor | None, packing: Packing, starts: Tensor
     ) -> Tensor:
         """[P, 1, width] -> [P, 1, width], or [b, 1, width] with `token`: attention within each
@@ -219,48 +230,46 @@ class Attention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn  # it imports much
 
         if token is None:
-            joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
-            parts = joined.squeeze(1).split(self.width, dim=1)
+            parts = self._projected(x)
             queries, longest, window = starts, packing.length, (-1, 0)  # causal
         else:  # a text's last token sees all of its tokens
-            query, keys_and_values = self._one_query(x, token, packing)
-            parts = (query.squeeze(1), *keys_and_values.squeeze(1).split(self.width, dim=1))
+            parts = self._projected_for(x, token, packing)
             queries = torch.arange(len(starts), dtype=torch.int32, device=x.device)
             longest, window = 1, (-1, -1)
-        q, k, v = (part.unflatten(1, (self.heads, -1)) for part in parts)
+        q, k, v = (part.squeeze(1).unflatten(1, (self.heads, -1)) for part in parts)
         out: Any = varlen_attn(
             q, k, v, queries, starts, longest, packing.length, window_size=window
         )  # [P, heads, width / heads], or [b, ...]
         return out.flatten(1).unsqueeze(1)
 
-    def _one_query(
-        self, x: Tensor, token: Tensor, packing: Packing | None
-    ) -> tuple[Tensor, Tensor]:
-        """The query of one token of each sample, [b, 1, width]; keys and values of all tokens, with
-        2 width features."""
-        # The backward of a split writes the gradient once.
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """[..., width] -> queries, keys and values of all tokens, [..., width] each.
+
+        The backward of a split writes the gradient once, in the layout of the product. Those of
+        selections are filled with zeros and added: a sixth of a compiled step on an H100."""
+        if type(self) is Attention and compiles_to_kernels(x):
+            return linear_split(x, self.in_proj_weight, self.in_proj_bias)
+        joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
+        return [*joined.split(self.width, dim=-1)]
+
+    def _projected_for(self, x: Tensor, token: Tensor, packing: Packing | None) -> list[Tensor]:
+        """The query of one token of each sample, [b, 1, width], and keys and values of all."""
         query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
         query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-        return (
+        return [
             self.project(at(x, token, packing), query, query_bias, 0, 1),
-            self.project(x, key_value, key_value_bias, 1, 3),
-        )
+            *self.project(x, key_value, key_value_bias, 1, 3).split(self.width, dim=-1),
+        ]
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
         """[..., width] -> [..., (last - first) width]: the chosen ones of queries, keys and
         values."""
         return linear(x, weight, bias)
 
-    def _heads(self, joined: Tensor, packing: Packing | None = None) -> list[Tensor]:
-        """[b, L, n * width], or [P, 1, n * width] -> n of [b, heads, L, width / heads]
-
-        The backward of a split writes the gradient once, in the layout of `joined`. Those of
-        selections are filled with zeros and added: a sixth of a compiled step on an H100."""
-        joined = joined if packing is None else packing.unpacked(joined)
-        return [
-            part.unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for part in joined.split(self.width, dim=2)
-        ]
+    def _heads(self, part: Tensor, packing: Packing | None = None) -> Tensor:
+        """[b, L, width], or [P, 1, width] -> [b, heads, L, width / heads]"""
+        part = part if packing is None else packing.unpacked(part)
+        return part.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -299,6 +308,8 @@ class Block(nn.Module):
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
         [P, 1, width] takes the place of [b, L, width]."""
+        if token is None and self._can_join_passes(x):
+            return self._with_joined_passes(x, packing)
         attended = self.attn(self.ln_1(x), self.causal, token, packing)
         if token is not None:
             x = at(x, token, packing)
@@ -306,6 +317,33 @@ class Block(nn.Module):
             sample_seeds, token = packing.seeds, packing.places
         x = x + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds, token)
+
+    def _can_join_passes(self, x: Tensor) -> bool:
+        """Whether `_with_joined_passes` applies: compiled on a GPU, without dropout, and no layer
+        has been replaced or has hooks, as by adapters, 8-bit products or ZeRO 3."""
+        dropout = self.training and (self.drop_1.dropped or self.drop_2.dropped)
+        if dropout or not compiles_to_kernels(x):
+            return False
+        linears: list[Any] = [self.attn.out_proj, self.mlp.c_fc, self.mlp.c_proj]
+        layers: list[nn.Module] = [self.attn, self.ln_1, self.ln_2, self.mlp, *linears]
+        return (
+            type(self.attn) is Attention
+            and all(type(layer) is Linear for layer in linears)
+            and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+        )
+
+    def _with_joined_passes(self, x: Tensor, packing: Packing | None) -> Tensor:
+        """`forward` in pieces whose backward is one pass each. Two biases are added after their
+        products, by the operation that follows."""
+        out_proj: Linear = self.attn.out_proj
+        c_fc: Any = self.mlp.c_fc
+        c_proj: Any = self.mlp.c_proj
+        x, normed = fork_norm(x, self.ln_1)
+        attended = self.attn.values(normed, self.causal, packing=packing)
+        x, normed = add_norm(x, F.linear(attended, out_proj.weight), out_proj.bias, self.ln_2)
+        is_quick = isinstance(self.mlp.gelu, QuickGELU)
+        hidden = bias_gelu(F.linear(normed, c_fc.weight), c_fc.bias, is_quick)
+        return x + c_proj(hidden)
 
 
 class Transformer(nn.Module):

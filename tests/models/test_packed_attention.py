@@ -7,8 +7,9 @@ import torch
 from torch.nn.attention import varlen
 
 from clip_train.models.blocks import Packing
+from clip_train.models.clip import build_model
 from clip_train.models.lora import Lora
-from tests.models.small import inputs, small_architecture, small_model
+from tests.models.small import inputs, small_architecture
 
 CONTEXT = 20
 LENGTHS = [3, 8, 1, 5, 20, 2, 8]
@@ -53,14 +54,9 @@ def texts_of(lengths):
 
 
 def features_and_gradients(texts, num_tokens, lora, checkpointing):
-    architecture = small_architecture(text_cfg=TEXT, lora=lora)
-    model = small_model(
-        dtype=torch.float64,
-        architecture=architecture,
-        dropout=0.3,
-        activation_checkpointing=checkpointing,
-    )
+    architecture = small_architecture(text_cfg=TEXT).model_copy(update={"lora": lora})
     torch.manual_seed(3)
+    model = build_model(architecture, dropout=0.3, activation_checkpointing=checkpointing).double()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     _, _, seeds = inputs(len(texts))

@@ -156,6 +156,8 @@ def _is(device: Any, kind: str) -> bool:
 class Kernels(TorchDispatchMode):
     """Counts operators that write to the device, and looks at what is sent through which group."""
 
+    supports_higher_order_operators = True  # Triton kernels, where Triton is installed
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # else torch.compile would compile nothing
