@@ -178,6 +178,8 @@ class Attention(nn.Module):
     It can be computed for one query token alone.
     """
 
+    own_kernels = False  # whether a compiled backward uses `clip_train.models.kernels` on a GPU
+
     def __init__(
         self, width: int, heads: int, std: float | None, projection_std: float | None
     ) -> None:
@@ -247,7 +249,7 @@ class Attention(nn.Module):
 
         The backward of a split writes the gradient once, in the layout of the product. Those of
         selections are filled with zeros and added: a sixth of a compiled step on an H100."""
-        if type(self) is Attention and compiles_to_kernels(x):
+        if self.own_kernels and type(self) is Attention and compiles_to_kernels(x):
             return linear_split(x, self.in_proj_weight, self.in_proj_bias)
         joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
         return [*joined.split(self.width, dim=-1)]
@@ -274,6 +276,8 @@ class Attention(nn.Module):
 
 class Block(nn.Module):
     """x + attention(ln(x)), then x + mlp(ln(x))."""
+
+    own_kernels = False  # as in `Attention`
 
     def __init__(
         self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int
@@ -322,7 +326,7 @@ class Block(nn.Module):
         """Whether `_with_joined_passes` applies: compiled on a GPU, without dropout, and no layer
         has been replaced or has hooks, as by adapters, 8-bit products or ZeRO 3."""
         dropout = self.training and (self.drop_1.dropped or self.drop_2.dropped)
-        if dropout or not compiles_to_kernels(x):
+        if dropout or not self.own_kernels or not compiles_to_kernels(x):
             return False
         linears: list[Any] = [self.attn.out_proj, self.mlp.c_fc, self.mlp.c_proj]
         layers: list[nn.Module] = [self.attn, self.ln_1, self.ln_2, self.mlp, *linears]

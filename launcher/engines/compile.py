@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clip_train.models.blocks import PatchEmbedding, Transformer
+from clip_train.models.blocks import Attention, Block, PatchEmbedding, Transformer
 from clip_train.task import Task
 
 # Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. With a
@@ -73,7 +73,7 @@ def _num_layers(module: nn.Module) -> int:
     return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
 
 
-def compile_units(model: nn.Module) -> None:
+def compile_units(model: nn.Module, own_kernels: bool = False) -> None:
     """torch.compile each of the model's units and native patch embeddings.
 
     The method is compiled, not the module, so hooks stay outside and names do not change. Random
@@ -85,7 +85,12 @@ def compile_units(model: nn.Module) -> None:
     with widths and heads as variables, a kernel divides integers for each element (89 instructions
     for a pixel, rather than 25). So towers must not share graphs: their sizes differ. A size
     that changes after all, such as the length of padded texts, becomes a variable of its graph.
+
+    own_kernels: `engine.own_kernels`.
     """
+    for module in model.modules():
+        if isinstance(module, Block | Attention):
+            module.own_kernels = own_kernels
     # sizes that happen to be equal need not stay so
     torch.fx.experimental._config.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)

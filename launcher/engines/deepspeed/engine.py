@@ -110,7 +110,7 @@ def build_engine(
         if config.linear is not None:
             convert(model, config.linear, emulate=device.type == "cpu")
         if config.compile:
-            compile_units(model)
+            compile_units(model, config.own_kernels)
             kinds = {type(unit) for unit in units(model)}
             if stage == 3 and kinds:
                 # its hooks stay outside the blocks too: within a block each would break the graph

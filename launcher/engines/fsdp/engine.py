@@ -69,7 +69,7 @@ def build_engine(
         else OffloadPolicy(),
     }
     if config.compile:
-        compile_units(model)
+        compile_units(model, config.own_kernels)
     for unit in units(model):
         fully_shard(unit, **sharding)
     fully_shard(model, **sharding)  # in place: a module gains FSDPModule as a base

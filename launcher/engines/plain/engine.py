@@ -39,7 +39,7 @@ def build_engine(
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16)
     if config.compile:
-        compile_units(model)
+        compile_units(model, config.own_kernels)
     optimizer = make_optimizer(model.named_parameters())
     return UnshardedEngine(model, optimizer, device, facts.grad_clip_norm, low_precision)
 
