@@ -318,5 +318,6 @@ def with_linear(linear: str | None) -> Row:
 
 
 STAGES = {
-    f"first_{stage.__name__}": stage for stage in (engines, command, sizes, block, ranks, peer, fp8)
+    f"first_{stage.__name__}": stage
+    for stage in (engines, command, sizes, kernels, block, ranks, peer, fp8)
 }
