@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
 
 PREFIXES = ("hf-hub:", "open_clip:")
 _TAGS = Path(__file__).parent / "openclip_tags.json"
