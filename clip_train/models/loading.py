@@ -118,31 +118,17 @@ def load_openclip(
     stored = read_state_dict(file)
     check_description(file, architecture, silent if tower == "text" else log, name_key)
     source = str(file) if tower is None else f"the {tower} tower of {file}"
-    expected: Shapes = state_shapes(architecture)
-    fitted = fit(stored.state, expected, tower)
-    if tower is not None:
-        expected = {n: shape for n, shape in expected.items() if IMAGE_TEXT.group(n) == tower}
-    repairs = [*stored.notes, *fitted.repairs]
-    openai = fitted.layout == layouts.OPENAI
+    adapted = adapt(stored.state, architecture, source, tower, keep_positions, name_key)
+    notes = [*stored.notes, *adapted.repairs]
+    openai = adapted.layout == layouts.OPENAI
     if openai and not architecture.quick_gelu and not trained_with(file):
-        repairs.append(
+        notes.append(
             "note: OpenAI's models use QuickGELU, and this model uses GELU: if these are OpenAI's "
             f"weights, set {name_key} to the preset with -quickgelu in its name"
         )
-    differences = compare(fitted.state, expected)
-    if not differences.only_positions:
-        raise UserError(
-            describe_misfit(source, fitted, stored.state, differences, architecture, name_key)
-        )
-    for repair in repairs:
-        log(f"{source} ({fitted.layout}): {repair}")
-    resize_positions(fitted.state, architecture, expected, log, keep_positions)
-    differences = compare(fitted.state, expected)
-    if differences:
-        raise UserError(
-            describe_misfit(source, fitted, stored.state, differences, architecture, name_key)
-        )
-    return fitted.state
+    for note in notes:
+        log(f"{source} ({adapted.layout}): {note}")
+    return adapted.state
 
 
 # -- files
@@ -332,6 +318,33 @@ class Fitted:
     repairs: list[str] = field(default_factory=list)
 
 
+def adapt(
+    state: State,
+    architecture: AnyArchitecture,
+    source: str,
+    tower: str | None = None,
+    keep_positions: int = 0,
+    name_key: str = "model.name",
+) -> Fitted:
+    """Rename, repair and resize a state dict until it fits the model. Tensors may be on `meta`.
+
+    source: for messages; the other arguments are those of `load_openclip`. UserError if it does not
+    fit.
+    """
+    expected: Shapes = state_shapes(architecture)
+    fitted = fit(state, expected, tower)
+    if tower is not None:
+        expected = {n: shape for n, shape in expected.items() if IMAGE_TEXT.group(n) == tower}
+    differences = compare(fitted.state, expected)
+    # positions are resized only if everything else fits: else another model is the cause
+    if differences.only_positions:
+        fitted.repairs += resize_positions(fitted.state, architecture, expected, keep_positions)
+        differences = compare(fitted.state, expected)
+    if differences:
+        raise UserError(describe_misfit(source, fitted, state, differences, name_key))
+    return fitted
+
+
 def fit(state: State, expected: Shapes, tower: str | None) -> Fitted:
     """Rename and repair a state dict for a model with these names. Shapes are not compared.
 
@@ -419,7 +432,8 @@ def _repair_bias(fitted: Fitted, expected: Shapes) -> None:
         fitted.repairs.append("the weights have no logit_bias: it starts at 0, as in OpenCLIP")
     elif name in state and name not in expected:
         value = state.pop(name)
-        shown = f" ({value.item():.4g})" if value.numel() == 1 else ""
+        known = value.numel() == 1 and not value.is_meta
+        shown = f" ({value.item():.4g})" if known else ""
         fitted.repairs.append(
             f"dropped logit_bias{shown}: the model has none (model.init_logit_bias is null), and "
             "only the sigmoid loss uses one"
@@ -490,26 +504,22 @@ def describe_misfit(
     fitted: Fitted,
     stored: State,
     differences: Differences,
-    architecture: AnyArchitecture,
     name_key: str,
 ) -> str:
     """The message: the recognised layout, what differs, and the model that would fit."""
-    layout, names = fitted.layout, layouts.fitting_names(stored_names(stored))
-    text = f"{source} ({layout}) does not fit the model ({name_key}): {differences}. "
-    same = f", and {name_key}={names[0]}" if names else ""
+    layout = fitted.layout
+    names = layouts.fitting_names(layouts.without_wrappers(stored, ()).state)
+    text = f"{source} ({layout}) does not fit the model ({name_key}): {differences}"
     if layout in REMEDIES:
-        return text + REMEDIES[layout].format(same=same)
+        same = f", and {name_key}={names[0]}" if names else ""
+        return f"{text}; {REMEDIES[layout].format(same=same)}"
     if names:
-        return f"{text}Its sizes are those of {' or '.join(names)}: set {name_key}={names[0]}"
+        return f"{text}. Its sizes are those of {' or '.join(names)}; set {name_key}={names[0]}"
     sizes = layouts.sizes_of(fitted.state)
     if sizes and differences.shapes:
         shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        return f"{text}No preset has its sizes ({shown}); set {name_key} to a JSON that has them"
-    return f"{text}Give weights of this model, or set {name_key} to the weights' own"
-
-
-def stored_names(state: State) -> State:
-    return layouts.without_wrappers(state, ()).state
+        return f"{text}. No preset has its sizes ({shown}); set {name_key} to a JSON that has them"
+    return f"{text}; give weights of this model, or set {name_key} to the weights' own"
 
 
 def non_finite(state: Mapping[str, Tensor]) -> list[str]:
@@ -525,16 +535,16 @@ def non_finite(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def resize_positions(
-    state: State, architecture: AnyArchitecture, expected: Shapes, log: Log, keep: int = 0
-) -> None:
+    state: State, architecture: AnyArchitecture, expected: Shapes, keep: int = 0
+) -> list[str]:
     """Interpolate positional embeddings of another image size or context in place.
 
     As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
     linear. What cannot be interpolated stays, and so do images of models that OpenCLIP builds.
-    keep: as `model.keep_positions`.
+    keep: as `model.keep_positions`. Returns the line for the log, if there is one.
     """
     if isinstance(architecture, OwnModel):
-        return
+        return []
     lines = []
     if isinstance(architecture, Architecture):
         lines += resize_grid(state, architecture)
@@ -547,8 +557,7 @@ def resize_positions(
             state[name] = stretched(old.float(), context, keep)
             kept = f", the first {keep} as they are" if keep else ""
             lines.append(f"the text's from {len(old)} to {context} tokens{kept}")
-    if lines:
-        log(f"positional embeddings interpolated: {', '.join(lines)}")
+    return [f"positional embeddings interpolated: {', '.join(lines)}"] if lines else []
 
 
 def stretched(old: Tensor, context: int, keep: int) -> Tensor:
@@ -593,5 +602,5 @@ def resize_grid(state: State, architecture: Architecture) -> list[str]:
 
 def names_of_models(file: Path) -> list[str]:
     """The values of `model.name` that fit the sizes, and the description, of a file of weights."""
-    state = stored_names(read_state_dict(file).state)
+    state = layouts.without_wrappers(read_state_dict(file).state, ()).state
     return layouts.fitting_names(state, trained_with(file).get("quick_gelu"))
