@@ -232,7 +232,7 @@ def sizes_of(state: Mapping[str, Any]) -> dict[str, Any]:
     positions = shape("positional_embedding", 2)
     if positions is not None:
         sizes["text_cfg.context_length"] = positions[0]
-    projection = shape("text_projection", 2)
+    projection = shape("text_projection", 2) or shape("visual.proj", 2)
     if projection is not None:
         sizes["embed_dim"] = projection[1]
     stages = [count(rf"visual\.layer{stage}\.(\d+)\.") for stage in range(1, 5)]
