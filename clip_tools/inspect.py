@@ -148,7 +148,7 @@ def described(weights: str, place: str) -> str:
     if not (folder / CONFIG_NAME).is_file():
         if place.startswith("open_clip:"):
             return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
-        fitting = names_of_models(file_at(path, "the place"))
+        fitting = names_of_models(file_at(path, "weights"))
         name, *others = fitting or ["ViT-B-32"]
         by_size = f"; {' and '.join([name, *others])} would fit its sizes" if fitting else ""
         raise UserError(

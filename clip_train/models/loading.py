@@ -429,7 +429,10 @@ def _repair_bias(fitted: Fitted, expected: Shapes) -> None:
     name, state = "logit_bias", fitted.state
     if name in expected and name not in state and "logit_scale" in state:
         state[name] = torch.zeros_like(state["logit_scale"])
-        fitted.repairs.append("the weights have no logit_bias: it starts at 0, as in OpenCLIP")
+        fitted.repairs.append(
+            "the weights have no logit_bias: it starts at 0, as in OpenCLIP "
+            "(model.init_logit_bias is for random weights)"
+        )
     elif name in state and name not in expected:
         value = state.pop(name)
         known = value.numel() == 1 and not value.is_meta
@@ -518,7 +521,10 @@ def describe_misfit(
     sizes = layouts.sizes_of(fitted.state)
     if sizes and differences.shapes:
         shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        return f"{text}. No preset has its sizes ({shown}); set {name_key} to a JSON that has them"
+        return (
+            f"{text}. No preset has its sizes ({shown}); set {name_key} to a JSON that has them, such "
+            f"as the {CONFIG_NAME} beside an export"
+        )
     return f"{text}; give weights of this model, or set {name_key} to the weights' own"
 
 
