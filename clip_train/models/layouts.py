@@ -23,7 +23,7 @@ State = dict[str, Tensor]
 OUTER_WRAPPERS = ("module", "model")
 INNER_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Keys of a file under which its state dict is: OpenCLIP and Lightning; torch's
-# `dcp_to_torch_save` of OpenCLIP's sharded checkpoints; DeepSpeed; other training loops.
+# `dcp_to_torch_save` of OpenCLIP's sharded checkpoints; ZeRO's engines; other training loops.
 CONTAINERS = ("state_dict", "model", "module", "model_state_dict")
 AVERAGED = ("state_dict_ema", "model_ema", "ema")  # a moving average beside them
 OPENAI_BUFFERS = ("input_resolution", "context_length", "vocab_size")
@@ -53,10 +53,12 @@ TRANSFORMERS_PROJECTIONS = {
 OPENAI, LONG_CLIP = "OpenAI's layout", "Long-CLIP's layout"
 TRANSFORMERS_CLIP = "transformers' CLIP layout"
 TRANSFORMERS_SIGLIP = "transformers' SigLIP layout"
+OWN_PIECE = "one rank's part of clip-train's own checkpoint"
 MOBILE_CLIP, PEFT = "Apple's MobileCLIP layout", "peft's layout of adapters"
 UNKNOWN = "an unknown layout"
 # How names of parameters begin, and the layout that has all of these; the first that fits counts.
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("param|",), OWN_PIECE),
     (("visual.", "bert."), "Chinese-CLIP's layout"),
     (("visual.blocks.",), "EVA-CLIP's layout"),
     (("visual.", LONG_CLIP_POSITIONS), LONG_CLIP),

@@ -30,6 +30,7 @@ from clip_train.models.clip import state_shapes
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.layouts import State
 from clip_train.models.openclip.config import described
+from clip_train.settings import clipped
 from clip_train.task import IMAGE_TEXT
 
 WEIGHTS_NAMES = (
@@ -79,6 +80,7 @@ REMEDIES = {
         "it is not converted: give OpenCLIP's file of the same model{same}"
     ),
     layouts.MOBILE_CLIP: "give OpenCLIP's file of the same model: hf-hub:apple/MobileCLIP-...",
+    layouts.OWN_PIECE: "give the run's folder, or that of the checkpoint",
     layouts.PEFT: "merge the adapters into their model, and give that",
     layouts.UNKNOWN: "give a state dict with OpenCLIP's names (docs/weights.md)",
 }
@@ -212,7 +214,7 @@ def read_state_dict(file: Path) -> Stored:
     for key, value in named.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{file} is not a state dict: {key!r} is a {type(value).__name__}; "
+                f"{file} is not a state dict: {clipped(repr(key))} is a {type(value).__name__}; "
                 "save the model's state_dict alone"
             )
     if not named:
@@ -480,7 +482,7 @@ class Differences:
 
 def first_of(lines: list[str], separator: str = ", ") -> str:
     more = f" and {len(lines) - SHOWN:,} more" if len(lines) > SHOWN else ""
-    return separator.join(lines[:SHOWN]) + more
+    return separator.join(map(clipped, lines[:SHOWN])) + more
 
 
 def compare(state: Mapping[str, Tensor], expected: Shapes) -> Differences:

@@ -348,6 +348,10 @@ REFUSED: dict[str, tuple[Callable[[State, Path], Path], tuple[str, ...]]] = {
         names("base_model.model.visual.proj.lora_A.weight"),
         ("peft's layout of adapters",),
     ),
+    "a part of a checkpoint": (
+        names("param|0|visual.proj", "exp_avg|0|visual.proj"),
+        ("one rank's part of clip-train's own checkpoint", "give the run's folder"),
+    ),
     "TorchScript": (torchscript, ("a TorchScript archive", "ViT-B-32-quickgelu/openai")),
     "big_vision": (big_vision, ("big_vision's layout",)),
     "nothing": (empty, ("holds no tensors",)),
