@@ -273,7 +273,9 @@ def test_what_a_place_says_of_the_model(tmp_path):
         ("tiny; tiny would fit its sizes", CLIP(load_architecture("tiny")).state_dict()),
     ):
         torch.save(state, tmp_path / "x.pt")
-        no_name = rf"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name={fits}"
+        no_name = (
+            rf"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name={fits}"
+        )
         with pytest.raises(UserError, match=no_name):
             described(str(tmp_path / "x.pt"), "x.pt")
 

@@ -263,13 +263,9 @@ def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
         if k.startswith("visual.") and "ln_post" not in k
     }
     save_file(state, tmp_path / "half.safetensors")
-    with pytest.raises(
-        UserError, match=r"image tower of .*half.*missing: visual.ln_post.weight"
-    ):
+    with pytest.raises(UserError, match=r"image tower of .*half.*missing: visual.ln_post.weight"):
         _started(config.model_copy(update={"init_image_from": str(tmp_path / "half.safetensors")}))
-    with pytest.raises(
-        UserError, match=r"text tower of .*half.*missing: positional_embedding"
-    ):
+    with pytest.raises(UserError, match=r"text tower of .*half.*missing: positional_embedding"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
     with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is neither a file"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
