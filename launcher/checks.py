@@ -192,7 +192,7 @@ def look_at_weights(weights: WeightsFor, network: bool) -> Finding:
             path = hub.cached(weights.place)
         elif is_remote(weights.place) and not network:
             path = None
-        elif holds_weights(weights.place):
+        elif holds_weights(weights.place, weights.what):
             path = None if is_remote(weights.place) else local_path(weights.place)
         else:
             return compare_run(weights)

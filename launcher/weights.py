@@ -92,7 +92,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     """Collective: a path of this node. what: key and place, for messages. folder: for one place."""
     if hub.is_on_hub(place):
         return str(_on_node(fetches, _readable, what, hub.fetch, place))
-    if dist.on_main(_readable, what, holds_weights, place):
+    if dist.on_main(_readable, what, holds_weights, place, what):
         if not is_remote(place):
             return str(local_path(place))
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
@@ -174,9 +174,12 @@ def on_base(
         return merged({**base, **state}, Lora.model_validate(lora))
 
 
-def holds_weights(place: str) -> bool:
+def holds_weights(place: str, what: str | None = None) -> bool:
     """Whether the place is a file of weights, an export's folder, or on a hub. Otherwise it is a
-    run. UserError for a folder with weights in a form that is not read."""
+    run. UserError for a folder with weights in a form that is not read.
+
+    what: key and place, for the message.
+    """
     if place.endswith(SUFFIXES) or hub.is_on_hub(place):
         return True
     folder = open_storage(place)
@@ -184,7 +187,7 @@ def holds_weights(place: str) -> bool:
         return True
     other = other_folder(folder.exists, place)
     if other is not None:
-        raise UserError(f"{place} is {other}")
+        raise UserError(f"{what or place} is {other}")
     return False
 
 

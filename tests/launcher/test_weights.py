@@ -159,7 +159,7 @@ PLACES = {
     other_model: "does not fit the model (model.name): shapes differ (",
     with_nan: "has NaN or infinity in text_projection, visual.proj",
     another_run: "does not fit the model (model.name): shapes differ (",
-    sharded: "is a sharded checkpoint of torch.distributed.checkpoint",
+    sharded: "epoch_1) is a sharded checkpoint of torch.distributed.checkpoint",
     missing: "nothing.pt is neither a file nor a folder",
 }
 
