@@ -3,7 +3,7 @@ installed."""
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
 from clip_train.models.config import Architecture
+from clip_train.models.layouts import to_transformers
+from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
-from clip_train.models.weights import check_state, save_json, save_weights
+from clip_train.models.weights import save_json, save_weights
 from clip_train.storage.local import LocalStorage
 
 END = 49407  # the token that CLIP's tokenizer ends a text with
@@ -42,19 +44,6 @@ _HELD = {
     },
     "text_cfg.": {"layers", "width", "mlp_ratio", "context_length", "vocab_size", "heads"},
 }
-# Parts of a parameter's name, below its tower: here -> there.
-_NAMES = {
-    "transformer.resblocks.": "encoder.layers.", "ln_1": "layer_norm1", "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
-    "ln_final": "final_layer_norm", "ln_post": "post_layernorm",
-    "ln_pre": "pre_layrnorm",  # so spelled
-    "class_embedding": "embeddings.class_embedding", "conv1": "embeddings.patch_embedding",
-    "token_embedding": "embeddings.token_embedding",
-    "positional_embedding": "embeddings.position_embedding.weight",
-}  # fmt: skip
-_PROJECTIONS = {
-    "visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"
-}  # fmt: skip
 
 
 def check_transformers(architecture: Architecture) -> None:
@@ -92,7 +81,7 @@ def export_transformers(
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
-    save_weights(dict(_renamed(state)), path, "model.safetensors")
+    save_weights(dict(to_transformers(state)), path, "model.safetensors")
     side = architecture.vision_cfg.image_size
     # As in evaluation: the shorter side is resized, the center is cut out.
     pixels = {
@@ -148,23 +137,6 @@ def export_transformers(
     for name, content in huggingface_files(text.context_length).items():
         LocalStorage(path).put_bytes(name, content.encode())
     return path
-
-
-def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
-        tower = "vision_model" if name.startswith("visual.") else "text_model"
-        theirs = name.removeprefix("visual.")
-        for ours, there in _NAMES.items():
-            theirs = theirs.replace(ours, there)
-        if name == "logit_scale":
-            yield name, tensor.reshape(())
-        elif name in _PROJECTIONS:
-            yield _PROJECTIONS[name], tensor.T  # a Linear's: [D, width]
-        elif ".attn.in_proj_" in name:  # [3 width, ...]
-            for part, chunk in zip("qkv", tensor.chunk(3), strict=True):
-                yield f"{tower}.{theirs.replace('attn.in_proj_', f'self_attn.{part}_proj.')}", chunk
-        else:
-            yield f"{tower}.{theirs}", tensor
 
 
 def huggingface_files(context_length: int) -> dict[str, str]:

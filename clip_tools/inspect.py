@@ -26,16 +26,10 @@ from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture
+from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, file_at, names_of_models, silent
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import PREFIX
-from clip_train.models.weights import (
-    CONFIG_NAME,
-    WEIGHTS_NAMES,
-    WholeState,
-    export_saved,
-    initial_weights,
-    silent,
-)
+from clip_train.models.weights import WholeState, export_saved, initial_weights
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
 from launcher.components import evaluation
@@ -154,9 +148,12 @@ def described(weights: str, place: str) -> str:
     if not (folder / CONFIG_NAME).is_file():
         if place.startswith("open_clip:"):
             return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
+        fitting = names_of_models(file_at(path, "weights"))
+        name, *others = fitting or ["ViT-B-32"]
+        by_size = f"; {' and '.join([name, *others])} would fit its sizes" if fitting else ""
         raise UserError(
             f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as "
-            f"in clip-train evaluate {place} model.name=ViT-B-32"
+            f"in clip-train evaluate {place} model.name={name}{by_size}"
         )
     try:
         load_architecture(str(folder))
@@ -295,8 +292,8 @@ def write_export(
         if description.get("own"):
             line = f"safetensors.torch.load_file('{written.resolve() / WEIGHTS_NAMES[0]}')"
     steps = " and ".join(f"step {each.step} of {each.path}" for each in found)
-    log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}; load it with")
-    print(line)
+    log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}")
+    print(f"load it with {line}")
     return 0
 
 

@@ -25,7 +25,7 @@ from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher import components
-from launcher.checks import require_places
+from launcher.checks import continues, require_places
 from launcher.config.memory import (
     choose_layout,
     estimate_memory,
@@ -127,7 +127,13 @@ def run(args: argparse.Namespace) -> int:
     gpu = GPUS[args.gpu.upper()] if args.gpu else None
     if gpu:
         config = config.updated(engine=dict(config.engine.on(gpu.bf16, world_size, per_node)))
-    resolved = resolve(config, world_size, per_node=per_node, read_data=False)
+    resolved = resolve(
+        config,
+        world_size,
+        per_node=per_node,
+        read_data=False,
+        look_for_weights=not continues(config, network=False),
+    )
     plan = make_plan(resolved, gpu, args.network, per_node)
     if args.json:
         print(json.dumps(plan, indent=2))

@@ -41,7 +41,8 @@ from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
 from clip_train.models.clip import forward_flops
-from clip_train.models.weights import initial_weights, silent
+from clip_train.models.loading import silent
+from clip_train.models.weights import initial_weights
 from clip_train.optim.schedule import learning_rate
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage

@@ -20,19 +20,20 @@ from clip_train import dist
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Places, Resumed, open_read_only, places_at
-from clip_train.errors import CheckpointError, UserError
+from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models import hub
 from clip_train.models.config import ModelConfig
-from clip_train.models.lora import Lora
-from clip_train.models.low_rank import merged
-from clip_train.models.weights import (
+from clip_train.models.loading import (
     CONFIG_NAME,
-    WEIGHTS_NAMES,
-    base_digest,
-    export_saved,
-    initial_weights,
+    FOLDER_NAMES,
+    SUFFIXES,
+    TRANSFORMERS_CONFIGS,
+    other_folder,
     sha256_of,
 )
+from clip_train.models.lora import Lora
+from clip_train.models.low_rank import merged
+from clip_train.models.weights import base_digest, export_saved, initial_weights
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
@@ -41,7 +42,6 @@ from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import node_name
 
 KEYS = ("init_from", "init_image_from", "init_text_from")
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 T = TypeVar("T")
 
 
@@ -92,7 +92,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     """Collective: a path of this node. what: key and place, for messages. folder: for one place."""
     if hub.is_on_hub(place):
         return str(_on_node(fetches, _readable, what, hub.fetch, place))
-    if dist.on_main(_readable, what, holds_weights, place):
+    if dist.on_main(_readable, what, holds_weights, place, what):
         if not is_remote(place):
             return str(local_path(place))
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
@@ -101,14 +101,10 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
         found = open_read_only(places, only=only)
     except UserError as e:
         raise UserError(
-            f"{what} holds neither weights ({' or '.join(WEIGHTS_NAMES)}) nor a run's "
+            f"{what} holds neither weights ({' or '.join(FOLDER_NAMES)}) nor a run's "
             f"checkpoint: {e}"
         ) from e
-    if found.state["architecture"].get("lora"):
-        raise UserError(
-            f"{what} is a run with adapters (model.lora), whose checkpoints lack the base model: "
-            f"run clip-train export {place}, and give the folder that it writes"
-        )
+    check_has_base(what, place, found)
     like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
     written = _on_node(
         fetches, _readable, what, export_saved, like, found.state["architecture"], folder, read
@@ -116,6 +112,38 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
     if dist.is_main():
         log(f"{what}: step {found.step} of {found.path}")
     return str(written)
+
+
+def check_has_base(what: str, place: str, found: Resumed) -> None:
+    """UserError if the checkpoint holds only adapters."""
+    if found.state["architecture"].get("lora"):
+        raise UserError(
+            f"{what} is a run with adapters (model.lora), whose checkpoints lack the base model: "
+            f"run clip-train export {place}, and give the folder that it writes"
+        )
+
+
+def place_mistakes(model: ModelConfig, *, must_exist: bool) -> list[UserError]:
+    """The places of initial weights and teachers that no run could read.
+
+    must_exist: local initial weights are needed, so they must exist on this machine.
+    """
+    mistakes: list[UserError] = []
+    places = [(key, getattr(model, key)) for key in KEYS]
+    # that a local one exists: `ModelConfig.teacher_architecture`
+    places += [("teacher", each.teacher) for each in model.teachers()]
+    for key, place in places:
+        if place is None:
+            continue
+        if hub.is_on_hub(place):
+            try:
+                hub.resolve(place)
+            except UserError as e:
+                mistakes.append(e)
+        elif must_exist and key in KEYS and not is_remote(place) and not local_path(place).exists():
+            what = f"model.{key} ({place}) does not exist"
+            mistakes.append(missing(local_path(place), what, "correct the path"))
+    return mistakes
 
 
 def on_base(
@@ -146,12 +174,21 @@ def on_base(
         return merged({**base, **state}, Lora.model_validate(lora))
 
 
-def holds_weights(place: str) -> bool:
+def holds_weights(place: str, what: str | None = None) -> bool:
     """Whether the place is a file of weights, an export's folder, or on a hub. Otherwise it is a
-    run."""
-    if place.endswith(_SUFFIXES) or hub.is_on_hub(place):
+    run. UserError for a folder with weights in a form that is not read.
+
+    what: key and place, for the message.
+    """
+    if place.endswith(SUFFIXES) or hub.is_on_hub(place):
         return True
-    return any(map(open_storage(place).exists, WEIGHTS_NAMES))
+    folder = open_storage(place)
+    if any(map(folder.exists, FOLDER_NAMES)):
+        return True
+    other = other_folder(folder.exists, place)
+    if other is not None:
+        raise UserError(f"{what or place} is {other}")
+    return False
 
 
 def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
@@ -160,14 +197,16 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     Verified by the sha256 in the export's description; without one, a warning says so.
     """
     folder.mkdir()
-    is_file = place.endswith(_SUFFIXES)
+    is_file = place.endswith(SUFFIXES)
     url, _, name = place.rpartition("/") if is_file else (place.rstrip("/"), "", "")
     there, known = open_storage(url), None
-    name = name or next(each for each in WEIGHTS_NAMES if there.exists(each))
-    if there.exists(CONFIG_NAME):
-        description = there.read_bytes(CONFIG_NAME)
-        (folder / CONFIG_NAME).write_bytes(description)
-        known = json.loads(description).get("sha256", {}).get(name)
+    name = name or next(each for each in FOLDER_NAMES if there.exists(each))
+    for beside in (CONFIG_NAME, *TRANSFORMERS_CONFIGS):
+        if there.exists(beside):
+            description = there.read_bytes(beside)
+            (folder / beside).write_bytes(description)
+            if beside == CONFIG_NAME:
+                known = json.loads(description).get("sha256", {}).get(name)
     file = folder / name
     try:
         with open_read(f"{url}/{name}", storage) as source, file.open("wb") as out:

@@ -23,6 +23,7 @@ from clip_tools.openclip.flags import DEFAULTS, FLAGS, LISTS, REASONS, SWITCH_KE
 from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
+from clip_train.models import hub
 from clip_train.models.config import preset_names
 from launcher.config.names import SAME
 from launcher.config.recipe import RunConfig, check_config
@@ -228,6 +229,7 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         keys["model.init_from"] = weights_of(name, str(flags["pretrained"]))
     elif from_hub:
         keys["model.init_from"] = start
+    unknown = unknown_tag(keys.get("model.init_from"))
     locked = from_hub and keys.pop("model.lock_text", False)
     if locked:
         keys.pop("model.lock_text_unlocked_layers", None)
@@ -237,6 +239,7 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
             "--force-quick-gelu",
             f'{CHECK}put "quick_gelu": true into {config_file}, or the model trains with GELU',
         ),
+        (unknown is not None, "--pretrained", f"{CHECK}{unknown}"),
         (
             has_weights and "train-data" not in flags,
             "--pretrained",
@@ -268,6 +271,9 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         teacher = str(flags["distill-model"])
         keys["model.teacher_name"] = model_name(teacher, flag="distill-")
         keys["model.teacher"] = weights_of(teacher, str(flags["distill-pretrained"]))
+        unknown = unknown_tag(keys["model.teacher"])
+        if unknown is not None:
+            notes.append(("--distill-pretrained", f"{CHECK}{unknown}"))
 
 
 def read_description(file: str) -> dict[str, Any]:
@@ -294,6 +300,17 @@ def model_name(name: str, flag: str = "") -> str:
 def weights_of(name: str, tag: str) -> str:
     """A path or URL as it is; a tag is one of OpenCLIP's for that model."""
     return tag if set("/.:") & set(tag) else f"open_clip:{name.replace('/', '-')}/{tag}"
+
+
+def unknown_tag(place: object) -> str | None:
+    """The reason why these weights are not found on the hub; None: they are, or are a file."""
+    if not isinstance(place, str) or not hub.is_on_hub(place):
+        return None
+    try:
+        hub.resolve(place)
+    except UserError as e:
+        return str(e)
+    return None
 
 
 def _data(keys: Keys, notes: Notes, flags: Flags) -> None:

@@ -293,6 +293,14 @@ def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]
         return {name: tuple(p.shape) for name, p in build_model(architecture).named_parameters()}
 
 
+@cache
+def state_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the model's state dict, buffers included; allocates none."""
+    with torch.device("meta"):
+        state = build_model(architecture).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
 def parameter_sizes(architecture: AnyArchitecture) -> dict[str, int]:
     """Elements of each of the model's parameters, by name."""
     return {name: math.prod(shape) for name, shape in parameter_shapes(architecture).items()}

@@ -1,7 +1,8 @@
 """Weights from the Hugging Face hub, fetched into its cache and verified.
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
-    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag (openclip_tags.json)
+    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag: by openclip_tags.json,
+                                          and by OpenCLIP's own table where it is installed
 
 The only module that imports huggingface_hub, which honors HF_ENDPOINT, HF_HOME, HF_TOKEN and
 HF_HUB_OFFLINE, and resumes a download that was cut.
@@ -11,11 +12,13 @@ import contextlib
 import difflib
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.weights import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+from clip_train.models.openclip.config import library
 
 PREFIXES = ("hf-hub:", "open_clip:")
 _TAGS = Path(__file__).parent / "openclip_tags.json"
@@ -32,13 +35,15 @@ def fetch(place: str) -> Path:
     be fetched.
     """
     repository, revision = resolve(place)
+    owner, name, *files = repository.split("/")
+    repository = f"{owner}/{name}"
     try:
         import huggingface_hub as hub
         import huggingface_hub.errors
     except ImportError as e:
         raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
     missing = []
-    for name in WEIGHTS_NAMES:
+    for name in files or WEIGHTS_NAMES:
         try:
             file = _verified(hub, place, repository, name, revision)
         except hub.errors.EntryNotFoundError as e:
@@ -48,13 +53,34 @@ def fetch(place: str) -> Path:
             _verified(hub, place, repository, CONFIG_NAME, file.parent.name)  # of the same commit
         return file
     raise CheckpointError(
-        f"{place}: {repository} has neither {' nor '.join(WEIGHTS_NAMES)}, or they cannot be "
+        f"{place}: {repository} has neither {' nor '.join(files or WEIGHTS_NAMES)}, or they cannot be "
         f"reached: {missing[-1]}"
     )
 
 
+def cached(place: str) -> Path | None:
+    """The weights' file if it is in the cache; None: not there, or huggingface_hub is missing.
+
+    Nothing is fetched. UserError as in `resolve`.
+    """
+    repository, revision = resolve(place)
+    owner, name, *files = repository.split("/")
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        return None
+    for file in files or WEIGHTS_NAMES:
+        path = hub.try_to_load_from_cache(f"{owner}/{name}", file, revision=revision)
+        if isinstance(path, str):
+            return Path(path)
+    return None
+
+
 def resolve(place: str) -> tuple[str, str | None]:
-    """(repository, revision or None for its newest). UserError."""
+    """(repository, revision or None for its newest). UserError.
+
+    The repository of some tags ends with the name of a file, org/name/file.
+    """
     scheme, _, name = place.partition(":")
     if scheme == "hf-hub":
         match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@(\S+))?", name)
@@ -62,13 +88,38 @@ def resolve(place: str) -> tuple[str, str | None]:
             raise UserError(f"{place}: write hf-hub:org/name, or hf-hub:org/name@revision")
         return match[1], match[2]
     known = json.loads(_TAGS.read_text())
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3) or list(known)[:3]
+    if name in known:
+        return known[name], None
+    return _by_openclip(place, name, known), None
+
+
+def _by_openclip(place: str, name: str, known: Collection[str]) -> str:
+    """The repository of a tag that is not in the table of this project. UserError."""
+    model, _, tag = name.rpartition("/")
+    by_name = "the hub's repository itself can be given as hf-hub:REPO, such as hf-hub:org/name"
+    close = difflib.get_close_matches(name, known, n=3)
+    near = f"did you mean {', '.join(close)}? Or " if close else ""
+    try:
+        open_clip = library(place)
+    except UserError:
         raise UserError(
-            f"{place}: OpenCLIP has no such model and tag on the hub; did you mean "
-            f"{', '.join(near)}?"
+            f"{place}: this model and tag are not among the {len(known)} that clip-train knows; "
+            f"{near}install OpenCLIP, which knows all of them (pip install 'clip-train[openclip]'); "
+            f"{by_name}"
+        ) from None
+    config = open_clip.get_pretrained_cfg(model, tag) or {}
+    if config.get("hf_hub"):
+        return config["hf_hub"].rstrip("/")
+    if config:
+        raise UserError(
+            f"{place}: OpenCLIP has these weights at {config.get('url')}, not on the hub: download "
+            f"them, and give the file; {by_name}"
         )
-    return known[name], None
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    there = f"its tags of {model} are {', '.join(tags)}; " if tags else ""
+    raise UserError(
+        f"{place}: OpenCLIP {open_clip.__version__} has no such model and tag; {near}{there}{by_name}"
+    )
 
 
 def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:

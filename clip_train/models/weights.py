@@ -1,42 +1,41 @@
-"""Read and write weights in OpenCLIP's layout: initial weights of a run, and exports.
+"""The weights that a run starts with, and exports in OpenCLIP's layout.
 
-A run starts from the same weights at every ZeRO stage and number of ranks. Only tensors are ever
-unpickled.
+A run starts from the same weights at every ZeRO stage and number of ranks. Files are read by
+`clip_train.models.loading`.
 """
 
 import hashlib
 import json
-import math
 import mmap
 import os
-import textwrap
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from clip_train.errors import CheckpointError, UserError, missing
-from clip_train.models.clip import build_model, parameter_sizes, parse_saved
-from clip_train.models.config import AnyArchitecture, Architecture, ModelConfig, OwnModel
+from clip_train.models.clip import build_model, parse_saved
+from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.models.drawing import Drawn
-from clip_train.models.openclip.config import RESIZED, described
+from clip_train.models.layouts import State
+from clip_train.models.loading import (
+    CONFIG_NAME,
+    WEIGHTS_NAMES,
+    Log,
+    check_state,
+    file_at,
+    load_openclip,
+    sha256_of,
+    silent,
+    trained_with,
+)
+from clip_train.models.openclip.config import RESIZED
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
 
-WEIGHTS_NAMES = (
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.bin",
-)  # the first is what an export writes
-CONFIG_NAME = "open_clip_config.json"
-Log = Callable[[str], None]
 Read = Callable[[str], Tensor]
 
 
@@ -92,10 +91,6 @@ class DrawnState(WholeState):
         return super().read(name, slot, start, numel) if part is None else part
 
 
-def silent(text: str) -> None:
-    """A `Log` for ranks that need not repeat rank 0's messages."""
-
-
 def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeState:
     """Load `model.init_from`, `init_image_from` and `init_text_from`; draw the rest from `seed`.
 
@@ -126,6 +121,14 @@ def base_digest(config: ModelConfig, seed: int) -> str | None:
     return hashlib.sha256(f"{[seed]} {read}".encode()).hexdigest()[:16]
 
 
+def teacher_state(config: ModelConfig, file: Path) -> tuple[AnyArchitecture, State]:
+    """The only teacher's architecture, as its file describes it, and its weights. UserError,
+    CheckpointError."""
+    architecture = config.teacher_architecture()
+    architecture = architecture.model_copy(update=trained_with(file))
+    return architecture, load_openclip(file, architecture, name_key="model.teacher_name")
+
+
 def load_teacher(
     config: ModelConfig, place: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module, str]:
@@ -134,9 +137,7 @@ def load_teacher(
     Returns it with a digest of its weights and description. UserError, CheckpointError.
     """
     file = file_at(place, "model.teacher")
-    architecture = config.teacher_architecture()
-    architecture = architecture.model_copy(update=trained_with(file))
-    state = load_openclip(file, architecture)
+    architecture, state = teacher_state(config, file)
     teacher = build_model(architecture, patch_dropout=0.0)
     teacher.load_state_dict(state)
     teacher.to(device, dtype)
@@ -144,225 +145,6 @@ def load_teacher(
     teacher.logit_scale.data = state["logit_scale"].to(device, torch.float32)
     named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
     return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
-
-
-def check_state(state: dict[str, Tensor], architecture: AnyArchitecture, source: str) -> None:
-    """CheckpointError with torch's message if `state` does not fit such a model."""
-    with torch.device("meta"):
-        model = build_model(architecture)
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as e:
-        reasons = textwrap.shorten(str(e), 1000)
-        raise CheckpointError(
-            f"{source} does not fit the model (model.name, model.init_logit_bias; of a teacher "
-            f"model.teacher_name): {reasons}"
-        ) from None
-
-
-def resize_positions(
-    state: dict[str, Tensor], architecture: AnyArchitecture, log: Log, keep: int = 0
-) -> None:
-    """Interpolate positional embeddings of another image size or context in place.
-
-    As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
-    linear. `check_state` rejects what cannot be interpolated, and images of models that OpenCLIP
-    builds. keep: as `model.keep_positions`.
-    """
-    if isinstance(architecture, OwnModel):
-        return
-    lines = []
-    if isinstance(architecture, Architecture):
-        lines += resize_grid(state, architecture)
-    for name in ("positional_embedding", "text.positional_embedding"):
-        old, size = state.get(name), parameter_sizes(architecture).get(name, 0)
-        if old is None or old.ndim != 2 or not old.numel() or size % old.shape[1]:
-            continue
-        context = size // old.shape[1]  # the model may add a token of its own
-        if context not in (0, len(old)):
-            state[name] = stretched(old.float(), context, keep)
-            kept = f", the first {keep} as they are" if keep else ""
-            lines.append(f"the text's from {len(old)} to {context} tokens{kept}")
-    if lines:
-        log(f"positional embeddings interpolated: {', '.join(lines)}")
-
-
-def stretched(old: Tensor, context: int, keep: int) -> Tensor:
-    """[L, width] -> [context, width]. UserError if L is too small to keep this many.
-
-    With `keep` as Long-CLIP does (arXiv 2403.15378): position `keep + j` is at `keep + j (L - keep)
-    / (context - keep)` of the old ones, and the last ones follow the line through the last two.
-    """
-    if keep == 0:
-        row = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)
-        return row[0].T.contiguous()
-    if keep > len(old) - 2:
-        raise UserError(
-            f"model.keep_positions ({keep}) must be at most {len(old) - 2}: the weights have "
-            f"{len(old)} positions, and two are needed to interpolate; lower it"
-        )
-    ratio = (len(old) - keep) / (context - keep)
-    places = keep + ratio * torch.arange(context - keep, dtype=torch.float64)
-    left = places.long().clamp(max=len(old) - 2)
-    rest = old[left].lerp(old[left + 1], (places - left).to(old.dtype)[:, None])
-    return torch.cat([old[:keep], rest])
-
-
-def resize_grid(state: dict[str, Tensor], architecture: Architecture) -> list[str]:
-    """The image's part of `resize_positions`. Returns what was done."""
-    side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
-    name = "visual.positional_embedding"
-    old = state.get(name)  # [1 + T, width]
-    if old is not None and old.ndim == 2 and len(old) > 1 and len(old) != 1 + side**2:
-        was = math.isqrt(len(old) - 1)
-        if was**2 == len(old) - 1:
-            grid = (
-                old[1:].float().unflatten(0, (was, was)).permute(2, 0, 1)[None]
-            )  # [1, width, was, was]
-            grid = F.interpolate(
-                grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
-            )
-            state[name] = torch.cat([old[:1].float(), grid[0].flatten(1).T])
-            return [f"the image's from {was} x {was} to {side} x {side} patches"]
-    return []
-
-
-def load_openclip(
-    path: str | os.PathLike,
-    architecture: AnyArchitecture,
-    log: Log = silent,
-    tower: str | None = None,
-    keep_positions: int = 0,
-) -> dict[str, Tensor]:
-    """Load weights in OpenCLIP's layout for `build_model(architecture)`, in the file's precision.
-
-    The file is mapped into memory: parts that nobody reads take none.
-
-    Args:
-        path: an export folder; a .safetensors; a .pt / .bin of tensors, also OpenCLIP's training
-            checkpoints (`{"state_dict": {"module.visual...": ...}}`).
-        log: takes a line where another image size or context is made to fit.
-        tower: "image" or "text": only that tower's part of the state. The weights may be such a
-            tower alone, with or without `visual.` or `text.` before their names.
-        keep_positions: as `model.keep_positions`.
-
-    Raises:
-        UserError: `path` does not exist, or its weights have too few positions for
-            `keep_positions`.
-        CheckpointError: the file is damaged, or does not fit the architecture.
-    """
-    file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
-    state = _read(file, architecture, silent if tower == "text" else log)
-    source, rest = str(file), {}
-    if tower is not None:
-        source = f"the {tower} tower of {file}"
-        if tower == "image" and not any(name.startswith("visual.") for name in state):
-            state = {f"visual.{name}": tensor for name, tensor in state.items()}
-        prefix = "text." if not getattr(architecture, "custom_text", False) else ""
-        state = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state.items()
-            if IMAGE_TEXT.group(name) == tower
-        }
-        with torch.device("meta"):
-            rest = build_model(architecture).state_dict()
-        rest = {name: t for name, t in rest.items() if IMAGE_TEXT.group(name) != tower}
-    resize_positions(state, architecture, log, keep_positions)
-    check_state(rest | state, architecture, source)
-    return state
-
-
-def file_at(path: str | os.PathLike, key: str) -> Path:
-    """The weights file at `path`, which is a file or a folder. UserError."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        names = [name for name in WEIGHTS_NAMES if (file / name).is_file()]
-        file = file / names[0] if names else file
-    if not file.is_file():
-        what = f"{key}: {path} is neither a file nor a folder with {' or '.join(WEIGHTS_NAMES)}"
-        raise missing(file, what, "correct the path")
-    return file
-
-
-def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as f:
-        for data in iter(lambda: f.read(1 << 22), b""):
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def _read(file: Path, architecture: AnyArchitecture, log: Log) -> dict[str, Tensor]:
-    """Return tensors by OpenCLIP's names. CheckpointError; UserError: see below."""
-    try:
-        safe = file.suffix == ".safetensors"
-        mapped = zipfile.is_zipfile(file)  # unlike torch's format of before 1.6
-        content = (
-            load_file(file) if safe else torch.load(file, "cpu", weights_only=True, mmap=mapped)
-        )
-    except Exception as e:  # a damaged file may raise anything
-        raise CheckpointError(
-            f"{file} cannot be read as weights (a file that needs code to unpickle is refused; "
-            "where you trust it, save its state_dict alone; OpenAI's TorchScript archives are on "
-            f"the hub: model.init_from=open_clip:ViT-B-32-quickgelu/openai): {e}"
-        ) from e
-    if isinstance(content, dict):
-        content = content.get("state_dict", content)
-    named = content if isinstance(content, dict) else {"its content": content}
-    state = {}
-    for key, value in named.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{file} is not a state dict: {key!r} is a {type(value).__name__}; "
-                "save the model's state_dict alone"
-            )
-        # DistributedDataParallel's and torch.compile's
-        name = key.removeprefix("module.").removeprefix("_orig_mod.")
-        tensor = value.contiguous()
-        if name in IMAGE_TEXT.scalars and tensor.numel() == 1:
-            tensor = tensor.reshape(1)
-        state[name] = tensor
-    _check_description(file, architecture, log)
-    return state
-
-
-def trained_with(file: Path) -> dict[str, Any]:
-    """`quick_gelu`, `image_mean` and `image_std` from the description beside the weights; {}
-    without one. Names and shapes of the weights do not reveal these.
-    """
-    try:
-        keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
-        pixels: dict[str, Any] = {
-            key: tuple(map(float, np.broadcast_to(keys[key], 3)))
-            for key in ("image_mean", "image_std")
-            if key in keys
-        }
-        return {"quick_gelu": bool(keys.get("quick_gelu", False)), **pixels}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def _check_description(file: Path, architecture: AnyArchitecture, log: Log) -> None:
-    """UserError for another activation function: names and shapes would match, but the model would
-    be worse.
-
-    Other pixels are only logged: `model.name` may be a JSON with the right ones.
-    """
-    facts = trained_with(file)
-    quick_gelu = facts.get("quick_gelu", architecture.quick_gelu)
-    if quick_gelu != architecture.quick_gelu:
-        raise UserError(
-            f"{file} was trained with {'QuickGELU' if quick_gelu else 'GELU'}, the recipe's model "
-            f"has the other: set model.name to the preset {'with' if quick_gelu else 'without'} "
-            f'-quickgelu in its name, or to a JSON with "quick_gelu": {json.dumps(quick_gelu)}; of '
-            "a teacher model.teacher_name"
-        )
-    if architecture.model_copy(update=facts) != architecture:
-        log(
-            f"note: {file} was trained with {facts}, the model's pixels are of mean "
-            f"{architecture.image_mean} and deviation {architecture.image_std}; a JSON as "
-            "model.name can have the former"
-        )
 
 
 # -- out

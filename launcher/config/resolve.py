@@ -26,7 +26,6 @@ from clip_train.data.validation import ImageFolder
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import Layout
-from clip_train.models import hub
 from clip_train.models.clip import own_mistakes, parameter_sizes
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
 from clip_train.models.freeze import trained_parameters
@@ -36,6 +35,7 @@ from clip_train.settings import broken, is_import_path, shown
 from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
+from launcher.weights import place_mistakes
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,13 @@ def resolve(
     per_node: int = 8,
     read_data: bool = True,
     is_rank: bool = False,
+    look_for_weights: bool = False,
 ) -> Resolved:
     """Resolve a recipe for this many ranks on this machine. UserError: all mistakes that one
     process can find.
 
     per_node: ranks on a node. is_rank: this process will train, so the recipe must fit its devices.
+    look_for_weights: local initial weights must exist, which only a fresh start needs.
     """
     recipe = config = with_samples(recipe)
     problems: list[UserError] = []
@@ -162,10 +164,7 @@ def resolve(
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
             )
-        places = (model.init_from, model.init_image_from, model.init_text_from)
-        teachers = (str(each.teacher) for each in model.teachers())
-        for place in filter(hub.is_on_hub, [*filter(None, places), *teachers]):
-            collect(hub.resolve, place)
+        problems += place_mistakes(model, must_exist=look_for_weights)
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
         collect(lr_factors, config.optim, names)

@@ -130,7 +130,7 @@ def test_evaluate_and_export_agree_with_the_run(trained, data):
         assert found[name] == pytest.approx(told[name], abs=2e-3)
     by_name = start(run_dir / "export", "model.name=tiny", *evaluated, verb="evaluate", cwd=run_dir)
     status, printed = finish(by_name)
-    assert status == 1 and "does not fit the model" in printed, printed
+    assert status == 2 and "does not fit the model" in printed, printed
 
     status, from_export = run(
         resolved,
@@ -266,11 +266,18 @@ def test_what_a_place_says_of_the_model(tmp_path):
         == "open_clip:ViT-B-16-SigLIP"
     )
     assert not holds_weights("my.yaml") and not holds_weights(str(tmp_path))
-    with pytest.raises(
-        UserError,
-        match=r"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name=ViT-B-32",
-    ):
+    with pytest.raises(UserError, match=r"x\.pt is neither a file nor a folder"):
         described(str(tmp_path / "x.pt"), "x.pt")
+    for fits, state in (
+        ("ViT-B-32$", {"visual.proj": torch.zeros(2, 2)}),  # an example
+        ("tiny; tiny would fit its sizes", CLIP(load_architecture("tiny")).state_dict()),
+    ):
+        torch.save(state, tmp_path / "x.pt")
+        no_name = (
+            rf"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name={fits}"
+        )
+        with pytest.raises(UserError, match=no_name):
+            described(str(tmp_path / "x.pt"), "x.pt")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

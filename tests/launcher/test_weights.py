@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,9 +18,12 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
+from clip_train.models.hub import resolve
 from clip_train.models.weights import export_openclip, initial_weights
 from clip_train.storage.config import StorageConfig
+from launcher.checks import check_weights, require_places
 from launcher.cli.main import main
+from launcher.config.recipe import load_config
 from launcher.weights import weights_here
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture, small_model
@@ -93,7 +98,11 @@ def test_a_folder_that_has_moved_and_one_checkpoint_are_exported(tmp_path: Path,
     (run / "recipe.yaml").write_text(json.dumps(recipe))
     (first,) = (run / "checkpoints" / "commit").glob("*s0000000001.json")
     for place, step in ((run, 2), (first, 1)):
+        capsys.readouterr()
         assert main(["export", str(place), "--output", str(tmp_path / "export")]) == 0
+        out, err = capsys.readouterr()  # the sentence is on one stream, the one of results
+        assert out.startswith("load it with open_clip.create_model_and_transforms('local-dir:")
+        assert out.count("\n") == 1 and "load it with" not in err
         found = load_file(tmp_path / "export" / "open_clip_model.safetensors")
         assert all(
             torch.equal(found[name].flatten(), saved[step][name].flatten()) for name in found
@@ -101,6 +110,133 @@ def test_a_folder_that_has_moved_and_one_checkpoint_are_exported(tmp_path: Path,
     assert main(["checkpoints", str(run)]) == 0 and capsys.readouterr().out.count("complete") == 2
     assert main(["export", str(run / "recipe.yaml")]) == 2
     assert "train first" in capsys.readouterr().err
+
+
+# -- before a run: plan, train --dry-run, doctor
+
+
+def other_model(folder: Path) -> str:
+    architecture = small_architecture(embed_dim=8)
+    state = small_model(architecture=architecture).state_dict()
+    return str(export_openclip(state, architecture, folder / "other"))
+
+
+def with_nan(folder: Path) -> str:
+    state = small_model().state_dict()
+    state["visual.proj"][0, 0], state["text_projection"][1, 1] = torch.nan, torch.inf
+    torch.save(state, folder / "nan.pt")
+    return str(folder / "nan.pt")
+
+
+def a_run(folder: Path) -> str:
+    save_run(folder / "first", ARCHITECTURE, steps=(1,))
+    return str(folder / "first" / "checkpoints")
+
+
+def another_run(folder: Path) -> str:
+    save_run(folder / "second", small_architecture(embed_dim=8), steps=(1,))
+    return str(folder / "second" / "checkpoints")
+
+
+def sharded(folder: Path) -> str:
+    (folder / "epoch_1").mkdir()
+    (folder / "epoch_1" / ".metadata").touch()
+    return str(folder / "epoch_1")
+
+
+def missing(folder: Path) -> str:
+    return str(folder / "nothing.pt")
+
+
+def good(folder: Path) -> str:
+    state = small_model().state_dict()
+    return str(export_openclip(state, ARCHITECTURE, folder / "good"))
+
+
+PLACES = {
+    good: None,
+    a_run: None,
+    other_model: "does not fit the model (model.name): shapes differ (",
+    with_nan: "has NaN or infinity in text_projection, visual.proj",
+    another_run: "does not fit the model (model.name): shapes differ (",
+    sharded: "epoch_1) is a sharded checkpoint of torch.distributed.checkpoint",
+    missing: "nothing.pt is neither a file nor a folder",
+}
+
+
+@pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
+def test_initial_weights_are_looked_at_before_a_run(
+    make, recipe: Path, tmp_path: Path, model: Path
+):
+    """By `doctor`, and by what `submit` and `train --dry-run` require; with the same words."""
+    place, mistake = make(tmp_path), PLACES[make]
+    keys = [f"model.name={model}", "model.dropout=0", "model.patch_dropout=0"]
+    config = load_config(str(recipe), [*keys, f"model.init_from={place}"])
+    (found,) = check_weights(config)
+    if mistake is None:
+        assert found.level == "ok" and "fits the model" in found.message
+        require_places(config)
+        return
+    assert found.level == "error" and found.remedy
+    assert mistake in found.message and place in found.message
+    with pytest.raises(UserError, match=re.escape(mistake)):
+        require_places(config)
+    # one that continues does not read them
+    save_run(config.run_dir, ARCHITECTURE, steps=(1,))
+    (found,) = check_weights(config)
+    assert found.level == "ok" and "continues from its checkpoints" in found.message
+    assert [f.level for f in check_weights(config.updated(checkpoint={"resume": "never"}))] == [
+        "error"
+    ]
+
+
+def test_a_teachers_weights_are_looked_at_too(recipe: Path, tmp_path: Path, model: Path):
+    keys = [f"model.name={model}", f"model.teacher_name={model}", "model.dropout=0"]
+    for make, level in ((good, "ok"), (with_nan, "error")):
+        config = load_config(str(recipe), [*keys, f"model.teacher={make(tmp_path)}"])
+        (found,) = check_weights(config)
+        assert found.level == level and found.message.startswith("model.teacher (")
+
+
+def test_a_plan_complains_of_initial_weights_that_do_not_exist(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    line = [
+        "plan",
+        str(recipe),
+        f"model.init_image_from={tmp_path}/no.pt",
+        "optim.lr_multipliers={nothing: 2}",
+    ]
+    assert main(line) == 2
+    err = capsys.readouterr().err  # with all other mistakes
+    assert f"model.init_image_from ({tmp_path}/no.pt) does not exist" in err and "2 mistakes" in err
+    line.pop()
+    save_run(tmp_path / "run", ARCHITECTURE, steps=(1,))  # continues from it
+    assert main(line) == 0
+
+
+# -- pretrained tags
+
+
+def test_an_unknown_tag_says_how_to_name_the_repository(monkeypatch, capsys):
+    """Without OpenCLIP; with it: tests/peers/test_hub.py."""
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(UserError, match=r"install OpenCLIP.*given as hf-hub:REPO"):
+        resolve("open_clip:ViT-B-16-SigLIP/webli")
+    with pytest.raises(UserError, match=r"did you mean ViT-B-32/laion2b_s34b_b79k.*hf-hub:REPO"):
+        resolve("open_clip:ViT-B-32/laion2b_s34b_b79")
+    line = "main.py --train-data x.tar --train-num-samples 100000 --model ViT-B-32 --pretrained "
+    assert main(["import-args", line + "laion2b_s34b_b79"]) == 0
+    out, err = capsys.readouterr()
+    assert "# --pretrained: CHECK: open_clip:ViT-B-32/laion2b_s34b_b79: " in out
+    assert "warning: --pretrained: " in err and "hf-hub:REPO" in err
+    assert main(["import-args", line + "laion2b_s34b_b79k"]) == 0
+    assert "--pretrained: CHECK" not in capsys.readouterr().out
+    teacher = "laion2b_s34b_b79k --distill-model ViT-L-14 --distill-pretrained none_such"
+    assert main(["import-args", line + teacher]) == 0
+    assert (
+        "# --distill-pretrained: CHECK: open_clip:ViT-L-14/none_such: " in capsys.readouterr().out
+    )
 
 
 def test_damage_is_seen_before_a_weight_is_used(tmp_path: Path, model: Path):

@@ -128,17 +128,18 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path: Path):
     state["extra.weight"] = torch.zeros(2)
     state["text_projection"] = torch.zeros(2, 3)
     save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError) as e:
+    with pytest.raises(UserError) as e:
         load_openclip(tmp_path / "other.safetensors", small_architecture())
     for part in (
-        'Missing key(s) in state_dict: "visual.proj"',
-        'Unexpected key(s) in state_dict: "extra.weight"',
-        "text_projection: copying a param with shape torch.Size([2, 3])",
+        "(OpenCLIP's layout) does not fit the model (model.name)",
+        "missing: visual.proj;",
+        "not in the model: extra.weight.",
+        "text_projection: [2, 3], the model's [20, 24]",
     ):
         assert part in str(e.value)
     with pytest.raises(
         CheckpointError,
-        match=r"the state to export does not fit the model .*Missing key.*logit_bias",
+        match=r"the state to export does not fit the model: missing: logit_bias",
     ):
         export_openclip(small_model().state_dict(), ARCHITECTURE, tmp_path / "export")
     assert not (tmp_path / "export").exists()
@@ -158,7 +159,7 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
     content["vision_cfg"]["image_size"], content["text_cfg"]["context_length"] = 32, 16
     large, said = parse_architecture(content, "test"), []
     loaded = load_openclip(tmp_path / "small.safetensors", large, said.append)
-    assert said == [
+    assert [line.partition(" (OpenCLIP's layout): ")[2] for line in said] == [
         "positional embeddings interpolated: the image's from 4 x 4 to 8 x 8 patches, the text's from 8 to 16 tokens"
     ]
     grid = loaded["visual.positional_embedding"]
@@ -178,7 +179,7 @@ def test_another_image_size_and_context_are_interpolated(tmp_path: Path):
     save_file(
         state | {"visual.positional_embedding": torch.zeros(16, 32)}, tmp_path / "odd.safetensors"
     )
-    with pytest.raises(CheckpointError, match=r"visual.positional_embedding: .*\[16, 32\]"):
+    with pytest.raises(UserError, match=r"visual.positional_embedding: \[16, 32\]"):
         load_openclip(tmp_path / "odd.safetensors", large)
 
 
@@ -206,7 +207,7 @@ def test_the_first_positions_stay_as_in_long_clip(tmp_path: Path):
     name, width = "positional_embedding", state["positional_embedding"].shape[1]
     new = held.read(name, "param", 0, 23 * width).view(23, width)
     torch.testing.assert_close(new, long_clip(state[name], 3), rtol=0, atol=1e-6)
-    assert said == [
+    assert [line.partition(" (OpenCLIP's layout): ")[2] for line in said] == [
         "positional embeddings interpolated: the text's from 8 to 23 tokens, the first 3 as they are"
     ]
     longer = config.architecture()
@@ -262,13 +263,9 @@ def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
         if k.startswith("visual.") and "ln_post" not in k
     }
     save_file(state, tmp_path / "half.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r'image tower of .*half.*Missing key.*: "visual.ln_post.weight"'
-    ):
+    with pytest.raises(UserError, match=r"image tower of .*half.*missing: visual.ln_post.weight"):
         _started(config.model_copy(update={"init_image_from": str(tmp_path / "half.safetensors")}))
-    with pytest.raises(
-        CheckpointError, match=r'text tower of .*half.*Missing key.*: "positional_embedding"'
-    ):
+    with pytest.raises(UserError, match=r"text tower of .*half.*missing: positional_embedding"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "half.safetensors")}))
     with pytest.raises(UserError, match=r"model.init_text_from: .*nothing is neither a file"):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
@@ -277,10 +274,7 @@ def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
 def test_a_torchscript_archive_is_refused_with_the_same_weights_on_the_hub(tmp_path: Path):
     archive = tmp_path / "ViT-B-32.pt"
     torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)), archive)
-    with (
-        pytest.warns(UserWarning, match="TorchScript"),
-        pytest.raises(CheckpointError, match=r"ViT-B-32\.pt cannot be read as weights") as e,
-    ):
+    with pytest.raises(CheckpointError, match=r"ViT-B-32\.pt .*a TorchScript archive") as e:
         load_openclip(archive, small_architecture())
     remedy = re.search(r"model\.init_from=(\S+/\w+)", str(e.value))
     assert remedy and resolve(remedy[1]) == ("timm/vit_base_patch32_clip_224.openai", None)
@@ -319,7 +313,7 @@ class _Code:
 def test_damage_and_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(UserError, match=r"nothing\.pt is neither a file"):
         load_openclip(tmp_path / "nothing.pt", ARCHITECTURE)
-    with pytest.raises(UserError, match=r"nor a folder with open_clip_model\.safetensors or"):
+    with pytest.raises(UserError, match=r"nor a folder with open_clip_model\.safetensors, .* or"):
         load_openclip(tmp_path, ARCHITECTURE)
     torch.save({"state_dict": {"a": _Code()}}, tmp_path / "code.pt")
     with pytest.raises(CheckpointError, match="needs code to unpickle is refused"):

@@ -51,7 +51,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def fetch(hub: Hub, place: str, home: Path, **environ: str) -> tuple[str, str]:
+def fetch(hub: Hub, place: str, home: Path, script: str = FETCH, **environ: str) -> tuple[str, str]:
     """(the file's path, or what was said instead; all that was said)"""
     env = {
         **os.environ,
@@ -61,7 +61,7 @@ def fetch(hub: Hub, place: str, home: Path, **environ: str) -> tuple[str, str]:
         **environ,
     }
     done = subprocess.run(
-        [sys.executable, "-c", FETCH, place],
+        [sys.executable, "-c", script, place],
         env=env,
         capture_output=True,
         text=True,
@@ -136,6 +136,16 @@ def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
         ("me/clip", SAFETENSORS)
     )  # without a description
     assert fetch(hub, "hf-hub:me/bin", tmp_path / "home")[0].endswith("open_clip_pytorch_model.bin")
+
+
+def test_a_tag_may_name_a_file_of_its_repository(tmp_path: Path, hub: Hub):
+    """By OpenCLIP's own table."""
+    pytest.importorskip("open_clip", exc_type=ImportError)
+    shard = ("jienengchen/ViTamin-S", "pytorch_model.bin")
+    hub.files[shard] = hub.files["me/clip", SAFETENSORS]
+    place, home = "open_clip:ViTamin-S/datacomp1b", tmp_path / "home"
+    path, said = fetch(hub, place, home, script=f"import tests.peers.torchvision_shim\n{FETCH}")
+    assert Path(path).name == "pytorch_model.bin" and Path(path).is_file(), said
 
 
 def test_places_on_the_hub():
