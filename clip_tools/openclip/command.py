@@ -17,13 +17,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from clip_tools.openclip.flags import DEFAULTS, FLAGS, LISTS, REASONS, SWITCH_KEYS, SWITCHES
 from clip_train.data.config import SYNTHETIC_SAMPLES
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
 from clip_train.models.config import preset_names
+from clip_train.yaml_text import dump_yaml
 from launcher.config.names import SAME
 from launcher.config.recipe import RunConfig, check_config
 from launcher.runtime.log import warn
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {flag}: {what}")
         if what.startswith(CHECK):
             warn(f"{flag}: {what.removeprefix(CHECK)}")
-    print(yaml.safe_dump(recipe, sort_keys=False), end="")
+    print(dump_yaml(recipe), end="")
     return 0
 
 

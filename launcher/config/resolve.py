@@ -23,7 +23,7 @@ from clip_train.data.config import (
 from clip_train.data.images import augmented, own_augmentation
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
-from clip_train.errors import RankError, UserError
+from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import Layout
 from clip_train.models import hub
@@ -198,12 +198,7 @@ def resolve(
     for is_imported, check in sorted(checks, key=itemgetter(0)):
         if not (problems and is_imported):  # an import runs code: after all other checks
             problems += map(UserError, collect(check) or [])
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        all_of_ranks = all(isinstance(problem, RankError) for problem in problems)
-        error = RankError if all_of_ranks else UserError
-        raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
+    raise_all(problems)
     order = order_keys(config.data, config.batch.sizes, config.run.seed)
     data = {"lanes": order["data.lanes"], "shuffle_block": order["data.shuffle_block"]}
     config = config.updated(data=data, engine=dict(engine))
