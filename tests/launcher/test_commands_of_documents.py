@@ -100,6 +100,9 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
                 (photos / f"{i}.jpg").write_bytes(jpeg(i))
                 (photos / f"{i}.txt").write_text(f"picture {i}")
                 table.writerow([f"photos/{i}.jpg", f"picture {i}", f"kind {i}", "Oslo"])
+    demo = folder / "runs" / "data" / "shapes"  # as `clip-train demo` leaves it
+    demo.mkdir(parents=True)
+    shutil.copy(data.classes, demo)
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
     (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
@@ -264,6 +266,21 @@ def test_a_plan_refuses_what_training_would(line, environ, said, recipe, capsys,
         monkeypatch.setenv(name, value)
     assert main(["plan", str(recipe), *line]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_epoch_of_other_data_is_a_mistake(recipe, data, tmp_path, capsys):
+    """The index counts the samples; a number that is a little off is only a note."""
+    shutil.copytree(Path(data.train).parent, tmp_path / "shards")
+    train = f"data.train={tmp_path}/shards/*.tar"
+    assert main(["index", train.partition("=")[2]]) == 0
+    line = ["train", str(recipe), "--dry-run", train, "run.steps=null", "run.epochs=3"]
+    for number, status in ((600, 0), (1000, 0), (10_000_000, 2)):
+        capsys.readouterr()
+        assert main([*line, f"data.num_samples={number}"]) == status
+    err = capsys.readouterr().err
+    assert "data.num_samples (10000000) is more than 2 times the 600 samples" in err
+    assert main([*line, "data.num_samples=10000000", "data.resampled=true"]) == 0
+    assert main([*line, "data.num_samples=10000000", "data.train_weights=[1]"]) == 0
 
 
 @pytest.mark.parametrize("key", ["model.teacher", "model.init_from", "evaluate.zero_shot_classes"])
