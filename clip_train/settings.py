@@ -139,6 +139,7 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # options of a user's own code may be infinite
     )
     removed: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
     """Keys of earlier versions, and which of their values are ignored without an error. Recipes in
@@ -479,7 +480,10 @@ def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     quoted = ""
     if number and str in _kinds(field.annotation):  # YAML takes it for a number
-        quoted = f"{path}='\"{value}\"', if that is meant, or "
+        if isinstance(value, float):  # which is not what was typed, such as 1e5
+            quoted = f"{path}='\"...\"' with what you typed in the quotes, or "
+        else:
+            quoted = f"{path}='\"{value}\"', if that is meant, or "
     return f"set {quoted}{path}={default} (the default) or another"
 
 

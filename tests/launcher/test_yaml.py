@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import yaml
 
+from clip_train.errors import UserError
 from clip_train.settings import checked_options
 from clip_train.yaml_text import dump_line, dump_yaml, load_yaml
 from launcher.cli.main import main
-from launcher.config.recipe import load_config, parse_value
+from launcher.config.recipe import check_config, load_config, parse_value
 from launcher.slurm.profile import load_site
 
 RECIPE = """\
@@ -105,6 +107,26 @@ def test_a_quoted_number_stays_a_name(name, tmp_path):
 
 
 SWITCHES = {"on": True, "Yes": True, "y": True, "off": False, "no": False, "N": False}
+
+
+def test_an_infinite_option_stays_infinite(tmp_path):
+    """In resolved.yaml, in a submitted recipe, and in the recipe that a checkpoint has."""
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    options = "loss.options={margin: .inf, low: -.inf}"
+    config = load_config(str(file), ["loss.kind=my_package.loss", options])
+    assert config.loss.options == {"margin": math.inf, "low": -math.inf}
+    file.write_text(config.to_yaml())
+    assert load_config(str(file)) == config
+    assert check_config(json.loads(json.dumps(config.model_dump(mode="json"))), "x") == config
+
+
+def test_a_message_does_not_invent_a_text(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    with pytest.raises(UserError, match="with what you typed in the quotes") as e:
+        load_config(str(file), ["log.wandb_project=1e5"])
+    assert "'\"100000" not in str(e.value)
 
 
 @pytest.mark.parametrize("word, value", SWITCHES.items())
