@@ -240,22 +240,32 @@ def _is_partial(info: ValidationInfo) -> bool:
 
 
 def validated(
-    model: type[AnySettings], raw: Any, explained: Callable[..., list[str]]
+    model: type[AnySettings],
+    raw: Any,
+    explained: Callable[..., list[str]],
+    further: Callable[[AnySettings], Messages] | None = None,
 ) -> tuple[AnySettings | None, list[str]]:
     """`raw` as the model, or None and every mistake: those in single values, as `explained` (an
     `explain` with its keywords) puts them, and those that break a rule.
 
-    A rule that needs a value which is a mistake itself is not tried.
+    A rule that needs a value which is a mistake itself is not tried. further: finds more mistakes,
+    but only if there are some already; reading such a value raises InvalidValueError.
     """
-    mistakes = Mistakes()
+    mistakes, lines = Mistakes(), []
     try:
         checked = model.model_validate(raw, context=mistakes)
-        return (None if mistakes.messages else checked), mistakes.messages
+        if not mistakes.messages:
+            return checked, []
     except ValidationError as e:
-        mistakes, lines = Mistakes(partial=True), explained(e, model, raw)
-    if isinstance(raw, dict):
-        model.model_validate(raw, context=mistakes)
-    return None, list(dict.fromkeys([*lines, *mistakes.messages]))
+        lines = explained(e, model, raw)
+        if not isinstance(raw, dict):
+            return None, lines
+        mistakes = Mistakes(partial=True)
+        checked = model.model_validate(raw, context=mistakes)
+    lines += mistakes.messages
+    if further is not None:
+        lines += further(checked)
+    return None, list(dict.fromkeys(lines))
 
 
 def broken(rules: Iterable[tuple[bool, str]]) -> list[str]:

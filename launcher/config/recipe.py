@@ -3,8 +3,11 @@
 All mistakes are reported at once, each with its path, its value and what to write instead.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -17,17 +20,20 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig, existing
 from clip_train.data.index import index_of
+from clip_train.data.shards import expand_braces
 from clip_train.errors import UserError, missing, raise_all
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.inputs import layout_of
 from clip_train.metrics.config import LogConfig
-from clip_train.models.config import AnyArchitecture, ModelConfig
+from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import (
+    IMPORT_PATH,
     LARGEST,
     Allowed,
+    InvalidValueError,
     Messages,
     Refused,
     Settings,
@@ -428,10 +434,38 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     return check_config(apply_overrides(raw, overrides or []), path)
 
 
+def mistakes_in_names(config: RunConfig) -> Messages:
+    """For a recipe that has other mistakes: those that `resolve` would find next, in the names of
+    the model and of the data. It does not look for shards, and runs no code of the user's."""
+
+    def model() -> None:
+        name = config.model.name
+        if os.path.isfile(name) or not re.fullmatch(IMPORT_PATH, name):
+            load_architecture(name)
+
+    checks: list[Callable[[], Any]] = [model]
+    for get in (
+        lambda: {"data.train": config.data.train},
+        lambda: config.data.val_places,
+        lambda: {"evaluate.zero_shot_data": config.evaluate.zero_shot_data},
+    ):
+        with contextlib.suppress(InvalidValueError):
+            places = [(place, key) for key, place in get().items() if place is not None]
+            checks += [partial(expand_braces, *place) for place in places]
+    for check in checks:
+        try:
+            check()
+        except InvalidValueError:
+            continue
+        except UserError as e:
+            yield from map(str, e.problems or [e])
+
+
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:
     """The recipe `raw`. UserError lists every mistake; source: what the message calls the
     recipe."""
-    config, lines = validated(RunConfig, raw, partial(explain, unknown=nearest))
+    explained = partial(explain, unknown=nearest)
+    config, lines = validated(RunConfig, raw, explained, further=mistakes_in_names)
     if config is None:
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None

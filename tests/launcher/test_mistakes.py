@@ -348,6 +348,9 @@ ONE_EACH = {  # the mistake -> words of its message
     "batch.micro_size=x": "batch.micro_size ('x') must be",
     "log.progres=true": "did you mean log.progress?",
     "log.every_steps=often": "log.every_steps ('often'): no such key",
+    "model.name=ViT-B-33": "model.name (ViT-B-33): no preset or file has this name",
+    "data.train='a.csv::b.tar'": "data.train (a.csv) is a table",
+    "data.val='pipe:cat x.tar'": "data.val (pipe:cat x.tar)",
 }
 
 
