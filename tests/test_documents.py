@@ -168,7 +168,7 @@ OTHERS = {
     "python -m tests.pretended.trace": "tests/pretended/test_gpu.py",
     "python benchmarks/gpu.py": "needs a GPU; --dry-run: tests/pretended/test_script.py",
     "scripts/gpu_wheels.sh": "downloads; --dry-run: tests/pretended/test_script.py",
-    "CLIP_TRAIN_TEST_DEVICE=cuda ": "needs a GPU",
+    "CLIP_TRAIN_TEST_DEVICE=cuda": "needs a GPU",
     "export PDSH_SSH_ARGS_APPEND=": "needs two hosts: tests/hosts",
     "printf ": "needs two hosts: tests/hosts",
     "(head -n 1 captions.csv; ": "test_the_line_that_shuffles_a_table",
