@@ -183,7 +183,9 @@ def test_every_line_of_a_shell_block_has_a_test_or_a_reason():
     for block in blocks("bash"):
         if block.text.startswith(SCRIPTS):
             continue
-        for line in filter(None, block.text.replace("\\\n", "").splitlines()):
+        for line in block.text.replace("\\\n", "").splitlines():
+            if not line.split("#")[0].strip():
+                continue
             reasons = {start for start in OTHERS if line.startswith(start)}
             unused -= reasons
             ours = "clip-train " in line or own_arguments(line) is not None
