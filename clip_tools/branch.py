@@ -3,12 +3,11 @@
 import argparse
 import posixpath
 
-import yaml
-
 from clip_train.checkpoint.restore import list_places, open_read_only, places_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
 from clip_train.settings import is_import_path
+from clip_train.yaml_text import dump_yaml
 from launcher.config.recipe import RunConfig, apply_overrides, check_config, with_samples
 from launcher.runtime.log import log, warn
 from launcher.weights import find_run
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True)
         (folder / RECIPE).touch(0o600)  # the run needs the secrets in its URLs
-        (folder / RECIPE).write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        (folder / RECIPE).write_text(dump_yaml(config.model_dump(mode="json")))
     except OSError as e:
         raise UserError(
             f"run.dir ({folder}) cannot be made: {e.strerror}; choose another run.name"

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
-from clip_train.errors import UserError
+from clip_train.errors import raise_all
 from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.meters import GPU, GPUS
 from clip_train.models.clip import count_parameters, flops_per_sample
@@ -122,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
             "batch.memory_limit=80GB",
         ),
     ]
-    for message in broken(rules):
-        raise UserError(message)
+    raise_all(broken(rules))
     gpu = GPUS[args.gpu.upper()] if args.gpu else None
     if gpu:
         config = config.updated(engine=dict(config.engine.on(gpu.bf16, world_size, per_node)))

@@ -15,7 +15,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, PositiveInt
 
 from clip_train.errors import UserError
-from clip_train.settings import LARGEST, Allowed, Refused, Rounding, Rules, Settings
+from clip_train.settings import (
+    LARGEST,
+    Allowed,
+    Messages,
+    Refused,
+    Rounding,
+    Settings,
+    rule,
+)
 
 
 class BatchStage(Settings):
@@ -56,12 +64,13 @@ class BatchConfig(Settings):
     and features, as a number or as "24GiB". null: the free memory of the GPU, minus a tenth. On a
     CPU you must set it; Python and its libraries need about 0.5 GiB more on each rank."""
 
-    def rules(self) -> Rules:
+    @rule
+    def _schedule_rises(self) -> Messages:
         ends = [stage.until_step for stage in self.schedule or []]
-        yield (
-            any(b <= a for a, b in itertools.pairwise(ends)),
-            f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them",
-        )
+        if any(b <= a for a, b in itertools.pairwise(ends)):
+            yield (
+                f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them"
+            )
 
     @property
     def sizes(self) -> BatchSizes:

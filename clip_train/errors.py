@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 from typing import Literal
 
 Word = Literal["DONE", "PREEMPTED", "FAILED", "FATAL"]  # of VERDICT: `launcher.runtime.verdict`
@@ -21,6 +22,7 @@ class UserError(ClipTrainError, ValueError):
 
     exit_status = 2
     word: Word = "FATAL"
+    problems: "tuple[UserError, ...]" = ()  # if this error lists several mistakes
 
 
 class RankError(UserError):
@@ -28,6 +30,22 @@ class RankError(UserError):
 
     word: Word = "FAILED"
     node_suspect = True
+
+
+def raise_all(problems: Iterable[str | UserError]) -> None:
+    """Raise every mistake as one error that lists and counts them; a single one as it is."""
+    found: list[UserError] = []
+    for problem in problems:
+        error = UserError(problem) if isinstance(problem, str) else problem
+        found += error.problems or [error]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        all_of_ranks = all(isinstance(problem, RankError) for problem in found)
+        kind = RankError if all_of_ranks else UserError
+        error = kind("\n  ".join([f"{len(found)} mistakes", *map(str, found)]))
+        error.problems = tuple(found)
+        raise error
 
 
 def unreadable(error: OSError, message: str) -> UserError:

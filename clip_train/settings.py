@@ -5,23 +5,35 @@ An error is pydantic's message with the key, the value, the default and the reme
 `optim.lr (-1) must be greater than 0; set optim.lr=0.0005 (the default) or another`.
 """
 
+import difflib
 import importlib
 import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
-import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     create_model,
     field_validator,
     model_validator,
@@ -30,8 +42,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from clip_train.errors import UserError
+from clip_train.yaml_text import YamlError, dump_line
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
+AnySettings = TypeVar("AnySettings", bound="Settings")
 LARGEST = 10**18  # a larger number is a typing error and would overflow somewhere in torch
 
 # The ceiling of `logit_scale`, in training and in a recipe. It is OpenCLIP's: logits are cosines
@@ -46,8 +60,10 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]
 """The path of a user's own code: my_package.module.name, or my_package.module:name."""
-Rules = Iterator[tuple[bool, str]]
-"""For each rule, whether the values break it, and the message: field, value and remedy."""
+Messages = Iterator[str]
+"""What a rule yields for values that break it: field, value and remedy."""
+# Words that a key which is true or false accepts; for any other key they are texts.
+SWITCHES = {"on": True, "yes": True, "y": True, "off": False, "no": False, "n": False}
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,36 @@ class Allowed:
     example: str | None = None  # instead of the default
 
 
+def rule(check: Callable[[Any], Messages]) -> Callable[[Any], Messages]:
+    """Mark a method of a section as a rule that involves several keys.
+
+    It yields a message for each mistake. Each rule is a method of its own because it is skipped if
+    it reads a key whose value is a mistake itself, or is missing; the other rules still run.
+    """
+    check.is_rule = True  # type: ignore[attr-defined]
+    return check
+
+
+class InvalidValueError(AttributeError):
+    """A rule has read a key whose value is a mistake."""
+
+
+INVALID: Any = object()
+"""In a `Partial` section, the value of a key that is a mistake or is missing."""
+
+
+@dataclass
+class Mistakes:
+    """The context of a validation: collects the messages of rules, so that one broken rule does not
+    hide the others.
+
+    partial: accept mistakes in single values, for the rules about the other values.
+    """
+
+    partial: bool = False
+    messages: list[str] = dataclass_field(default_factory=list)
+
+
 class Settings(BaseModel):
     """One section of the recipe. It is next to the code that it configures, and validates itself.
 
@@ -93,21 +139,46 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # options of a user's own code may be infinite
     )
-    removed: ClassVar[Mapping[str, Container[Any]]] = {}
-    """Keys of earlier versions, with the values that are ignored without an error. Recipes in runs
-    and checkpoints have them."""
+    removed: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
+    """Keys of earlier versions, and which of their values are ignored without an error. Recipes in
+    runs and checkpoints have them."""
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_removed_keys(cls, section: Any) -> Any:
+    def _prepare(cls, section: Any, info: ValidationInfo) -> Any:
+        """Leave out removed keys. In a partial section, leave out unknown keys too, and mark the
+        keys that are missing or misspelled."""
         if not isinstance(section, dict):
             return section
-        return {
-            key: value for key, value in section.items() if value not in cls.removed.get(key, ())
+        kept = {
+            key: value
+            for key, value in section.items()
+            if key not in cls.removed or not cls.removed[key](value)
         }
+        if not _is_partial(info):
+            return kept
+        known = {key: value for key, value in kept.items() if key in cls.model_fields}
+        absent = [key for key, each in cls.model_fields.items() if each.is_required()]
+        for unknown in kept.keys() - known.keys():
+            absent += difflib.get_close_matches(str(unknown), cls.model_fields, n=1)
+        return dict.fromkeys(absent, INVALID) | known
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _check_value(
+        cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        if not _is_partial(info):
+            return handler(cls._refuse_slips(value, info))
+        if value is INVALID:
+            return INVALID
+        try:
+            return handler(cls._refuse_slips(value, info))
+        except ValueError:  # pydantic's errors are of this kind
+            return INVALID
+
     @classmethod
     def _refuse_slips(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject values that pydantic accepts but nobody intends: true for 1, empty text, huge
@@ -115,7 +186,7 @@ class Settings(BaseModel):
         """
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         if value is False and any("off" in get_args(kind) for kind in kinds):
-            return "off"  # which YAML reads as false
+            return "off"
         is_number = isinstance(value, (int, float)) and bool(kinds & {int, float})
         is_text = isinstance(value, str) and str in kinds
         rules = [
@@ -133,16 +204,68 @@ class Settings(BaseModel):
             raise PydanticCustomError("slip", message)
         return value
 
-    def rules(self) -> Rules:
-        """Rules that involve several keys."""
-        return iter(())
-
     @model_validator(mode="after")
-    def _check_rules(self) -> "Settings":
-        for is_broken, message in self.rules():
-            if is_broken:
-                raise ValueError(message)
+    def _check_rules(self, info: ValidationInfo) -> "Settings":
+        """Run all rules. Their messages are collected in the context, or raised without one."""
+        invalid = [key for key, value in self.__dict__.items() if value is INVALID]
+        for key in invalid:  # reading it now raises InvalidValueError
+            del self.__dict__[key]
+        mistakes = info.context if isinstance(info.context, Mistakes) else Mistakes()
+        for check in self._rules():
+            try:
+                mistakes.messages += check(self)
+            except InvalidValueError:
+                continue
+        if mistakes.messages and info.context is None:
+            raise ValueError("; ".join(mistakes.messages))
         return self
+
+    @classmethod
+    def _rules(cls) -> list[Callable[[Any], Messages]]:
+        """The methods that are marked as rules, in the order of the class."""
+        methods = [each for base in reversed(cls.__mro__) for each in vars(base).values()]
+        return [each for each in methods if getattr(each, "is_rule", False)]
+
+    if not TYPE_CHECKING:  # it would hide misspelled attributes from mypy
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there: a key that is a mistake, in a partial section."""
+            if name in type(self).model_fields:
+                raise InvalidValueError(name)
+            return super().__getattr__(name)
+
+
+def _is_partial(info: ValidationInfo) -> bool:
+    return isinstance(info.context, Mistakes) and info.context.partial
+
+
+def validated(
+    model: type[AnySettings],
+    raw: Any,
+    explained: Callable[..., list[str]],
+    further: Callable[[AnySettings], Messages] | None = None,
+) -> tuple[AnySettings | None, list[str]]:
+    """`raw` as the model, or None and every mistake: those in single values, as `explained` (an
+    `explain` with its keywords) puts them, and those that break a rule.
+
+    A rule that needs a value which is a mistake itself is not tried. further: finds more mistakes,
+    but only if there are some already; reading such a value raises InvalidValueError.
+    """
+    mistakes, lines = Mistakes(), []
+    try:
+        checked = model.model_validate(raw, context=mistakes)
+        if not mistakes.messages:
+            return checked, []
+    except ValidationError as e:
+        lines = explained(e, model, raw)
+        if not isinstance(raw, dict):
+            return None, lines
+        mistakes = Mistakes(partial=True)
+        checked = model.model_validate(raw, context=mistakes)
+    lines += mistakes.messages
+    if further is not None:
+        lines += further(checked)
+    return None, list(dict.fromkeys(lines))
 
 
 def broken(rules: Iterable[tuple[bool, str]]) -> list[str]:
@@ -239,11 +362,24 @@ def options_model(key: str, path: str) -> type[BaseModel]:
             for p in parameters
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
+        for p in parameters:
+            if p.annotation is p.empty and isinstance(p.default, bool):
+                fields[p.name] = (Annotated[Any, BeforeValidator(_as_switch)], p.default)
         loose = any(p.kind is p.VAR_KEYWORD for p in parameters)
         config = ConfigDict(extra="allow" if loose else "forbid", arbitrary_types_allowed=True)
         return create_model("Options", __config__=config, **fields)
     except (TypeError, ValueError, NameError, RuntimeError):  # written in C, or beyond pydantic
         return create_model("Options", __config__=ConfigDict(extra="allow"))
+
+
+def _as_switch(value: Any) -> Any:
+    """true or false for `on`, `off` and their like."""
+    return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def is_switch(value: Any) -> bool:
+    """Whether it is true, false, or a word for one of them."""
+    return isinstance(_as_switch(value), bool)
 
 
 def checked_options(key: str, path: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,7 +490,10 @@ def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     quoted = ""
     if number and str in _kinds(field.annotation):  # YAML takes it for a number
-        quoted = f"{path}='\"{value}\"', if that is meant, or "
+        if isinstance(value, float):  # which is not what was typed, such as 1e5
+            quoted = f"{path}='\"...\"' with what you typed in the quotes, or "
+        else:
+            quoted = f"{path}='\"{value}\"', if that is meant, or "
     return f"set {quoted}{path}={default} (the default) or another"
 
 
@@ -372,7 +511,6 @@ def as_yaml(value: Any) -> str:
     """On one line."""
     plain = list(value) if isinstance(value, tuple) else value
     try:
-        text = yaml.safe_dump(plain, default_flow_style=True, width=1_000_000, allow_unicode=True)
-    except yaml.representer.RepresenterError:  # the default value of an option, such as a tensor
+        return dump_line(plain)
+    except YamlError:  # the default value of an option, such as a tensor
         return repr(value)
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,11 +35,45 @@ def code_lines(page: Path, *languages: str) -> Iterator[str]:
         joined = ""
 
 
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    """Of its first line, from 1."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+LOOP = re.compile(r"for (?P<name>\w+) in (?P<value>\S+).*?; do (?P<line>.*); done")
+
+
+def blocks(language: str) -> list[Block]:
+    """The fenced blocks of all pages in this language."""
+    pattern = re.compile(rf"^( *)```{language}\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in pattern.finditer(text):
+            line = text[: match.start()].count("\n") + 2
+            found.append(Block(page, line, textwrap.dedent(match[2])))
+    return found
+
+
 def commands() -> Iterator[tuple[Path, str]]:
-    """(page, line) of all that is to be typed into a shell, without prompts, comments and redirections."""
+    """(page, line) of all that is to be typed into a shell, without prompts, comments and redirections.
+
+    `for s in 1 2; do LINE; done` is LINE with the first value.
+    """
     for page in PAGES:
         for line in code_lines(page, "bash", "console", ""):
-            words = split(line.removeprefix("$ "))
+            command = line.removeprefix("$ ")
+            if loop := LOOP.fullmatch(command):
+                command = loop["line"].replace(f"${loop['name']}", loop["value"])
+            words = split(command)
             if words:
                 yield page, shlex.join(words)
 
@@ -61,7 +97,7 @@ def split(line: str) -> list[str]:
 def own_arguments(line: str) -> list[str] | None:
     """What `clip-train` gets of this line, straight or through a launcher of ranks; None where it is another's."""
     found = STARTS.search(line)
-    first = line.split(" ", 1)[0]
+    first = re.sub(r"^(\w+=\S* )+", "", line).split(" ", 1)[0]  # behind VARIABLE=value
     if found is None or first not in (
         "clip-train",
         "torchrun",

@@ -17,14 +17,25 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from clip_tools.openclip.flags import DEFAULTS, FLAGS, LISTS, REASONS, SWITCH_KEYS, SWITCHES
+from clip_tools.openclip.flags import (
+    CHANGES,
+    DEFAULTS,
+    FLAGS,
+    LISTS,
+    OLDER_KEYS,
+    REASONS,
+    SWITCH_KEYS,
+    SWITCHES,
+)
+from clip_tools.shards.convert import READERS
 from clip_train.data.config import SYNTHETIC_SAMPLES
+from clip_train.data.decode import IMAGE_EXTENSIONS
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
 from clip_train.models import hub
 from clip_train.models.config import preset_names
+from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.yaml_text import dump_yaml
 from launcher.config.names import SAME
 from launcher.config.recipe import RunConfig, check_config
 from launcher.runtime.log import warn
@@ -37,8 +48,10 @@ ALWAYS = """\
 # checkpoint.every_minutes saves every hour as well, so that a kill costs an hour at most"""
 CHECK = "CHECK: "  # begins a note on a key that may be wrong; such a note is also a warning
 PER_SHARD = 10_000  # samples that img2dataset puts into one
-ASSUMED = 10_000_000  # samples, if the number of shards is unknown too
 PRECISIONS = dict.fromkeys(("fp16", "pure_fp16", "amp_fp16"), "fp16") | {"fp32": "fp32"}
+LOW_WEIGHTS = ("fp16", "pure_fp16", "bf16", "pure_bf16")  # whose weights are not fp32 in OpenCLIP
+NAFLEX = {"use-naflex", "force-naflex-vision"}  # without them, their options do nothing
+TRACKERS = ("wandb", "tensorboard")
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
 BESIDE = "-clip-train"  # our folder is beside OpenCLIP's, which holds checkpoints of its own
@@ -79,14 +92,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {flag}: {what}")
         if what.startswith(CHECK):
             warn(f"{flag}: {what.removeprefix(CHECK)}")
-    print(yaml.safe_dump(recipe, sort_keys=False), end="")
+    print(dump_yaml(recipe), end="")
     return 0
 
 
 def read_command(text: str) -> tuple[dict[str, Any], int | None]:
     """Flags with their values, and the number of ranks if the launcher's options show it.
     UserError."""
-    text = re.sub(r"\\[ \t]*(\r?\n|$)", " ", text)
+    # lines that go on: with \ in a shell of Unix, ^ in cmd.exe, ` in PowerShell
+    text = re.sub(r"[\\^`][ \t]*(\r?\n|$)", " ", text)
     lexer = shlex.shlex(re.sub(r"\s\d(?=[<>])", " ", text), posix=True, punctuation_chars=";<>|&")
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
@@ -137,7 +151,12 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
-    notes = [(f"--{flag}", REASONS[flag].replace("`", "")) for flag in flags if flag in REASONS]
+    changes = _changes(flags)
+    notes = [
+        (f"--{flag}", f"{CHECK if flag in changes else ''}{REASONS[flag]}".replace("`", ""))
+        for flag in flags
+        if flag in REASONS
+    ]
     notes += [
         (f"--{flag}", f"{CHECK}{name} is a variable of a script: replace it by its value")
         for flag, value in flags.items()
@@ -154,15 +173,29 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     for flag, fixed in SWITCH_KEYS.items():
         if flag in flags and ("fsdp" in flags or not flag.startswith("fsdp")):
             keys |= fixed
+    if layer_decay(flags) is not None:
+        keys["optim.layer_decay"] = layer_decay(flags)
+    _widths(keys, notes, flags)
     _model(keys, notes, all_flags)
+    _overrides(keys, notes, flags)
     _data(keys, notes, flags)
     _schedule(keys, notes, all_flags)
     keys["optim.name"] = str(flags.get("opt", "adamw")).lower().removeprefix("timm/")
-    _places(keys, flags)
+    _places(keys, notes, flags)
     _augmentation(keys, notes, flags.get("aug-cfg", []))
     precision = str(all_flags["precision"])
     ours = PRECISIONS.get(precision, "bf16")
     keys["engine.precision"] = ours
+    if precision in LOW_WEIGHTS:
+        notes.append(
+            (
+                f"--precision {precision}",
+                f"{CHECK}OpenCLIP's weights and moments are {ours} there; here they are fp32, and "
+                f"only the arithmetic is {ours}",
+            )
+        )
+    if "data.val" in keys:  # OpenCLIP's val_loss is a mean over batches of this size
+        keys["evaluate.batch_size"] = per_rank
     if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
         keys["loss.exchange"] = "gather"
     remarks = [
@@ -172,9 +205,10 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
             f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
         ),
         (
-            "precision" in flags and ours not in precision,
+            ours not in precision,
             f"--precision {precision}",
-            f"{ours} here, with fp32 master weights and loss",
+            f"{'' if 'precision' in flags else 'the default of OpenCLIP 3.3.0; '}{ours} here, with "
+            "fp32 master weights and loss",
         ),
         (
             "siglip" not in flags and "loss-dist-impl" in flags,
@@ -183,6 +217,43 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
         ),
     ]
     return keys, notes + [(flag, text) for holds, flag, text in remarks if holds]
+
+
+def _changes(flags: Flags) -> set[str]:
+    """The flags without a key that change what is trained, so that the recipe must be checked."""
+    changes = set(CHANGES & flags.keys())
+    for flag, clips in (("image-mean", IMAGE_MEAN), ("image-std", IMAGE_STD)):
+        if flag in flags and [as_value(each) for each in flags[flag]] != list(clips):
+            changes.add(flag)
+    for flag, usual in (
+        ("image-interpolation", "bicubic"),
+        ("interpolation", "bicubic"),
+        ("image-resize-mode", "shortest"),
+        ("resume", "latest"),
+    ):
+        if flags.get(flag, usual) != usual:
+            changes.add(flag)
+    if "square-resize-only" in flags:
+        changes.add("square-resize-only")
+    if NAFLEX & flags.keys():
+        changes |= {flag for flag in flags if "naflex" in flag}
+    decays = {flag for flag in flags if flag.endswith("-layer-decay")}
+    if decays and layer_decay(flags) is None:
+        changes |= decays
+    if decays and "text-pooler-own-group" in flags:
+        changes.add("text-pooler-own-group")
+    suffixes = filter(None, re.split(r"[;,]", str(flags.get("image-key", "")).lower()))
+    if not set(suffixes) <= set(IMAGE_EXTENSIONS):
+        changes.add("image-key")
+    return changes
+
+
+def layer_decay(flags: Flags) -> Any:
+    """The factor of both towers; None if they differ or only one is given."""
+    values = {name: as_value(flags.get(f"{name}-layer-decay")) for name in ("text", "image")}
+    if "visual-layer-decay" in flags:
+        values["image"] = as_value(flags["visual-layer-decay"])
+    return values["text"] if values["text"] == values["image"] else None
 
 
 def as_value(text: Any) -> Any:
@@ -202,6 +273,28 @@ def whole(name: str, text: Any) -> int:
     if not isinstance(value, int):
         raise UserError(f"{name} ({text}) must be an integer; put the number in")
     return value
+
+
+def _widths(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """The Matryoshka loss of OpenCLIP's branch for it."""
+    widths = [as_value(each) for each in str(flags.get("mrl-dim-to-consider", "")).split(",")]
+    weights = [as_value(each) for each in str(flags.get("mrl-loss-weights", "")).split(",")]
+    if "force-mrl-loss" in flags and "mrl-dim-to-consider" in flags:
+        if "mrl-loss-weights" not in flags:
+            weights = [1.0] * len(widths)
+        if len(widths) != len(weights):
+            raise UserError(
+                f"--mrl-loss-weights ({flags['mrl-loss-weights']}) must have a weight for each of "
+                f"the {len(widths)} widths of --mrl-dim-to-consider; correct one of them"
+            )
+        keys["loss.widths"] = dict(zip(widths, weights, strict=True))
+        return
+    for flag in sorted(OLDER_KEYS.keys() & flags.keys()):
+        if "force-mrl-loss" in flags:
+            text = f"{CHECK}--mrl-dim-to-consider is not given: set loss.widths, as {{512: 1}}"
+        else:
+            text = "does nothing there without --force-mrl-loss; loss.widths would here"
+        notes.append((f"--{flag}", text))
 
 
 def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
@@ -225,10 +318,19 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     has_weights = "pretrained" in flags
     start = f"{known}-start.pt"
     registered = f"open_clip.add_model_config('{config_file}'); " if own else ""
+    pretrained_image = "pretrained-image" in flags and not has_weights
     if has_weights:
         keys["model.init_from"] = weights_of(name, str(flags["pretrained"]))
     elif from_hub:
         keys["model.init_from"] = start
+    elif pretrained_image:
+        keys["model.init_image_from"] = start
+    towers = []
+    if from_hub:
+        towers.append("text")
+    if pretrained_image:
+        towers.append("image")
+    argument = ", pretrained_image=True" if pretrained_image else ""
     unknown = unknown_tag(keys.get("model.init_from"))
     locked = from_hub and keys.pop("model.lock_text", False)
     if locked:
@@ -247,12 +349,19 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
             f"clip-train evaluate THIS.yaml --weights {keys.get('model.init_from')}",
         ),
         (
-            from_hub and not has_weights,
-            "--model",
-            f"{CHECK}OpenCLIP starts the text tower of {known} from pretrained weights. Make the "
-            "file that model.init_from names, once, with the options of your command: "
+            bool(towers) and not has_weights,
+            "--model" if from_hub else "--pretrained-image",
+            f"{CHECK}OpenCLIP starts the {' and the '.join(towers)} tower of {known} from "
+            f"pretrained weights. Make the file that model.init_{'' if from_hub else 'image_'}from "
+            "names, once, with the options of your command: "
             f'python -c "import open_clip, torch; '
-            f"{registered}torch.save(open_clip.create_model('{known}').state_dict(), '{start}')\"",
+            f"{registered}torch.save(open_clip.create_model('{known}'{argument}).state_dict(), "
+            f"'{start}')\"",
+        ),
+        (
+            has_weights and "pretrained-image" in flags,
+            "--pretrained-image",
+            "does nothing there beside --pretrained, which has the image tower too",
         ),
         (
             locked,
@@ -263,10 +372,6 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         ),
     ]
     notes += [(flag, text) for holds, flag, text in remarks if holds]
-    if "lock-image" not in flags:  # without it OpenCLIP ignores this one
-        keys.pop("model.lock_image_freeze_bn_stats", None)
-    if "force-image-size" in flags:
-        keys["model.image_size"] = whole("--force-image-size", flags["force-image-size"][0])
     if "distill-model" in flags and "distill-pretrained" in flags:
         teacher = str(flags["distill-model"])
         keys["model.teacher_name"] = model_name(teacher, flag="distill-")
@@ -274,6 +379,26 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         unknown = unknown_tag(keys["model.teacher"])
         if unknown is not None:
             notes.append(("--distill-pretrained", f"{CHECK}{unknown}"))
+
+
+def _overrides(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """Locks that have no effect in OpenCLIP, and the size of the images."""
+    for flag, lock in (
+        ("lock-image-freeze-bn-stats", "lock-image"),
+        ("lock-image-unlocked-groups", "lock-image"),
+        ("lock-text-unlocked-layers", "lock-text"),
+    ):
+        if flag in flags and lock not in flags:
+            keys.pop(SAME[flag], None)
+            notes.append((f"--{flag}", f"does nothing there without --{lock}; left out"))
+    if "force-image-size" in flags:
+        sides = {whole("--force-image-size", side) for side in flags["force-image-size"]}
+        if len(sides) != 1:
+            raise UserError(
+                f"--force-image-size {' '.join(flags['force-image-size'])}: images are square here "
+                "(model.image_size); give one number"
+            )
+        keys["model.image_size"] = sides.pop()
 
 
 def read_description(file: str) -> dict[str, Any]:
@@ -332,17 +457,7 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
             keys[SAME[flag]] = "::".join(
                 _source(f"--{flag}", each, notes, flags) for each in sources
             )
-    if "data.num_samples" not in keys:  # an epoch that nobody has counted
-        shards = sum(map(len, expand_braces(keys["data.train"])))
-        keys["data.num_samples"] = shards * PER_SHARD if shards > 1 else ASSUMED
-        notes.append(
-            (
-                "--train-num-samples",
-                f"{CHECK}is not given: {keys['data.num_samples']:,} samples are ASSUMED, and "
-                "steps, warm-up, saves and evaluations follow from them; add the flag to the "
-                "command",
-            )
-        )
+    _epoch(keys, notes, flags)
     for flag, prefix in (("text-key", ""), ("json-text-key", "json.")):
         if flag in flags:
             names = [prefix + name for name in str(flags[flag]).split(";") if name]
@@ -366,6 +481,43 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
                     "data.train_weights by that",
                 )
             )
+
+
+def _epoch(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """The number of samples in an epoch, if it is known or can be estimated."""
+    rows = count_rows(flags)
+    if rows is not None:
+        given = keys.get("data.num_samples", rows)
+        if given != rows:
+            text = f"OpenCLIP does not read it for a table, which has {rows} rows"
+            notes.append(("--train-num-samples", text))
+        keys["data.num_samples"] = rows
+    if "data.num_samples" in keys:
+        return
+    shards = sum(map(len, expand_braces(keys["data.train"])))
+    if shards > 1 and not set("*?") & set(keys["data.train"]):
+        keys["data.num_samples"] = shards * PER_SHARD
+        text = (
+            f"{CHECK}is not given: {keys['data.num_samples']:,} samples are ASSUMED, and steps, "
+            "warm-up, saves and evaluations follow from them; add the flag to the command"
+        )
+    else:
+        text = (
+            f"{CHECK}is not given, so keys that count epochs in steps are left out: "
+            "checkpoint.every_steps, checkpoint.keep_every, evaluate.every_steps, "
+            "schedule.cooldown_steps. An index of the shards (clip-train index) counts the "
+            "samples for run.epochs; or add the flag to the command"
+        )
+    notes.append(("--train-num-samples", text))
+
+
+def count_rows(flags: Flags) -> int | None:
+    """The rows of the table to train on that can be read; None without a table on this machine."""
+    source = Path(str(flags.get("train-data", "")))
+    reader = READERS.get(source.suffix.lower())
+    if reader is None or not source.is_file():
+        return None
+    return sum(isinstance(record, dict) for record in reader(source))
 
 
 def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
@@ -395,28 +547,19 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
     name = str(flags["lr-scheduler"])
     if "skip-scheduler" not in flags:
         keys["schedule.name"] = SCHEDULES.get(name, name)
-    for key in ("data.num_samples", "run.epochs", "schedule.warmup_steps"):
-        whole(key, keys[key])
-    samples, size = keys["data.num_samples"], keys["batch.global_size"]
-    epoch, steps = math.ceil(samples / size), max(1, keys["run.epochs"] * samples // size)
-    if "epochs-cooldown" in flags:
-        keys["schedule.cooldown_steps"] = epoch * whole(
-            "--epochs-cooldown", flags["epochs-cooldown"]
-        )
-    warmup = keys["schedule.warmup_steps"]
-    if warmup >= steps:
-        keys["schedule.warmup_steps"] = steps // 10
-        notes.append(
-            (
-                "--warmup",
-                f"{warmup} is more than the {steps} steps of this run: {steps // 10} instead",
-            )
-        )
-    every = whole("--save-frequency", flags["save-frequency"]) * epoch
-    # with --save-frequency 0 the only save is at the end
-    keys |= {"checkpoint.every_steps": every or None, "checkpoint.every_minutes": 60}
-    if every and "delete-previous-checkpoint" not in flags:
-        keys["checkpoint.keep_every"] = every
+    if name != "const-cooldown":
+        for flag in ("epochs-cooldown", "lr-cooldown-end", "lr-cooldown-power"):
+            if flag in flags:
+                keys.pop(SAME.get(flag, ""), None)
+                notes.append(
+                    (f"--{flag}", f"does nothing there with --lr-scheduler {name}; left out")
+                )
+    whole("run.epochs", keys["run.epochs"])
+    warmup = whole("schedule.warmup_steps", keys["schedule.warmup_steps"])
+    keys["checkpoint.every_minutes"] = 60
+    save = whole("--save-frequency", flags["save-frequency"])
+    if save == 0:
+        keys["checkpoint.every_steps"] = None  # the only save is at the end
     frequencies = [
         whole(f"--{flag}", flags[flag])
         for key, flag in (
@@ -425,11 +568,34 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
         )
         if key in keys
     ]
+    cooldown = None
+    if "epochs-cooldown" in flags and name == "const-cooldown":
+        cooldown = whole("--epochs-cooldown", flags["epochs-cooldown"])
+    if "data.num_samples" not in keys:
+        return
+    samples = whole("data.num_samples", keys["data.num_samples"])
+    size = keys["batch.global_size"]
+    epoch, steps = math.ceil(samples / size), max(1, keys["run.epochs"] * samples // size)
+    if cooldown is not None:
+        keys["schedule.cooldown_steps"] = epoch * cooldown
+    if warmup >= steps:
+        keys["schedule.warmup_steps"] = steps // 10
+        notes.append(
+            (
+                "--warmup",
+                f"{CHECK}{warmup} is more than the {steps} steps of this run: {steps // 10} "
+                "instead; OpenCLIP's rate would not reach --lr",
+            )
+        )
+    if save:
+        keys["checkpoint.every_steps"] = save * epoch
+        if "delete-previous-checkpoint" not in flags:
+            keys["checkpoint.keep_every"] = save * epoch
     if any(frequencies):
         keys["evaluate.every_steps"] = min(filter(None, frequencies)) * epoch
 
 
-def _places(keys: Keys, flags: Flags) -> None:
+def _places(keys: Keys, notes: Notes, flags: Flags) -> None:
     """The run's name, folder, store and trackers."""
     if "name" in flags:
         keys["run.name"] = re.sub(r"[^\w.-]", "-", str(flags["name"]), flags=re.A).strip("._-")
@@ -441,9 +607,21 @@ def _places(keys: Keys, flags: Flags) -> None:
         keys["run.dir"] = f"{logs.rstrip('/') or '/'}{BESIDE}/{name}"
     if "remote-sync" in flags:
         keys["checkpoint.remote"] = f"{str(flags['remote-sync']).rstrip('/')}{BESIDE}/{name}"
+    trackers = set(filter(None, str(flags.get("report-to", "")).split(",")))
+    unknown = trackers - {*TRACKERS, "all", "none"}
+    if unknown:
+        notes.append(
+            (
+                "--report-to",
+                f"{CHECK}{', '.join(sorted(unknown))} is not supported: metrics.jsonl has all "
+                "values, and log.tensorboard or log.wandb sends them",
+            )
+        )
     if "report-to" in flags:
-        for tracker in ("wandb", "tensorboard"):
-            keys[f"log.{tracker}"] = tracker in flags["report-to"] or flags["report-to"] == "all"
+        for tracker in TRACKERS:
+            keys[f"log.{tracker}"] = bool(trackers & {tracker, "all"})
+    if unknown and not trackers & {*TRACKERS, "all"}:
+        keys["log.tensorboard"] = True
 
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
@@ -458,7 +636,11 @@ def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
     for name, value in options.items():
         key = f"data.aug_{name}"
         if name not in AUGMENTATIONS:
-            notes.append((f"--aug-cfg {name}", "has no counterpart"))
+            if timm:
+                text = f"{CHECK}has no counterpart: the images are not augmented by it"
+            else:
+                text = "does nothing there without use_timm; left out"
+            notes.append((f"--aug-cfg {name}", text))
         elif name in idle:
             notes.append(
                 (

@@ -48,6 +48,7 @@ SWITCHES = frozenset(
         "force-naflex-vision",
         "length-bucketing",
         "square-resize-only",
+        "force-mrl-loss",
     }
 )
 LISTS = frozenset(
@@ -93,6 +94,7 @@ OWN = {
     "opt": "`optim.name`",
     "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
     "pretrained": "`model.init_from`",
+    "pretrained-image": "`model.init_image_from`: a file with the tower's weights",
     "distill-model": "`model.teacher_name`",
     "distill-pretrained": "`model.teacher`",
     "report-to": "`log.wandb`, `log.tensorboard`",
@@ -122,9 +124,8 @@ NOTES = {
     "save-most-recent": "always on: `checkpoint.keep_last`",
     "resume": "a run resumes automatically from its newest "
     "checkpoint; OpenCLIP's epoch_K.pt can be `model.init_from` (weights only)",
-    "pretrained-image": "set `model.init_image_from` to the tower's weights",
-    "image-mean": "set in the model's JSON",
-    "image-std": "set in the model's JSON",
+    "image-mean": "set `image_mean` in the model's JSON",
+    "image-std": "set `image_std` in the model's JSON",
     "image-interpolation": "always bicubic with antialiasing",
     "image-resize-mode": "always the shortest side, then a center crop",
     "force-custom-text": "not needed: all models have one layout of weights",
@@ -148,7 +149,7 @@ NOTES = {
 _AUDIO = "not translated; `data.inputs` can train audio and text (docs/extending.md)"
 _SQUARES = "not supported: all images have one size, `model.image_size`"
 _ORDER = "not needed: the seed fixes the order, and texts are packed or cut at the longest"
-_DECAY = "`optim.layer_decay`, one value for both towers; per tower: `optim.lr_multipliers`"
+_DECAY = "`optim.layer_decay`, if both towers have one value; per tower: `optim.lr_multipliers`"
 _COMPILED = "`engine.compile` compiles each block with inductor"
 # The same for flags that only the main branch has.
 NEWER = {
@@ -209,7 +210,12 @@ NEWER = {
     "val-retrieval-chunk-size": "retrieval is computed in pieces that fit into memory",
     "val-retrieval-precision": "retrieval is always computed in fp32",
 }
-# Flags of its older versions and branches.
+# Flags of its older versions and branches: first those that have keys.
+OLDER_KEYS = {
+    "force-mrl-loss": "`loss.widths`",
+    "mrl-dim-to-consider": "`loss.widths`: the widths",
+    "mrl-loss-weights": "`loss.widths`: the weight of each width",
+}
 OLDER = {
     "hf-tokenizer-name": "set in the model's JSON",
     "interpolation": NOTES["image-interpolation"],
@@ -248,12 +254,19 @@ DEFAULTS = {
 }
 """OpenCLIP's defaults, if ours differ or a recipe needs them."""
 REASONS = OLDER | NEWER | NOTES  # flag: the reason why a recipe does not have it
-FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | REASONS.keys()
+FLAGS = SWITCHES | LISTS | SAME.keys() | OWN.keys() | OLDER_KEYS.keys() | REASONS.keys()
+# Flags of REASONS that change what is trained whenever they are given. `command.py` adds those that
+# change it with some values, or beside other flags.
+CHANGES = frozenset(
+    {"hf-tokenizer-name", "max-image-pixels", "opt-fallback-list", "opt-kwargs", "use-bnb-linear"}
+)
 
 
 def meaning(flag: str) -> str:
     """A known flag's key or keys, in Markdown, or why there is none."""
-    return f"`{SAME[flag]}`" if flag in SAME else OWN.get(flag) or REASONS.get(flag, "")
+    if flag in SAME:
+        return f"`{SAME[flag]}`"
+    return (OWN | OLDER_KEYS | REASONS).get(flag, "")
 
 
 def suggest(unknown: Sequence[str]) -> str:

@@ -7,12 +7,12 @@ import uuid
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
-from clip_train.settings import Settings
+from clip_train.settings import Messages, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
@@ -22,7 +22,7 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 class CheckpointConfig(Settings):
     """When and where to save, how many checkpoints to keep, and where to resume from."""
 
-    removed: ClassVar = {"takeover": (False, True)}
+    removed: ClassVar = {"takeover": is_switch}
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after this many optimizer steps; null: never by steps. If the disk is still writing the
@@ -76,15 +76,13 @@ class CheckpointConfig(Settings):
     orphan_grace_minutes: float = Field(60.0, ge=0)
     """Files of saves that were never committed are removed when they are older than this."""
 
-    @field_validator("remote")
-    @classmethod
-    def _names_a_bucket(cls, value: str | None) -> str | None:
-        if value is not None and value.lower().startswith(("s3://", "s3a://")):
+    @rule
+    def _names_a_bucket(self) -> Messages:
+        if self.remote is not None and self.remote.lower().startswith(("s3://", "s3a://")):
             try:
-                open_storage(value)
+                open_storage(self.remote)
             except UserError as e:
-                raise ValueError(f"checkpoint.remote: {e}") from e
-        return value
+                yield f"checkpoint.remote: {e}"
 
 
 # -- the path in `checkpoint.resume`

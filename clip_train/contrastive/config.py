@@ -8,11 +8,12 @@ from clip_train.settings import (
     IMPORT_PATH,
     Allowed,
     Matmul,
+    Messages,
     Refused,
     Rounding,
-    Rules,
     Settings,
     is_import_path,
+    rule,
     shown,
 )
 
@@ -98,33 +99,46 @@ class LossConfig(Settings):
     an H100 the loss is then 1.6 to 3.8 times as fast (docs/gpu.md). docs/numerics.md has the error
     of the gradient. It makes no difference on CPUs."""
 
-    def rules(self) -> Rules:
-        yield (
-            bool(self.options) and not is_import_path(self.kind),
-            f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
-            f"{self.kind}); take them out",
-        )
-        yield (
-            self.exchange == "ring" and self.kind not in ("info_nce", "sigmoid"),
-            f"loss.exchange (ring) needs loss.kind info_nce or sigmoid (it is {self.kind}): others "
-            "gather the features; set loss.exchange=gather",
-        )
-        yield (
-            self.groups is not None and self.kind not in ("info_nce", "sigmoid"),
-            f"loss.groups ({self.groups}) needs loss.kind info_nce or sigmoid (it is {self.kind}): "
-            "others read no groups; set loss.groups=null",
-        )
-        yield (
-            self.group_role == "positives" and self.groups is None,
-            "loss.group_role (positives) needs loss.groups (null): set loss.groups=caption, or "
-            "loss.group_role=leave_out",
-        )
-        yield (
-            self.group_role == "positives" and (self.kind, self.exchange) == ("info_nce", "ring"),
-            "loss.group_role (positives) of info_nce adds up the features of each group, and "
-            "loss.exchange (ring) leaves them on their ranks; set loss.exchange=gather, or "
-            "loss.group_role=leave_out",
-        )
+    @rule
+    def _options_of_own_code(self) -> Messages:
+        if self.options and not is_import_path(self.kind):
+            yield (
+                f"loss.options ({shown(self.options)}) need an import path as loss.kind (it is "
+                f"{self.kind}); take them out"
+            )
+
+    @rule
+    def _ring(self) -> Messages:
+        if self.exchange == "ring" and self.kind not in ("info_nce", "sigmoid"):
+            yield (
+                f"loss.exchange (ring) needs loss.kind info_nce or sigmoid (it is {self.kind}): "
+                "others gather the features; set loss.exchange=gather"
+            )
+
+    @rule
+    def _groups(self) -> Messages:
+        if self.groups is not None and self.kind not in ("info_nce", "sigmoid"):
+            yield (
+                f"loss.groups ({self.groups}) needs loss.kind info_nce or sigmoid (it is "
+                f"{self.kind}): others read no groups; set loss.groups=null"
+            )
+
+    @rule
+    def _positives_need_groups(self) -> Messages:
+        if self.group_role == "positives" and self.groups is None:
+            yield (
+                "loss.group_role (positives) needs loss.groups (null): set loss.groups=caption, or "
+                "loss.group_role=leave_out"
+            )
+
+    @rule
+    def _positives_are_gathered(self) -> Messages:
+        if self.group_role == "positives" and (self.kind, self.exchange) == ("info_nce", "ring"):
+            yield (
+                "loss.group_role (positives) of info_nce adds up the features of each group, and "
+                "loss.exchange (ring) leaves them on their ranks; set loss.exchange=gather, or "
+                "loss.group_role=leave_out"
+            )
 
     @property
     def weights(self) -> dict[str, float]:

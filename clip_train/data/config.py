@@ -24,11 +24,12 @@ from clip_train.errors import UserError, missing, unreadable
 from clip_train.settings import (
     Allowed,
     ImportPath,
+    Messages,
     Refused,
-    Rules,
     Settings,
     Silent,
     as_yaml,
+    rule,
     shown,
 )
 from clip_train.storage.config import StorageConfig
@@ -242,41 +243,63 @@ class DataConfig(Settings):
         train = f"{SYNTHETIC}{SYNTHETIC_SAMPLES if number is None else number}"
         return {**raw, "train": train, "train_weights": None, "resampled": False}
 
-    def rules(self) -> Rules:
-        yield (
-            bool(self.aug_own_options) and self.aug_own is None,
-            f"data.aug_own_options ({as_yaml(self.aug_own_options)}) need data.aug_own; take them "
-            "out",
-        )
-        yield (
-            self.kind == "synthetic" and self.inputs is not None,
-            f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has no "
-            "files; set data.inputs=null, or data.kind=shards",
-        )
-        other = {
-            key: getattr(self, key)
-            for key, field in type(self).model_fields.items()
-            if key.startswith(("aug_", "inputs", "scaled_decode"))
-            and getattr(self, key) != field.get_default(call_default_factory=True)
-        }
-        yield (
-            self.reinforced is not None and (self.kind == "synthetic" or bool(other)),
-            f"data.reinforced ({self.reinforced}) brings the images' augmentations, of files: take "
-            f"out data.{next(iter(other), 'kind')} ({shown(other or self.kind)}), or set "
-            "data.reinforced=null",
-        )
-        sources = len(split_sources(self.train))
-        yield (
-            self.train_weights is not None and len(self.train_weights) != sources,
-            f"data.train_weights ({self.train_weights}) must have one for each of the {sources} "
-            "sources that :: joins in data.train",
-        )
-        for key, most in (("aug_scale", 1.0), ("aug_ratio", math.inf)):
-            low, high = getattr(self, key)
+    @rule
+    def _options_of_own_augmentation(self) -> Messages:
+        if self.aug_own_options and self.aug_own is None:
             yield (
-                not 0 < low <= high <= most,
+                f"data.aug_own_options ({as_yaml(self.aug_own_options)}) need data.aug_own; take "
+                "them out"
+            )
+
+    @rule
+    def _inputs_need_files(self) -> Messages:
+        if self.kind == "synthetic" and self.inputs is not None:
+            yield (
+                f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has "
+                "no files; set data.inputs=null, or data.kind=shards"
+            )
+
+    @rule
+    def _reinforced_brings_augmentations(self) -> Messages:
+        if self.reinforced is None:
+            return
+        if self.kind == "synthetic":
+            yield self._not_with_reinforced("kind", self.kind)
+        for key, field in type(self).model_fields.items():
+            if key.startswith(("aug_", "inputs", "scaled_decode")):
+                value = getattr(self, key)
+                if value != field.get_default(call_default_factory=True):
+                    yield self._not_with_reinforced(key, value)
+
+    def _not_with_reinforced(self, key: str, value: Any) -> str:
+        return (
+            f"data.reinforced ({self.reinforced}) brings the images' augmentations, of files: take "
+            f"out data.{key} ({shown(value)}), or set data.reinforced=null"
+        )
+
+    @rule
+    def _weights_of_sources(self) -> Messages:
+        sources = len(split_sources(self.train))
+        if self.train_weights is not None and len(self.train_weights) != sources:
+            yield (
+                f"data.train_weights ({self.train_weights}) must have one for each of the "
+                f"{sources} sources that :: joins in data.train"
+            )
+
+    @rule
+    def _areas_of_crops(self) -> Messages:
+        yield from self._range("aug_scale", self.aug_scale, most=1.0)
+
+    @rule
+    def _shapes_of_crops(self) -> Messages:
+        yield from self._range("aug_ratio", self.aug_ratio, most=math.inf)
+
+    def _range(self, key: str, limits: tuple[float, float], most: float) -> Messages:
+        low, high = limits
+        if not 0 < low <= high <= most:
+            yield (
                 f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
-                f"OpenCLIP's is {type(self).model_fields[key].default}",
+                f"OpenCLIP's is {type(self).model_fields[key].default}"
             )
 
     @property

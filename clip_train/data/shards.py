@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from braceexpand import braceexpand
 
-from clip_train.errors import UserError, missing, unreadable
+from clip_train.errors import UserError, missing, raise_all, unreadable
 from clip_train.settings import broken
 from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
@@ -65,8 +65,7 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
                 f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`",
             ),
         ]
-        for message in broken(rules):
-            raise UserError(message)
+        raise_all(broken(rules))
         try:
             sources.append(list(braceexpand(part)))
         except ValueError as e:

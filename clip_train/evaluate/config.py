@@ -4,7 +4,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from clip_train.settings import Allowed, ImportPath, Rules, Settings, shown
+from clip_train.settings import (
+    Allowed,
+    ImportPath,
+    Messages,
+    Settings,
+    rule,
+    shown,
+)
 
 IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
 
@@ -12,7 +19,7 @@ IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagene
 class EvaluateConfig(Settings):
     """The evaluations, their data and their times: docs/evaluation.md."""
 
-    removed: ClassVar = {"linear_probe": (None,)}
+    removed: ClassVar = {"linear_probe": lambda value: value is None}
 
     every_steps: int | None = Field(None, gt=0)
     """Optimizer steps between evaluations; null: evaluate only at the end of the run."""
@@ -40,9 +47,10 @@ class EvaluateConfig(Settings):
     """Evaluations of your own, by import path: each gets the features of all samples, and returns
     numbers by name (docs/extending.md)."""
 
-    def rules(self) -> Rules:
-        yield (
-            self.zero_shot_data is not None and self.zero_shot_classes is None,
-            f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot; set "
-            "evaluate.zero_shot_classes as well",
-        )
+    @rule
+    def _labeled_data_need_classes(self) -> Messages:
+        if self.zero_shot_data is not None and self.zero_shot_classes is None:
+            yield (
+                f"evaluate.zero_shot_data ({shown(self.zero_shot_data)}) is for zero-shot; set "
+                "evaluate.zero_shot_classes as well"
+            )

@@ -7,13 +7,13 @@ from pydantic import Field
 
 from clip_train.callbacks import Callback
 from clip_train.errors import UserError
-from clip_train.settings import LARGEST, Allowed, ImportPath, Settings, import_path
+from clip_train.settings import Allowed, ImportPath, Settings, import_path
 
 
 class LogConfig(Settings):
     """The terminal output and the records. `metrics.jsonl` and `report.html` are always written."""
 
-    removed: ClassVar = {"every_steps": range(LARGEST)}
+    removed: ClassVar = {"every_steps": lambda value: isinstance(value, int)}
     progress: bool = True
     """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 

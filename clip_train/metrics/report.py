@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_seconds
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
+from clip_train.yaml_text import load_yaml
 
 DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
@@ -152,8 +152,8 @@ class Run:
 
     def _load(self, name: str) -> dict[str, Any]:
         """A mapping in JSON or YAML; empty if it cannot be read."""
-        parse = json.loads if name.endswith(".json") else yaml.safe_load
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        parse = json.loads if name.endswith(".json") else load_yaml
+        with contextlib.suppress(OSError, ValueError):
             found = parse((self.folder / name).read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}
         return {}

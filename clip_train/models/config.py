@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from clip_train.errors import UserError, missing
+from clip_train.errors import UserError, missing, raise_all
 from clip_train.inputs import Input
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
@@ -36,12 +36,13 @@ from clip_train.settings import (
     IMPORT_PATH,
     MAX_LOGIT_SCALE,
     Allowed,
+    Messages,
     Refused,
-    Rules,
     Settings,
     clipped,
     explain,
     import_path,
+    rule,
     shown,
 )
 from clip_train.storage.urls import is_remote, local_path
@@ -87,15 +88,16 @@ class VisionConfig(_Tower):
     @model_validator(mode="after")
     def _divides(self) -> VisionConfig:
         width, size, patch = self.width, self.image_size, self.patch_size
+        mistakes = []
         if width % self.head_width:
-            raise ValueError(
-                f"width ({width}) must be a multiple of head_width ({self.head_width})"
-            )
+            mistakes.append(f"width ({width}) must be a multiple of head_width ({self.head_width})")
         if size % patch:
-            raise ValueError(
+            mistakes.append(
                 f"image_size ({size}) must be a multiple of patch_size ({patch}); "
                 f"take {size + -size % patch}"
             )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
         return self
 
     @property
@@ -210,16 +212,20 @@ class OwnModel(Architecture):
         }  # fmt: skip
         other = config.model_dump(include=keys, exclude_defaults=True)
         unsupported = scalars | vision | text | other
-        for key, value in unsupported.items():
-            raise UserError(
-                f"model.{key} ({value}): {self.own} builds its module without arguments; remove "
-                "the key, and change the module"
-            )
+        raise_all(
+            f"model.{key} ({value}): {self.own} builds its module without arguments; remove the "
+            "key, and change the module"
+            for key, value in unsupported.items()
+        )
         return self
 
 
 TowerConfig = VisionConfig | TextConfig
 AnyArchitecture = Architecture | OpenCLIPArchitecture
+
+
+def _without_lock(key: str, value: int, lock: str) -> str:
+    return f"model.{key} ({shown(value)}) has no effect without a lock; set model.{lock}=true"
 
 
 class ModelConfig(Settings):
@@ -295,31 +301,39 @@ class ModelConfig(Settings):
     """Bias of the logits at the start, for the sigmoid loss (-10). null: the value in the model's
     JSON."""
 
-    def rules(self) -> Rules:
-        for key, lock in (
-            ("lock_image_unlocked_groups", "lock_image"),
-            ("lock_image_freeze_bn_stats", "lock_image"),
-            ("lock_text_unlocked_layers", "lock_text"),
-        ):
-            value = getattr(self, key)
-            message = (
-                f"model.{key} ({shown(value)}) has no effect without a lock; set model.{lock}=true"
-            )
-            yield bool(value) and not getattr(self, lock), message
+    @rule
+    def _image_lock(self) -> Messages:
+        for key in ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats"):
+            if getattr(self, key) and not self.lock_image:
+                yield _without_lock(key, getattr(self, key), "lock_image")
+
+    @rule
+    def _text_lock(self) -> Messages:
+        if self.lock_text_unlocked_layers and not self.lock_text:
+            value = self.lock_text_unlocked_layers
+            yield _without_lock("lock_text_unlocked_layers", value, "lock_text")
+
+    @rule
+    def _kept_positions(self) -> Messages:
+        if self.keep_positions == 0:
+            return
         starts = self.init_from or self.init_text_from
-        yield (
-            self.keep_positions > 0
-            and (starts is None or self.keep_positions >= (self.context_length or 0)),
-            f"model.keep_positions ({self.keep_positions}) needs weights to start from "
-            f"(model.init_from is {shown(starts)}) and a model.context_length "
-            f"({shown(self.context_length)}) that is greater; set both, or model.keep_positions=0",
-        )
+        if starts is None or self.keep_positions >= (self.context_length or 0):
+            yield (
+                f"model.keep_positions ({self.keep_positions}) needs weights to start from "
+                f"(model.init_from is {shown(starts)}) and a model.context_length "
+                f"({shown(self.context_length)}) that is greater; set both, or "
+                "model.keep_positions=0"
+            )
+
+    @rule
+    def _names_of_teachers(self) -> Messages:
         number = 1 if isinstance(self.teacher, str) else len(self.teacher or ())
-        yield (
-            isinstance(self.teacher_name, list) and len(self.teacher_name) != number,
-            f"model.teacher_name ({shown(self.teacher_name)}) must have a name, or null, for each "
-            f"of the {number} teachers of model.teacher",
-        )
+        if isinstance(self.teacher_name, list) and len(self.teacher_name) != number:
+            yield (
+                f"model.teacher_name ({shown(self.teacher_name)}) must have a name, or null, for "
+                f"each of the {number} teachers of model.teacher"
+            )
 
     def architecture(self) -> AnyArchitecture:
         """The preset or JSON, with this section's overrides. Raises UserError."""

@@ -7,10 +7,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from clip_train.settings import (
     IMPORT_PATH,
     Allowed,
+    Messages,
     Refused,
-    Rules,
     Settings,
     is_import_path,
+    rule,
     shown,
 )
 
@@ -61,13 +62,18 @@ class OptimConfig(Settings):
     """Make the average forget the initial weights: at step t the decay is at most 1 - t^(-2/3)
     (timm's --model-ema-warmup)."""
 
-    def rules(self) -> Rules:
-        yield (
-            self.ema_warmup and self.ema_decay is None,
-            "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well",
-        )
-        yield (
-            bool(self.options) and not is_import_path(self.name),
-            f"optim.options ({shown(self.options)}) go with an optim.name that is an import path "
-            f"(it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them out",
-        )
+    @rule
+    def _warmup_of_an_average(self) -> Messages:
+        if self.ema_warmup and self.ema_decay is None:
+            yield (
+                "optim.ema_warmup (true) needs optim.ema_decay: set optim.ema_decay=0.9999 as well"
+            )
+
+    @rule
+    def _options_of_own_code(self) -> Messages:
+        if self.options and not is_import_path(self.name):
+            yield (
+                f"optim.options ({shown(self.options)}) go with an optim.name that is an import "
+                f"path (it is {self.name}, whose keys are beta1, beta2, eps, momentum); take them "
+                "out"
+            )

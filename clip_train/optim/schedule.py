@@ -8,10 +8,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from clip_train.settings import (
     IMPORT_PATH,
     Allowed,
-    Rules,
+    Messages,
     Settings,
     call_imported,
     is_import_path,
+    rule,
     shown,
 )
 
@@ -35,12 +36,13 @@ class ScheduleConfig(Settings):
     final_lr: NonNegativeFloat = 0.0
     """The rate at the very end (of cosine and of the cooldown)."""
 
-    def rules(self) -> Rules:
-        yield (
-            bool(self.options) and not is_import_path(self.name),
-            f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
-            f"(it is {self.name}); take them out",
-        )
+    @rule
+    def _options_of_own_code(self) -> Messages:
+        if self.options and not is_import_path(self.name):
+            yield (
+                f"schedule.options ({shown(self.options)}) need an import path as schedule.name "
+                f"(it is {self.name}); take them out"
+            )
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:

@@ -3,14 +3,16 @@
 All mistakes are reported at once, each with its path, its value and what to write instead.
 """
 
+import contextlib
 import difflib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
@@ -18,26 +20,32 @@ from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.contrastive.config import LossConfig
 from clip_train.data.config import DataConfig, existing
 from clip_train.data.index import index_of
-from clip_train.errors import UserError, missing
+from clip_train.data.shards import expand_braces
+from clip_train.errors import UserError, missing, raise_all
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.inputs import layout_of
 from clip_train.metrics.config import LogConfig
-from clip_train.models.config import AnyArchitecture, ModelConfig
+from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
 from clip_train.settings import (
+    IMPORT_PATH,
     LARGEST,
     Allowed,
+    InvalidValueError,
+    Messages,
     Refused,
-    Rules,
     Settings,
     Silent,
     explain,
+    rule,
     shown,
+    validated,
 )
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
+from clip_train.yaml_text import YamlError, dump_yaml, load_yaml
 from launcher.config.names import OTHER_NAMES
 from launcher.engines.config import EngineConfig
 from launcher.runtime.watchdog import LaunchConfig
@@ -72,17 +80,21 @@ class RunSection(Settings):
     ] = None
     """An alternative to run.steps; needs an index of the shards, or data.num_samples."""
 
-    def rules(self) -> Rules:
-        yield (
-            (self.steps is None) == (self.epochs is None),
-            f"give exactly one of run.steps (it is {shown(self.steps)}) and run.epochs "
-            f"(it is {shown(self.epochs)}); the other is null",
-        )
-        yield (
-            "://" in (self.dir or ""),
-            f"run.dir ({redact(self.dir or '')}) takes a local folder; give the URL of a store as "
-            "checkpoint.remote",
-        )
+    @rule
+    def _one_length(self) -> Messages:
+        if (self.steps is None) == (self.epochs is None):
+            yield (
+                f"give exactly one of run.steps (it is {shown(self.steps)}) and run.epochs "
+                f"(it is {shown(self.epochs)}); the other is null"
+            )
+
+    @rule
+    def _local_folder(self) -> Messages:
+        if "://" in (self.dir or ""):
+            yield (
+                f"run.dir ({redact(self.dir or '')}) takes a local folder; give the URL of a store "
+                "as checkpoint.remote"
+            )
 
 
 class RunConfig(Settings):
@@ -102,97 +114,177 @@ class RunConfig(Settings):
     log: Annotated[LogConfig, Silent] = Field(default_factory=LogConfig)
     launch: Annotated[LaunchConfig, Silent] = Field(default_factory=LaunchConfig)
 
-    def rules(self) -> Rules:
-        schedule, epochs = self.schedule, self.run.epochs or 0
-        loss, number = self.loss, len(self.model.teachers() or self.data.reinforced or ())
-        teachers = f"model.teacher ({shown(self.model.teacher)})"
+    @property
+    def _num_teachers(self) -> int:
+        return len(self.model.teachers() or self.data.reinforced or ())
+
+    @property
+    def _teachers(self) -> str:
+        """For messages: the key that names the teachers, with its value."""
         if self.model.teacher is None:
-            teachers = f"data.reinforced ({shown(self.data.reinforced)})"
-        yield (
-            bool(number) and (loss.kind, loss.exchange) != ("info_nce", "gather"),
-            f"{teachers} goes with loss.kind=info_nce and loss.exchange=gather, not with "
-            f"{loss.kind} and {loss.exchange}",
-        )
-        # shards do not tell the factors of their teachers' logits
-        needed = bool(number) and self.model.teacher is None
-        for key, may_be_null in (("teacher_scales", not needed), ("teacher_weights", True)):
-            factors = getattr(loss, key)
+            return f"data.reinforced ({shown(self.data.reinforced)})"
+        return f"model.teacher ({shown(self.model.teacher)})"
+
+    @rule
+    def _loss_of_teachers(self) -> Messages:
+        loss = self.loss
+        if self._num_teachers and (loss.kind, loss.exchange) != ("info_nce", "gather"):
             yield (
-                (factors is None and not may_be_null)
-                or (factors is not None and len(factors) != number),
-                f"loss.{key} ({shown(factors)}) must have one number for each of the {number} "
-                f"teachers of {teachers}; set loss.{key}={[100] * number or 'null'} or another",
+                f"{self._teachers} goes with loss.kind=info_nce and loss.exchange=gather, not with "
+                f"{loss.kind} and {loss.exchange}"
             )
-        yield (
-            self.model.teacher is not None and bool(self.data.reinforced),
-            f"data.reinforced ({shown(self.data.reinforced)}) and model.teacher "
-            f"({shown(self.model.teacher)}) both name teachers; set data.reinforced='[]', or "
-            "model.teacher=null",
-        )
-        yield (
-            not number and loss.distill_weights != (1.0, 1.0),
-            f"loss.distill_weights ({shown(loss.distill_weights)}) need teachers: name them in "
-            "model.teacher, or in data.reinforced; set loss.distill_weights='[1.0, 1.0]'",
-        )
-        yield (
-            self.data.negative_texts is not None
-            and (
-                self.loss.kind in ("sigmoid", "memory_bank")
-                or self.loss.exchange == "ring"
-                or number > 0
-            ),
-            f"data.negative_texts ({shown(self.data.negative_texts)}) need loss.kind=info_nce with "
-            f"loss.exchange=gather and no teachers (now {loss.kind}, {loss.exchange}, {teachers}); "
-            "set these, or data.negative_texts=null",
-        )
-        yield (
-            loss.groups is not None and (number > 0 or self.data.num_texts > 1),
-            f"loss.groups ({loss.groups}) goes with one text of an image (now "
-            f"{self.data.num_texts}) and no teachers ({teachers}); set these, or "
-            "loss.groups=null",
-        )
-        yield (
-            self.engine.linear is not None and self.engine.precision in ("fp32", "fp16"),
-            f"engine.linear ({self.engine.linear}) rounds bf16 activations (engine.precision is "
-            f"{self.engine.precision}): set engine.precision=bf16, or engine.linear=null",
-        )
-        yield (
-            isinstance(self.data.val, dict)
-            and self.evaluate.zero_shot_classes is not None
-            and self.evaluate.zero_shot_data is None,
-            f"evaluate.zero_shot_classes ({shown(self.evaluate.zero_shot_classes)}) with several "
-            f"sets in data.val ({', '.join(self.data.val or ())}): set evaluate.zero_shot_data to "
-            "the one with labels",
-        )
-        yield (
-            self.model.teacher is not None and self.data.inputs is not None,
-            f"{teachers} sees images, and the samples have data.inputs "
-            f"({shown(self.data.inputs)}); set model.teacher=null",
-        )
-        if self.run.epochs is not None and self.data.num_samples is None:
-            return  # `resolve` counts them
-        yield (
-            epochs * (self.data.num_samples or 0) > LARGEST,
-            f"run.epochs ({epochs:g}) of data.num_samples ({self.data.num_samples}) "
-            "are more samples than can be counted; lower run.epochs, or give run.steps",
-        )
-        yield (
-            schedule.warmup_steps >= self.steps and schedule.warmup_steps > 0,
-            f"schedule.warmup_steps ({schedule.warmup_steps}) must be less than the run's "
-            f"{self.steps} steps; lower it, or raise run.steps",
-        )
-        yield (
-            schedule.cooldown_steps > self.steps,
-            f"schedule.cooldown_steps ({schedule.cooldown_steps}) must be at most the run's "
-            f"{self.steps} steps; lower it, or raise run.steps",
-        )
-        decay = 0.0 if self.optim.ema_warmup else self.optim.ema_decay or 0.0
+
+    @rule
+    def _scales_of_teachers(self) -> Messages:
+        # shards do not tell the factors of their teachers' logits
+        needed = bool(self._num_teachers) and self.model.teacher is None
+        if needed or self.loss.teacher_scales is not None:
+            yield from self._one_for_each_teacher("teacher_scales", self.loss.teacher_scales)
+
+    @rule
+    def _weights_of_teachers(self) -> Messages:
+        if self.loss.teacher_weights is not None:
+            yield from self._one_for_each_teacher("teacher_weights", self.loss.teacher_weights)
+
+    def _one_for_each_teacher(self, key: str, factors: list[float] | None) -> Messages:
+        number = self._num_teachers
+        if factors is None or len(factors) != number:
+            yield (
+                f"loss.{key} ({shown(factors)}) must have one number for each of the {number} "
+                f"teachers of {self._teachers}; set loss.{key}={[100] * number or 'null'} or "
+                "another"
+            )
+
+    @rule
+    def _teachers_named_once(self) -> Messages:
+        if self.model.teacher is not None and self.data.reinforced:
+            yield (
+                f"data.reinforced ({shown(self.data.reinforced)}) and model.teacher "
+                f"({shown(self.model.teacher)}) both name teachers; set data.reinforced='[]', or "
+                "model.teacher=null"
+            )
+
+    @rule
+    def _distillation_needs_teachers(self) -> Messages:
+        weights = self.loss.distill_weights
+        if weights != (1.0, 1.0) and not self._num_teachers:
+            yield (
+                f"loss.distill_weights ({shown(weights)}) need teachers: name them in "
+                "model.teacher, or in data.reinforced; set loss.distill_weights='[1.0, 1.0]'"
+            )
+
+    @rule
+    def _negative_texts(self) -> Messages:
+        if self.data.negative_texts is None:
+            return
+        loss = self.loss
+        if (
+            loss.kind in ("sigmoid", "memory_bank")
+            or loss.exchange == "ring"
+            or self._num_teachers > 0
+        ):
+            yield (
+                f"data.negative_texts ({shown(self.data.negative_texts)}) need loss.kind=info_nce "
+                f"with loss.exchange=gather and no teachers (now {loss.kind}, {loss.exchange}, "
+                f"{self._teachers}); set these, or data.negative_texts=null"
+            )
+
+    @rule
+    def _groups(self) -> Messages:
+        groups = self.loss.groups
+        if groups is not None and (self.data.num_texts > 1 or self._num_teachers > 0):
+            yield (
+                f"loss.groups ({groups}) goes with one text of an image (now "
+                f"{self.data.num_texts}) and no teachers ({self._teachers}); set these, or "
+                "loss.groups=null"
+            )
+
+    @rule
+    def _rounded_activations(self) -> Messages:
+        engine = self.engine
+        if engine.linear is not None and engine.precision in ("fp32", "fp16"):
+            yield (
+                f"engine.linear ({engine.linear}) rounds bf16 activations (engine.precision is "
+                f"{engine.precision}): set engine.precision=bf16, or engine.linear=null"
+            )
+
+    @rule
+    def _one_labeled_set(self) -> Messages:
+        evaluate, sets = self.evaluate, self.data.val
+        if (
+            isinstance(sets, dict)
+            and evaluate.zero_shot_classes is not None
+            and evaluate.zero_shot_data is None
+        ):
+            yield (
+                f"evaluate.zero_shot_classes ({shown(evaluate.zero_shot_classes)}) with several "
+                f"sets in data.val ({', '.join(sets)}): set evaluate.zero_shot_data to the one "
+                "with labels"
+            )
+
+    @rule
+    def _teachers_see_images(self) -> Messages:
+        if self.model.teacher is not None and self.data.inputs is not None:
+            yield (
+                f"{self._teachers} sees images, and the samples have data.inputs "
+                f"({shown(self.data.inputs)}); set model.teacher=null"
+            )
+
+    @property
+    def _can_count(self) -> bool:
+        """Whether the number of steps follows from the recipe alone. Else `resolve` counts the
+        samples, and a recipe without any length has a message of its own."""
+        if self.run.steps is not None:
+            return self.run.epochs is None
+        return self.run.epochs is not None and self.data.num_samples is not None
+
+    @property
+    def _too_many_samples(self) -> bool:
+        return (self.run.epochs or 0) * (self.data.num_samples or 0) > LARGEST
+
+    @rule
+    def _countable(self) -> Messages:
+        if self._too_many_samples:
+            yield (
+                f"run.epochs ({self.run.epochs:g}) of data.num_samples ({self.data.num_samples}) "
+                "are more samples than can be counted; lower run.epochs, or give run.steps"
+            )
+
+    @rule
+    def _warmup_ends(self) -> Messages:
+        warmup = self.schedule.warmup_steps
+        if warmup == 0 or not self._can_count or self._too_many_samples:
+            return
+        if warmup >= self.steps:
+            yield (
+                f"schedule.warmup_steps ({warmup}) must be less than the run's {self.steps} steps; "
+                "lower it, or raise run.steps"
+            )
+
+    @rule
+    def _cooldown_fits(self) -> Messages:
+        cooldown = self.schedule.cooldown_steps
+        if cooldown == 0 or not self._can_count or self._too_many_samples:
+            return
+        if cooldown > self.steps:
+            yield (
+                f"schedule.cooldown_steps ({cooldown}) must be at most the run's {self.steps} "
+                "steps; lower it, or raise run.steps"
+            )
+
+    @rule
+    def _average_forgets_the_start(self) -> Messages:
+        decay = self.optim.ema_decay
+        if decay is None or self.optim.ema_warmup or self.model.init_from is not None:
+            return
+        if not self._can_count or self._too_many_samples:
+            return
         initial = decay**self.steps
-        yield (
-            initial > 0.5 and self.model.init_from is None,
-            f"optim.ema_decay ({decay}) is too high for {self.steps} steps: {initial:.0%} of the "
-            "average would be the initial weights; lower it, or set optim.ema_warmup=true",
-        )
+        if initial > 0.5:
+            yield (
+                f"optim.ema_decay ({decay}) is too high for {self.steps} steps: {initial:.0%} of "
+                "the average would be the initial weights; lower it, or set optim.ema_warmup=true"
+            )
 
     def architecture(self, model: ModelConfig | None = None) -> AnyArchitecture:
         """The model's, which gets `data.inputs`. model: instead of this recipe's. UserError."""
@@ -267,56 +359,15 @@ class RunConfig(Settings):
 
     def to_yaml(self) -> str:
         """`to_keep` as a file."""
-        return yaml.safe_dump(self.to_keep(), sort_keys=False)
-
-
-REPLACED = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """YAML in which `1e-4` is a number (YAML 1.1 takes it for a string), `12:00:00` and `0123` are
-    texts (YAML 1.1: base 60 and base 8), and a repeated key is an error.
-    """
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        repeated = {str(key) for key in keys if keys.count(key) > 1}
-        if repeated:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"repeated key: {', '.join(sorted(repeated))}", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F][\da-fA-F_]*|0b[01][01_]*)$"),
-    list("-+0123456789"),
-)
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"
-        r"|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
-        r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
+        return dump_yaml(self.to_keep())
 
 
 def parse_value(text: str, where: str) -> Any:
     """One YAML value, as on a command line."""
     try:
-        return yaml.load(text, Loader=RecipeLoader)
-    except (yaml.YAMLError, RecursionError) as e:
-        raise UserError(
-            f"{where}: {text!r} is not a YAML value: {' '.join(str(e).split())}; quote it"
-        ) from None
+        return load_yaml(text)
+    except YamlError as e:
+        raise UserError(f"{where}: {text!r} is not a YAML value: {e}; quote it") from None
 
 
 def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
@@ -328,16 +379,14 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
             raise UserError(
                 f"the {what} {path} has more than {MOST_CHARACTERS} characters; correct the path"
             )
-        raw = yaml.load(text, Loader=RecipeLoader)
+        raw = load_yaml(text)
     except OSError as e:
         remedy = "recipes/ has examples" if what == "recipe" else "correct the path"
         raise missing(path, f"cannot read the {what} {path}: {e.strerror}", remedy) from None
     except UnicodeError as e:
         raise UserError(f"the {what} {path} is not UTF-8: {e}; save it as UTF-8") from None
-    except (yaml.YAMLError, RecursionError) as e:
-        raise UserError(
-            f"the {what} {path} is not YAML: {' '.join(str(e).split())}; correct that line"
-        ) from None
+    except YamlError as e:
+        raise UserError(f"the {what} {path} is not YAML: {e}; correct that line") from None
     if not isinstance(raw, dict):
         holds = (
             "sections (run:, data:, ...)" if what == "recipe" else "lines such as partition: gpu"
@@ -352,19 +401,25 @@ def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
 def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """`raw` with each `key.path=value` applied."""
     out = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    problems: list[str | UserError] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         parts = path.split(".")
         if not equals or not all(parts):
-            raise UserError(
+            problems.append(
                 f"{override!r} is not an override; write key.path=value, for example optim.lr=1e-3"
             )
+            continue
         node = out
         for part in parts[:-1]:
             inner = node.get(part)
             node[part] = inner = dict(inner) if isinstance(inner, dict) else {}
             node = inner
-        node[parts[-1]] = parse_value(text, path)
+        try:
+            node[parts[-1]] = parse_value(text, path)
+        except UserError as e:
+            problems.append(e)
+    raise_all(problems)
     return out
 
 
@@ -379,13 +434,42 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     return check_config(apply_overrides(raw, overrides or []), path)
 
 
+def mistakes_in_names(config: RunConfig) -> Messages:
+    """For a recipe that has other mistakes: those that `resolve` would find next, in the names of
+    the model and of the data. It does not look for shards, and runs no code of the user's."""
+
+    def model() -> None:
+        name = config.model.name
+        if os.path.isfile(name) or not re.fullmatch(IMPORT_PATH, name):
+            load_architecture(name)
+
+    checks: list[Callable[[], Any]] = [model]
+    for get in (
+        lambda: {"data.train": config.data.train},
+        lambda: config.data.val_places,
+        lambda: {"evaluate.zero_shot_data": config.evaluate.zero_shot_data},
+    ):
+        with contextlib.suppress(InvalidValueError):
+            places = [(place, key) for key, place in get().items() if place is not None]
+            checks += [partial(expand_braces, *place) for place in places]
+    for check in checks:
+        try:
+            check()
+        except InvalidValueError:
+            continue
+        except UserError as e:
+            yield from map(str, e.problems or [e])
+
+
 def check_config(raw: dict[str, Any], source: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(raw)
-    except ValidationError as e:
-        lines = explain(e, RunConfig, raw, unknown=nearest)
+    """The recipe `raw`. UserError lists every mistake; source: what the message calls the
+    recipe."""
+    explained = partial(explain, unknown=nearest)
+    config, lines = validated(RunConfig, raw, explained, further=mistakes_in_names)
+    if config is None:
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
+    return config
 
 
 def with_samples(config: RunConfig) -> RunConfig:

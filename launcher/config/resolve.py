@@ -23,7 +23,7 @@ from clip_train.data.config import (
 from clip_train.data.images import augmented, own_augmentation
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
-from clip_train.errors import RankError, UserError
+from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import Layout
 from clip_train.models.clip import own_mistakes, parameter_sizes
@@ -36,6 +36,8 @@ from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 from launcher.weights import place_mistakes
+
+MOST_PASSES = 2  # over the data in one epoch; with more, data.num_samples is a mistake
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ def resolve(
     else:
         for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
             collect(expand_braces, place, key)
+    if source is not None:
+        problems += map(UserError, epoch_mistakes(config, source))
     checks: list[tuple[bool, partial[list[str]]]] = [
         (is_import_path(config.schedule.name), partial(schedule_mistakes, config)),
         (config.data.aug_own is not None, partial(augmentation_mistakes, config)),
@@ -197,16 +201,27 @@ def resolve(
     for is_imported, check in sorted(checks, key=itemgetter(0)):
         if not (problems and is_imported):  # an import runs code: after all other checks
             problems += map(UserError, collect(check) or [])
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        all_of_ranks = all(isinstance(problem, RankError) for problem in problems)
-        error = RankError if all_of_ranks else UserError
-        raise error("\n  ".join([f"{len(problems)} mistakes", *map(str, problems)]))
+    raise_all(problems)
     order = order_keys(config.data, config.batch.sizes, config.run.seed)
     data = {"lanes": order["data.lanes"], "shuffle_block": order["data.shuffle_block"]}
     config = config.updated(data=data, engine=dict(engine))
     return Resolved(recipe, config, plan, architecture, source=source, unlabelled=unlabelled)
+
+
+def epoch_mistakes(config: RunConfig, source: SourceSummary) -> list[str]:
+    """An epoch that is far larger than the data: a number that belongs to other data."""
+    data, counted = config.data, source.index.num_samples
+    if config.run.epochs is None or data.num_samples is None or counted is None:
+        return []
+    if data.train_weights is not None or data.resampled:  # an epoch may have any size
+        return []
+    if data.num_samples <= MOST_PASSES * counted:
+        return []
+    return [
+        f"data.num_samples ({data.num_samples}) is more than {MOST_PASSES} times the {counted} "
+        "samples that data.train has by its index, so run.epochs would be that much longer; set "
+        "data.num_samples=null to use the index"
+    ]
 
 
 def look_at_data(

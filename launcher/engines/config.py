@@ -5,7 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from clip_train.settings import Layout, Recompute, Rounding, Rules, Settings
+from clip_train.settings import (
+    Layout,
+    Messages,
+    Recompute,
+    Rounding,
+    Settings,
+    rule,
+)
 
 
 class EngineConfig(Settings):
@@ -73,16 +80,18 @@ class EngineConfig(Settings):
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
     ds_configs/zero<stage>.json."""
 
-    def rules(self) -> Rules:
-        yield (
-            self.reduce_dtype == "bf16" and self.precision in ("fp32", "fp16"),
-            f"engine.reduce_dtype (bf16) needs engine.precision bf16 (it is {self.precision}): "
-            "set engine.precision=bf16, or engine.reduce_dtype=fp32",
-        )
-        yield (
-            self.zero_stage == 0 and self.offload != "none",
-            f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)",
-        )
+    @rule
+    def _sums_in_bf16(self) -> Messages:
+        if self.reduce_dtype == "bf16" and self.precision in ("fp32", "fp16"):
+            yield (
+                "engine.reduce_dtype (bf16) needs engine.precision bf16 (it is "
+                f"{self.precision}): set engine.precision=bf16, or engine.reduce_dtype=fp32"
+            )
+
+    @rule
+    def _offload_needs_shards(self) -> Messages:
+        if self.zero_stage == 0 and self.offload != "none":
+            yield f"engine.offload ({self.offload}) needs engine.zero_stage 1, 2 or 3 (it is 0)"
 
     @property
     def recompute(self) -> Recompute:

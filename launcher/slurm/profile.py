@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from clip_train.errors import UserError
-from clip_train.settings import Settings, explain
+from clip_train.settings import Settings, explain, validated
 from launcher.config.recipe import read_recipe
 
 ENV = "CLIP_TRAIN_SITE"
@@ -41,7 +42,7 @@ class Site(Settings):
     """Shell lines to run before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an
-    option without a value, such as `exclusive: true`."""
+    option without a value, such as `exclusive: true`; `yes` is passed on as a word."""
     local_paths: list[str] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
@@ -67,11 +68,9 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
         for name, value in (options or {}).items()
         if name in Site.model_fields and value is not None
     }
-    try:
-        return Site.model_validate(raw | flags)
-    except ValidationError as e:
-        known = f"known keys: {', '.join(Site.model_fields)}"
-        mistakes = explain(e, Site, raw | flags, unknown=lambda path: known, within="site file")
-        raise UserError(
-            f"submit's options, or the site file {file}: {'; '.join(mistakes)}"
-        ) from None
+    known = f"known keys: {', '.join(Site.model_fields)}"
+    explained = partial(explain, unknown=lambda path: known, within="site file")
+    site, mistakes = validated(Site, raw | flags, explained)
+    if site is None:
+        raise UserError(f"submit's options, or the site file {file}: {'; '.join(mistakes)}")
+    return site

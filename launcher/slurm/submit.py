@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from clip_train.errors import UserError
+from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
 from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
+from clip_train.yaml_text import dump_yaml
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config, with_samples
 from launcher.config.resolve import resolve
@@ -57,11 +56,14 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             "checkpoint.resume=auto, and choose a new run.name if the old run must not continue",
         ),
     ]
-    for message in broken(rules):
-        raise UserError(message)
-    resolve(config, job.nodes * job.tasks, read_data=not offline)
-    for finding in check_places(config, job):
-        raise UserError(f"{finding.message}: {finding.remedy}")
+    problems: list[str | UserError] = [*broken(rules)]
+    if job.tasks:
+        try:
+            resolve(config, job.nodes * job.tasks, read_data=not offline)
+        except UserError as e:
+            problems.append(e)
+    problems += [f"{each.message}: {each.remedy}" for each in check_places(config, job)]
+    raise_all(problems)
     require_places(config, store=not offline)
 
 
@@ -168,7 +170,7 @@ def frozen_recipe(config: RunConfig, base: Path) -> str:
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote):
         recipe["checkpoint"]["remote"] = str(base / local_path(remote))
-    return yaml.safe_dump(recipe, sort_keys=False)
+    return dump_yaml(recipe)
 
 
 def absolute(value: str, base: Path) -> str:

@@ -144,7 +144,7 @@ def test_a_section_that_is_none(section, value):
             "engine.activation_checkpointing=8",
             "must be a valid boolean, unable to interpret input or 'auto'; set",
         ),
-        ("data.verify=on", "data.verify (true) must be "),
+        ("data.verify=on", "data.verify ('on') must be "),
         ("checkpoint.every_steps=0", "must be greater than or equal to 1; set"),
         ("run.name=a b", "run.name ('a b') must be letters, digits, dots, dashes and underscores"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clip_tools.openclip.flags import FLAGS, LISTS, OLDER, SWITCHES, meaning
+from clip_tools.openclip.flags import FLAGS, LISTS, OLDER, OLDER_KEYS, SWITCHES, meaning
 from launcher.cli.main import main
 from launcher.config.recipe import check_config
 
@@ -175,7 +175,8 @@ def test_a_documents_command_means_what_openclip_trains(name, capsys):
     assert {key: found.get(key) for key in meant} == meant
     given = set(re.findall(r"--([\w-]+)", LINES[name])) | {"world-size"}
     said = set(re.findall(r"^# --([\w-]+)", text, re.M))
-    assert said - given <= {"train-data", "train-num-samples"}  # which a recipe cannot do without
+    # what a recipe cannot do without, and the precision that OpenCLIP takes without being asked
+    assert said - given <= {"train-data", "train-num-samples", "precision"}
 
 
 # Of a flag that needs others, and where 1 would be no value of it, or OpenCLIP's own.
@@ -205,8 +206,9 @@ def test_each_flag_is_in_the_recipe_or_explained(flag, capsys):
 
 
 def test_each_flag_is_the_switch_or_value_that_it_is():
-    assert KINDS.keys() == FLAGS - OLDER.keys() and len(KINDS) == 143 + 3
-    assert {name for name, kind in KINDS.items() if kind == "switch"} == SWITCHES - OLDER.keys()
+    older = OLDER.keys() | OLDER_KEYS.keys()
+    assert KINDS.keys() == FLAGS - older and len(KINDS) == 143 + 3
+    assert {name for name, kind in KINDS.items() if kind == "switch"} == SWITCHES - older
     assert {name for name, kind in KINDS.items() if kind == "list"} == LISTS
 
 
@@ -336,8 +338,167 @@ def test_a_table_becomes_shards_first(capsys):
         "--image-key filepath --caption-key title"
     )
     assert f"# --train-data: first make shards of it: {command}\n" in text
-    assert "# --train-num-samples: CHECK: is not given: 10,000,000 samples are ASSUMED" in text
+    assert "# --train-num-samples: CHECK: is not given, so keys that count epochs in steps" in text
+    assert "num_samples" not in recipe["data"] and "every_steps" not in recipe["checkpoint"]
     assert "414,560,000 samples are ASSUMED" in imported(capsys, SLURM)[1]
+
+
+def table(file: Path, rows: int, separator: str = "\t") -> str:
+    """With a caption of two lines, as a spreadsheet writes it."""
+    lines = [f'img/{i}.jpg{separator}"a picture\nof {i}"' for i in range(rows)]
+    file.write_text("\n".join([f"filepath{separator}title", *lines]) + "\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("name, separator", [("a.csv", ","), ("a.csv", "\t"), ("a.tsv", "\t")])
+def test_the_rows_of_a_table_are_counted(name, separator, capsys, tmp_path):
+    line = f"main.py --model ViT-B-32 --train-data {table(tmp_path / name, 785, separator)}"
+    recipe, text = imported(capsys, f"{line} --batch-size 128 --epochs 30 --warmup 10")
+    assert recipe["data"]["num_samples"] == 785 and recipe["run"]["epochs"] == 30
+    assert recipe["checkpoint"]["every_steps"] == recipe["checkpoint"]["keep_every"] == 7
+    assert "--train-num-samples" not in text
+    recipe, text = imported(capsys, f"{line} --train-num-samples 12000000 --warmup 10")
+    assert recipe["data"]["num_samples"] == 785
+    assert (
+        "# --train-num-samples: OpenCLIP does not read it for a table, which has 785 rows" in text
+    )
+    assert "# --warmup: CHECK: 10000 is more than the " in imported(capsys, line)[1]
+
+
+@pytest.mark.parametrize("data", ["nowhere.csv", "shards/*.tar", "one.tar"])
+def test_an_epoch_that_nobody_has_counted_is_left_out(data, capsys):
+    line = f"main.py --model ViT-B-32 --train-data {data} --val-data v.tar --epochs-cooldown 2"
+    recipe, text = imported(capsys, f"{line} --lr-scheduler const-cooldown --warmup 500")
+    assert "num_samples" not in recipe["data"] and recipe["run"]["epochs"] == 32
+    assert recipe["schedule"] == {"warmup_steps": 500, "name": "constant-with-cooldown"}
+    assert recipe["checkpoint"] == {"every_minutes": 60}
+    assert "# --train-num-samples: CHECK: is not given" in text
+
+
+@pytest.mark.parametrize("end", ["\\", "^", "`", "\\ ", "^\r"])
+def test_a_line_goes_on_as_in_any_shell(end, capsys):
+    line = VIT.replace(" --", f" {end}\n    --")
+    assert imported(capsys, f"main.py {line} --lr 1e-3") == imported(
+        capsys, f"main.py {VIT} --lr 1e-3"
+    )
+
+
+def test_matryoshka_of_openclips_branch(capsys):
+    line = f"main.py {VIT} --force_mrl_loss --mrl_dim_to_consider 512,256,64"
+    weighted = f"{line} --mrl_loss_weights 1,0.5,0.25"
+    assert imported(capsys, weighted)[0]["loss"]["widths"] == {512: 1, 256: 0.5, 64: 0.25}
+    assert imported(capsys, line)[0]["loss"]["widths"] == {512: 1, 256: 1, 64: 1}
+    _, text = imported(capsys, f"main.py {VIT} --mrl-loss-weights 1,1")
+    assert "# --mrl-loss-weights: does nothing there without --force-mrl-loss" in text
+    assert "CHECK: --mrl-dim" in imported(capsys, f"main.py {VIT} --force-mrl-loss")[1]
+    assert main(["import-args", f"{line} --mrl_loss_weights 1,1"]) == 2
+    assert "--mrl-loss-weights (1,1) must have a weight for each" in capsys.readouterr().err
+
+
+def test_the_type_is_explained_without_its_flag(capsys):
+    default = (
+        "# --precision amp: the default of OpenCLIP 3.3.0; bf16 here, with fp32 master weights"
+    )
+    assert default in imported(capsys, f"main.py {VIT}")[1]
+    assert "# --precision" not in imported(capsys, f"main.py {VIT} --precision amp_bf16")[1]
+    for name in ("bf16", "pure_bf16", "fp16", "pure_fp16"):
+        _, text = imported(capsys, f"main.py {VIT} --precision {name}")
+        assert (
+            f"# --precision {name}: CHECK: OpenCLIP's weights and moments are {name[-4:]}" in text
+        )
+
+
+CHANGED = {  # flags that a recipe cannot express, and that train something else
+    "--pretrained-image": "pretrained-image",
+    "--use-naflex --naflex-patch-sizes 16 32": "use-naflex",
+    "--use-naflex --naflex-seq-lens 128 256": "naflex-seq-lens",
+    "--force-naflex-vision": "force-naflex-vision",
+    "--image-mean 0.5 0.5 0.5": "image-mean",
+    "--image-std 0.5 0.5 0.5": "image-std",
+    "--image-interpolation random": "image-interpolation",
+    "--image-resize-mode squash": "image-resize-mode",
+    "--square-resize-only": "square-resize-only",
+    "--text-layer-decay 0.8": "text-layer-decay",
+    "--image-layer-decay 0.8 --text-layer-decay 0.9": "image-layer-decay",
+    "--visual-layer-decay 0.8": "visual-layer-decay",
+    "--opt-kwargs nesterov=True": "opt-kwargs",
+    "--opt-fallback-list a b": "opt-fallback-list",
+    "--use-bnb-linear SwitchBackLinear": "use-bnb-linear",
+    "--hf-tokenizer-name x": "hf-tokenizer-name",
+    "--resume epoch_3.pt": "resume",
+    "--image-key picture": "image-key",
+    "--report-to trackio": "report-to",
+    "--aug-cfg use_timm=True re_prob=0.1": "aug-cfg re_prob",
+    "--warmup 99999999": "warmup",
+    "--max-image-pixels 1000": "max-image-pixels",
+}
+
+
+@pytest.mark.parametrize("given, flag", CHANGED.items())
+def test_a_flag_that_changes_the_training_is_to_be_checked(given, flag, capsys):
+    assert main(["import-args", f"main.py {VIT} {given}"]) == 0
+    out, err = capsys.readouterr()
+    assert f"# --{flag}: CHECK: " in out and f"warning: --{flag}: " in err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--image-mean 0.48145466 0.4578275 0.40821073 --image-std 0.26862954 0.26130258 0.27577711",
+        "--image-interpolation bicubic --image-resize-mode shortest --image-key 'jpg;png'",
+        "--naflex-patch-sizes 16 --naflex-seq-lens 128",
+        "--resume latest --val-retrieval-precision fp32 --fsdp-checkpoint sharded",
+        "--text-layer-decay 0.8 --image-layer-decay 0.8",
+        "--pretrained openai --pretrained-image",
+    ],
+)
+def test_a_flag_that_changes_nothing_is_not_to_be_checked(given, capsys):
+    assert "CHECK" not in imported(capsys, f"torchrun --nproc_per_node 2 main.py {VIT} {given}")[1]
+
+
+def test_flags_that_openclip_ignores_are_ignored(capsys):
+    recipe, text = imported(capsys, f"main.py {VIT} --lr-cooldown-end 1e-5 --epochs-cooldown 3")
+    assert recipe["schedule"] == {"warmup_steps": 10000, "name": "cosine"}
+    assert "# --lr-cooldown-end: does nothing there with --lr-scheduler cosine" in text
+    given = "--lr-scheduler const-cooldown --lr-cooldown-end 1e-5 --epochs-cooldown 3"
+    recipe, _ = imported(capsys, f"main.py {VIT} {given}")
+    assert recipe["schedule"]["final_lr"] == 1e-5
+    assert recipe["schedule"]["cooldown_steps"] == 3 * math.ceil(3_000_000 / 64)
+    for flag in ("--lock-image-unlocked-groups 2", "--lock-text-unlocked-layers 2"):
+        recipe, text = imported(capsys, f"main.py {VIT} {flag}")
+        assert recipe["model"] == {"name": "ViT-B-32"}
+        assert f"# {flag[:-2]}: does nothing there without --lock-" in text
+
+
+def test_both_towers_decay_by_layer(capsys):
+    recipe, _ = imported(capsys, f"main.py {VIT} --text-layer-decay 0.8 --image-layer-decay 0.8")
+    assert recipe["optim"]["layer_decay"] == 0.8
+
+
+def test_a_pretrained_image_tower_starts_pretrained(capsys):
+    line = "main.py --model convnext_base --train-data x.tar --train-num-samples 100000"
+    recipe, text = imported(capsys, f"{line} --pretrained-image")
+    assert recipe["model"]["init_image_from"] == "convnext_base-start.pt"
+    assert "create_model('convnext_base', pretrained_image=True).state_dict(), 'conv" in text
+    recipe, text = imported(
+        capsys, f"{line.replace('convnext_base', 'roberta-ViT-B-32')} --pretrained-image"
+    )
+    assert recipe["model"]["init_from"] == "roberta-ViT-B-32-start.pt"
+    assert "the text and the image tower" in text and "pretrained_image=True" in text
+
+
+def test_the_validation_loss_is_over_openclips_batches(capsys):
+    recipe, _ = imported(capsys, f"main.py {VIT} --val-data v.tar --batch-size 96")
+    assert recipe["evaluate"]["batch_size"] == 96
+
+
+def test_a_tracker_that_is_unknown_leaves_another(capsys):
+    for given, log in (
+        ("trackio", {"wandb": False, "tensorboard": True}),
+        ("wandb,trackio", {"wandb": True, "tensorboard": False}),
+    ):
+        recipe, text = imported(capsys, f"main.py {VIT} --report-to {given}")
+        assert recipe["log"] == log and "CHECK: trackio is not supported" in text
 
 
 def test_a_command_that_evaluates_says_what_does_here(capsys):
@@ -369,7 +530,8 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
         capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to wandb"
     )
     assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["wandb"] is True
-    assert "# --use-naflex: not supported: all images have one size, model.image_size\n" in text
+    unsupported = "CHECK: not supported: all images have one size, model.image_size"
+    assert f"# --use-naflex: {unsupported}\n" in text
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -402,7 +564,7 @@ def test_augmentation_is_what_openclip_does(capsys):
     )
     assert keys == {"aug_ratio": [0.5, 2], "aug_color_jitter": [0.4, 0.4, 0.4, 0.0]}
     assert (
-        "# --aug-cfg re_prob: has no counterpart" in text
+        "# --aug-cfg re_prob: CHECK: has no counterpart" in text
         and "# --aug-cfg gray_scale_prob: does nothing" in text
     )
 
@@ -517,6 +679,7 @@ def test_an_optimizer_by_timms_name(capsys, tmp_path):
             "schedule.name ('linear') must be cosine, constant, constant-with-cooldown",
         ),
         ("main.py --train-data 'pipe:cat x'", "no path or URL of shards in this command"),
+        ("main.py --force-image-size 256 192", "--force-image-size 256 192: images are square"),
         ("main.py --dataset-type webdataset-audio", "only images and texts can be trained on"),
         (
             "main.py --model hf-hub:org/name",

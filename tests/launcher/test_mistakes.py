@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 import torch.distributed as torch_dist
@@ -266,6 +268,21 @@ def test_a_plan_refuses_what_training_would(line, environ, said, recipe, capsys,
     assert said in capsys.readouterr().err
 
 
+def test_an_epoch_of_other_data_is_a_mistake(recipe, data, tmp_path, capsys):
+    """The index counts the samples; a number that is a little off is only a note."""
+    shutil.copytree(Path(data.train).parent, tmp_path / "shards")
+    train = f"data.train={tmp_path}/shards/*.tar"
+    assert main(["index", train.partition("=")[2]]) == 0
+    line = ["train", str(recipe), "--dry-run", train, "run.steps=null", "run.epochs=3"]
+    for number, status in ((600, 0), (1000, 0), (10_000_000, 2)):
+        capsys.readouterr()
+        assert main([*line, f"data.num_samples={number}"]) == status
+    err = capsys.readouterr().err
+    assert "data.num_samples (10000000) is more than 2 times the 600 samples" in err
+    assert main([*line, "data.num_samples=10000000", "data.resampled=true"]) == 0
+    assert main([*line, "data.num_samples=10000000", "data.train_weights=[1]"]) == 0
+
+
 @pytest.mark.parametrize("key", ["model.teacher", "model.init_from", "evaluate.zero_shot_classes"])
 def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(
     key, recipe, tmp_path
@@ -304,6 +321,98 @@ def test_all_mistakes_are_told_at_once(recipe, capsys):
     assert main(["train", str(recipe), "loss.kind=sigmoid", "engine.ds_config=zero9"]) == 2
     err = capsys.readouterr().err
     assert "loss.kind" in err and "engine.ds_config" in err
+
+
+ONE_EACH = {  # the mistake -> words of its message
+    "run.dir=s3://bucket/run": "run.dir (s3://bucket/run) takes a local folder",
+    "run.epochs=3": "give exactly one of run.steps (it is 40) and run.epochs (it is 3.0)",
+    "model.lock_text_unlocked_layers=2": "model.lock_text_unlocked_layers (2) has no effect",
+    "model.lock_image_unlocked_groups=2": "model.lock_image_unlocked_groups (2) has no effect",
+    "model.keep_positions=20": "model.keep_positions (20) needs weights to start from",
+    "data.aug_scale=[2, 1]": "data.aug_scale (2.0, 1.0) must satisfy",
+    "data.aug_ratio=[3, 1]": "data.aug_ratio (3.0, 1.0) must satisfy",
+    "data.train_weights=[1, 2, 3]": "data.train_weights ([1.0, 2.0, 3.0]) must have one for each",
+    "loss.options={a: 1}": "loss.options ({a: 1}) need an import path",
+    "loss.group_role=positives": "loss.group_role (positives) needs loss.groups",
+    "loss.distill_weights=[0, 1]": "loss.distill_weights ([0.0, 1.0]) need teachers",
+    "optim.options={a: 1}": "optim.options ({a: 1}) go with an optim.name",
+    "optim.ema_warmup=true": "optim.ema_warmup (true) needs optim.ema_decay",
+    "schedule.options={a: 1}": "schedule.options ({a: 1}) need an import path",
+    "checkpoint.remote=s3://": "checkpoint.remote: ",
+    "engine.offload=optimizer": "engine.offload (optimizer) needs engine.zero_stage",
+    "engine.reduce_dtype=bf16": "engine.reduce_dtype (bf16) needs engine.precision bf16",
+    "engine.linear=fp8": "engine.linear (fp8) rounds bf16 activations",
+    "evaluate.zero_shot_data=x": "evaluate.zero_shot_data ('x') is for zero-shot",
+    "batch.schedule=[{until_step: 9, global_size: 8}, {until_step: 5, global_size: 8}]": "sort them",
+    "optim.lr=-1": "optim.lr (-1) must be greater than 0",
+    "batch.micro_size=x": "batch.micro_size ('x') must be",
+    "log.progres=true": "did you mean log.progress?",
+    "log.every_steps=often": "log.every_steps ('often'): no such key",
+    "model.name=ViT-B-33": "model.name (ViT-B-33): no preset or file has this name",
+    "data.train='a.csv::b.tar'": "data.train (a.csv) is a table",
+    "data.val='pipe:cat x.tar'": "data.val (pipe:cat x.tar)",
+}
+
+
+def test_no_mistake_hides_another(recipe, capsys):
+    """Single values, rules of one section, rules of the whole: each is reported, and nothing else."""
+    settings = ["engine.zero_stage=0", "engine.precision=fp32"]
+    assert main(["train", str(recipe), *settings, *ONE_EACH]) == 2
+    err = capsys.readouterr().err
+    assert f"{len(ONE_EACH)} mistakes" in err, err
+    for mistake, words in ONE_EACH.items():
+        assert words in err, f"{mistake}: {words!r} is missing in: {err}"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["optim.lr=-1", "schedule.name=7", "schedule.warmups=3", "data.lanes=x", "model.dropout=2"],
+)
+def test_a_bad_value_does_not_hide_the_rules_of_others(bad, recipe, capsys):
+    rules = ["data.aug_scale=[2, 1]", "schedule.cooldown_steps=50", "optim.ema_warmup=true"]
+    assert main(["train", str(recipe), bad, *rules]) == 2
+    err = capsys.readouterr().err
+    assert "4 mistakes" in err, err
+    for words in (
+        bad.split("=")[0],
+        "data.aug_scale (2.0, 1.0)",
+        "schedule.cooldown_steps (50)",
+        "optim.ema_warmup",
+    ):
+        assert words in err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["run.stepz=5"],
+        ["schedule.warmup_steps=x"],
+        ["data.aug_scale=[2, x]"],
+        ["optim.ema_decy=0.9", "optim.ema_warmup=true"],
+        ["model.teacher=3", "loss.distill_weights=[0, 1]"],
+    ],
+)
+def test_a_rule_does_not_judge_a_value_that_is_a_mistake(line, recipe, capsys):
+    """run.stepz is not also a missing run.steps."""
+    if "run.stepz" in line[0]:
+        recipe.write_text(recipe.read_text().replace("steps: 40, ", ""))
+    assert main(["train", str(recipe), *line]) == 2
+    assert "1 mistake\n" in capsys.readouterr().err
+
+
+def test_overrides_that_cannot_be_read_are_all_reported(recipe, capsys):
+    assert main(["train", str(recipe), "optim.lr", "a..b=1", "run.seed=[", "data.val=x"]) == 2
+    err = capsys.readouterr().err
+    assert "3 mistakes" in err
+    assert all(words in err for words in ("'optim.lr' is not", "'a..b=1' is not", "run.seed: '['"))
+
+
+def test_keys_that_a_model_cannot_take_are_all_reported(recipe, capsys):
+    line = ["model.name=examples.towers.Towers", "model.image_size=64"]
+    assert main(["plan", str(recipe), *line]) == 2  # its model has a dropout of 0.1 as well
+    err = capsys.readouterr().err
+    assert "3 mistakes" in err, err
+    assert all(f"model.{key} (" in err for key in ("dropout", "image_size", "patch_dropout"))
 
 
 @pytest.mark.parametrize(

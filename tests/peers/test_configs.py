@@ -34,6 +34,7 @@ def native_configs() -> dict[str, dict[str, Any]]:
         name: content
         for name, content in found.items()
         if "multimodal_cfg" not in content
+        and {"vision_cfg", "text_cfg"} <= content.keys()  # the main branch has audio models too
         and not any(
             key in content[tower] for tower in ("vision_cfg", "text_cfg") for key in FOREIGN
         )
@@ -41,7 +42,7 @@ def native_configs() -> dict[str, dict[str, Any]]:
 
 
 CONFIGS = native_configs()
-RESNETS = [name for name in CONFIGS if isinstance(CONFIGS[name]["vision_cfg"]["layers"], list)]
+RESNETS = [name for name in CONFIGS if isinstance(CONFIGS[name]["vision_cfg"].get("layers"), list)]
 NATIVE = [name for name in CONFIGS if name in preset_names() and name not in RESNETS]
 
 

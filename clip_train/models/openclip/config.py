@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from clip_train.errors import UserError
+from clip_train.errors import UserError, raise_all
 from clip_train.models.lora import Lora
 from clip_train.settings import broken, clipped
 
@@ -227,8 +227,7 @@ class OpenCLIPArchitecture(DescribedModel):
                 "in model.freeze",
             )
             rules.append(numbered)
-        for message in broken(rules):
-            raise UserError(message)
+        raise_all(broken(rules))
         vision_cfg = self.vision_cfg.model_copy(update=vision)
         text_cfg = self.text_cfg.model_copy(update=text)
         return self.model_copy(update={**scalars, "vision_cfg": vision_cfg, "text_cfg": text_cfg})
