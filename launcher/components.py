@@ -22,6 +22,7 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
 from clip_train.errors import RankError
+from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, OwnModel
@@ -222,9 +223,13 @@ def evaluation(
     config: RunConfig,
     architecture: AnyArchitecture,
     engine: Engine,
+    examples: Examples | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val` and the labelled images, or None if there are
-    neither."""
+    neither.
+
+    examples: takes examples of `data.val`, or of its first set.
+    """
     places = config.evaluated_on
     if not places:
         return None
@@ -241,7 +246,7 @@ def evaluation(
         )
         return folder or count_missing(shared_index(config, key, places[key]), config.storage)
 
-    def run_once() -> dict[str, float]:
+    def run_once(examples: Examples | None) -> dict[str, float]:
         loaders = {
             key: ValLoader(
                 index(key),
@@ -264,10 +269,13 @@ def evaluation(
         for key, loader in loaders.items():
             name = key.removeprefix("data.val.")
             if name != key:
-                metrics = evaluate(engine, loader, without_classes, tokenizer, None, widths)
+                metrics = evaluate(
+                    engine, loader, without_classes, tokenizer, None, widths, examples
+                )
+                examples = None  # only of the first set
                 out |= {f"{name}/{each}": value for each, value in metrics.items()}
         if val or labelled:
-            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths)
+            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths, examples)
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():
@@ -275,12 +283,13 @@ def evaluation(
         return out | {"unusable_samples": float(len(invalid))} if invalid else out
 
     def with_average() -> dict[str, float]:
-        out = run_once()
+        # `data.inputs` may hold no image
+        out = run_once(examples if config.data.inputs is None else None)
         if engine.ema is not None:
             with engine.averaged():
                 out |= {
                     f"ema_{name}": each
-                    for name, each in run_once().items()
+                    for name, each in run_once(None).items()
                     if not name.endswith("samples")
                 }
         return out

@@ -28,6 +28,7 @@ from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
 from clip_train.engine import Engine
 from clip_train.errors import RankError
+from clip_train.evaluate.examples import Examples
 from clip_train.memory.plan import RECOMPUTED
 from clip_train.metrics.meters import (
     BatchDigest,
@@ -37,10 +38,11 @@ from clip_train.metrics.meters import (
     record_memory,
 )
 from clip_train.metrics.own_callbacks import own_callbacks
+from clip_train.metrics.process import this_process
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
-from clip_train.models.clip import forward_flops
+from clip_train.models.clip import count_parameters, forward_flops
 from clip_train.models.loading import silent
 from clip_train.models.weights import initial_weights
 from clip_train.optim.schedule import learning_rate
@@ -139,10 +141,11 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
 
 
 def describe_attempt(
-    config: RunConfig, env: environment.RankEnv, device: torch.device
+    resolved: Resolved, env: environment.RankEnv, device: torch.device
 ) -> dict[str, Any]:
-    """Steps, command, commit, hardware, versions and changed keys of an attempt, for its line in
-    attempts.jsonl. config: as the user gave it."""
+    """Steps, command, commit, process, hardware, versions, sizes and changed keys of an attempt, for
+    its line in attempts.jsonl."""
+    config = resolved.recipe  # as the user gave it
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
@@ -154,6 +157,11 @@ def describe_attempt(
         "steps": config.steps,
         "command": redact(shlex.join(["clip-train", *sys.argv[1:]])),
         "commit": rendezvous.commit(),
+        "process": this_process(),
+        "device": device.type,
+        "ranks": env.world_size,
+        "parameters": count_parameters(resolved.architecture),
+        "train_samples": resolved.source.index.num_samples if resolved.source else None,
         "hardware": (
             f"{ranks} on {device.type}, {env.local_world_size} on each host; "
             f"{node_name()}: {machine}"
@@ -183,7 +191,7 @@ def record_attempt(
             "start",
             step=start,
             previous=previous,
-            **describe_attempt(resolved.recipe, env, device),
+            **describe_attempt(resolved, env, device),
         )
         # In a batch job the controller has removed the old verdict. A file that is here now is
         # from a rank that has just failed.
@@ -241,9 +249,8 @@ def build_trainer(
         recipe=stored_recipe.to_keep(),
         skipped=skipped,
     )
-    progress: list[Callback] = []
-    if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
-        progress = [ProgressLine(config.steps, start_step=start)]
+    examples = dist.agreed(Examples, config.run_dir, start, skipped)
+    progress = progress_line(config, start)
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     architecture = resolved.architecture
@@ -269,6 +276,7 @@ def build_trainer(
         *profilers,
         *dist.agreed(own_callbacks, config.log, skipped),
         sinks,
+        examples,
         *progress,
         GarbageCollections(),
     ]
@@ -283,7 +291,7 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=components.evaluation(config, architecture, engine),
+        evaluate=components.evaluation(config, architecture, engine, examples),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
@@ -302,6 +310,13 @@ def build_trainer(
     if dist.is_main():
         describe_start(resolved, engine, resumed, notes)
     return trainer
+
+
+def progress_line(config: RunConfig, start: int) -> list[Callback]:
+    """The progress bar of rank 0, unless the recipe or `--quiet` turns it off."""
+    if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
+        return [ProgressLine(config.steps, start_step=start)]
+    return []
 
 
 def describe_start(

@@ -12,6 +12,7 @@ from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
 from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
+from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import Encoded, encode, first_values, gather
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
@@ -26,6 +27,7 @@ def evaluate(
     tokenize: Tokenize,
     labelled: Iterable[ValBatch] | None = None,
     widths: Collection[int] = (),
+    examples: Examples | None = None,
 ) -> dict[str, float]:
     """The same numbers on every rank. All ranks must call it.
 
@@ -36,6 +38,7 @@ def evaluate(
         tokenize: b prompts -> int64 [b, context_length].
         labelled: this rank's part of the images for zero-shot; None: `batches`.
         widths: each metric of whole features is also computed on their first values.
+        examples: takes the captions that are ranked first for the first images of `batches`.
 
     Returns:
         `num_samples` of the validation set; the results of `caption_metrics`, of
@@ -61,10 +64,14 @@ def evaluate(
         if batches is not None:
             with_text = config.retrieval or config.val_loss or bool(config.functions)
             own = label if labelled is None else None
+            if examples is not None:
+                batches = examples.watch(batches)
             tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
                 whole, num_images, num_texts = gather(tested)
+                if examples is not None:
+                    examples.rank_captions(whole, num_images, num_texts)
             for prefix, width in sizes.items() if with_text else ():
                 image, text = (first_values(x, width) for x in (whole.image, whole.text))
                 narrow = replace(whole, image=image, text=text)

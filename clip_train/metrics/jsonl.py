@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import ClipTrainError
-from clip_train.storage.local import open_own
+from clip_train.storage.local import no_wait, open_own
 
 
 class JsonlSink:
@@ -68,7 +68,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
     """The records one by one; lines that are not JSON are left out. FileNotFoundError."""
-    with Path(path).open("rb") as file:
+    with open(path, "rb", opener=no_wait) as file:
         for line in file:
             record = parse_record(line)
             if record is not None:

@@ -120,3 +120,13 @@ def format_seconds(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return f"{days}d {h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"
+
+
+def format_number(value: Any) -> str:
+    """A short number: 4 digits, 12.3k, 4.56M. Other values stay as they are."""
+    if value is None or isinstance(value, (bool, str)):
+        return "-" if value is None else str(value)
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}" if abs(value) < 1e4 and value != int(value) else f"{value:,.0f}"

@@ -1,45 +1,54 @@
-"""Write `report.html`, one self-contained file with a run's curves, from `report.html.j2`.
+"""Write `report.html`, one self-contained file about a run, from `report.html.j2`.
 
-It needs only the run's folder:
-
-metrics.jsonl, eval.jsonl      the curves
-attempts.jsonl, VERDICT        each start with its machine (event `start`), and how it ended
-recipe.yaml                    the number of steps
-invalid.json                   how many samples could not be used
-
-Curves are SVG of at most 1,000 points each, whatever the length of the run; nothing is fetched from
-elsewhere.
+It needs only the run's folder (`clip_train.metrics.run`). Curves are SVG of at most 1,000 points
+each, whatever the length of the run; images are in the page; nothing is fetched from elsewhere.
 """
 
+import base64
 import contextlib
-import itertools
-import json
 import math
-import statistics
 import time
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from clip_train.metrics.jsonl import iter_jsonl
-from clip_train.metrics.progress import format_seconds
+from clip_train.metrics.progress import format_number, format_seconds
+from clip_train.metrics.run import DATA_WAIT, Curve, Run
+from clip_train.metrics.scores import DataSet, Score, score_text
 from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
-from clip_train.yaml_text import load_yaml
 
 DATE = "%a %d %b %Y %H:%M"
 SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
 BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
-RECENT = 50  # steps that the ETA is made from
-SILENT_SECONDS = 300.0  # without a step, and twenty times the duration of one: something is wrong
-CHARTS = {"loss": "loss", "lr": "learning rate", "samples_per_second": "samples per second"}
-DATA_WAIT = "data wait, % of the step"
-NO_CURVE = {"step", "num_samples", "zero_shot_samples"}  # of an evaluation
+EVALUATIONS_SHOWN = 6  # of the captions of an image: the first, the last and some between them
 
-Level = Literal["ok", "warning", "error"]
+
+@dataclass(frozen=True)
+class Line:
+    """A curve in a chart."""
+
+    title: str
+    curve: Curve | Score
+    color: int = 0
+    dashed: bool = False
+    factor: float = 1.0  # of its values in the chart
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines with one axis. unit: "%" or nothing."""
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+
+    def drawn_lines(self) -> list[Line]:
+        """One value is a number and not a line."""
+        return [line for line in self.lines if len(line.curve.values) > 1]
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -48,214 +57,300 @@ def write_report(run_dir: Path | str) -> Path:
 
     path = Path(run_dir) / "report.html"
     run = Run(run_dir)
-    scores = {name: name for name in run.eval_curves}
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": number, "yaml": as_yaml, "seconds": format_seconds}
+    environment.filters |= {"number": format_number, "yaml": as_yaml, "seconds": format_seconds}
+    training = training_charts(run)
+    evaluation = evaluation_charts(run.scores.data_sets)
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
         run=run,
         latest=run.starts[-1] if run.starts else None,
-        charts=charts(run, run.curves, CHARTS),
-        eval_charts=charts(run, run.eval_curves, scores, dots=True),
+        score_text=score_text,
+        facts=facts(run),
+        examples=examples(run),
+        numbers=latest_numbers([chart for chart in training if not chart.drawn_lines()]),
+        charts=[drawn(run, chart) for chart in training if chart.drawn_lines()],
+        evaluation_charts=[drawn(run, chart) for chart in evaluation if chart.drawn_lines()],
+        has_recall=any("image_to_text_R@1" in row.scores for row in run.scores.data_sets),
         now=time.time(),
         written=time.strftime(DATE),
     )
-    LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode())
+    LocalStorage(path.absolute().parent).put_bytes(path.name, page.encode(errors="replace"))
     return path
 
 
-# -- a run's folder
+# -- what the charts show
 
 
-class Curve:
-    """One number over the steps."""
-
-    def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
-
-    @property
-    def recent(self) -> float:
-        """The mean of its last tenth."""
-        return statistics.fmean(self.values[-max(1, len(self.values) // 10) :])
-
-
-class Run:
-    """A folder, read once: look again with another `Run`. A folder without files is a run that has
-    not started."""
-
-    def __init__(self, folder: Path | str) -> None:
-        """OSError if it cannot be read."""
-        self.folder = Path(folder)
-        self.name = self.folder.resolve().name
-        self.recipe = self._load("recipe.yaml")
-        self.invalid = self._load("invalid.json")
-        self.verdict = self._read_verdict()  # the word, and the reason; None while it trains
-        attempts = list(self._records("attempts.jsonl"))
-        self.starts = [record for record in attempts if record.get("event") == "start"]
-        for start, following in itertools.zip_longest(self.starts, self.starts[1:]):
-            start["ended"] = following.get("previous") if following else self.verdict
-        # of a Slurm job's attempts that have ended
-        self.gpu_hours = sum(record.get("gpu_hours", 0.0) for record in attempts)
-        self.gpu_hours_lost = sum(record.get("gpu_hours_lost", 0.0) for record in attempts)
-        self.curves: dict[str, Curve] = {}
-        self.eval_curves: dict[str, Curve] = {}
-        self.last: dict[str, Any] = {}  # record
-        self.failed_saves = 0
-        seconds = []  # of steps; the first of an attempt is compiling and warming up
-        firsts = {1, *(start["step"] + 1 for start in self.starts)}
-        for record in self._records("metrics.jsonl"):
-            self.last = record
-            numbers = {name: record.get(name) for name in CHARTS}
-            if record.get("step_seconds"):
-                waited = record.get("data_wait_seconds", 0.0)
-                numbers[DATA_WAIT] = 100 * waited / record["step_seconds"]
-            add_numbers(self.curves, record["step"], numbers)
-            if record.get("step_seconds") and record["step"] not in firsts:
-                seconds.append(record["step_seconds"])
-            self.failed_saves = record.get("checkpoint_failures", self.failed_saves)
-        self.evaluations = list(self._records("eval.jsonl"))
-        for record in self.evaluations:
-            scores = {
-                name: value
-                for name, value in record.items()
-                if name.rpartition("/")[2] not in NO_CURVE
-            }
-            add_numbers(self.eval_curves, record["step"], scores)
-        self.step: int = self.last.get("step", 0)
-        known = self.starts[-1].get("steps") if self.starts else None
-        self.steps: int | None = known or (self.recipe.get("run") or {}).get("steps")
-        self.eta_seconds: float | None = None  # where nothing is left or known
-        if self.verdict is None and seconds and self.steps is not None:
-            left = max(self.steps - self.step, 0)
-            self.eta_seconds = left * statistics.median(seconds[-RECENT:])
-        self.silent_seconds = 0.0  # since the last record
-        with contextlib.suppress(OSError):
-            self.silent_seconds = time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
-        longest = max(SILENT_SECONDS, 20 * max(seconds[-RECENT:], default=0.0))
-        self.state = "silent" if self.silent_seconds > longest else "training"
-        if self.verdict is not None:
-            self.state = self.verdict[0]
-
-    def _records(self, name: str) -> Iterator[dict[str, Any]]:
-        with contextlib.suppress(FileNotFoundError):
-            for record in iter_jsonl(self.folder / name):
-                if isinstance(record.get("step"), int):
-                    yield record
-
-    def _read_verdict(self) -> tuple[str, str] | None:
-        with contextlib.suppress(OSError, ValueError):
-            word, _, line = (self.folder / "VERDICT").read_text(encoding="utf-8").partition("\n")
-            return word, str(json.loads(line or "{}").get("reason", ""))
-        return None
-
-    def _load(self, name: str) -> dict[str, Any]:
-        """A mapping in JSON or YAML; empty if it cannot be read."""
-        parse = json.loads if name.endswith(".json") else load_yaml
-        with contextlib.suppress(OSError, ValueError):
-            found = parse((self.folder / name).read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
-        return {}
-
-    def notes(self) -> list[tuple[Level, str]]:
-        """Is it healthy? Signs of a problem, each with a hint."""
-        word, reason = self.verdict or ("", "")
-        wait = self.curves[DATA_WAIT].recent if DATA_WAIT in self.curves else 0.0
-        count = sum(self.invalid.get("bad_samples", {}).values())
-        share = count / max(self.last.get("samples", 0), count, 1)
-        rules: list[tuple[bool, Level, str]] = [
-            (word in ("FAILED", "FATAL"), "error", f"{word}: {reason}"),
-            (
-                self.state == "silent",
-                "error",
-                f"no step for {format_seconds(self.silent_seconds)}: is it still running?",
-            ),
-            (
-                bool(self.last) and self.last.get("loss") is None,
-                "error",
-                "the last loss is not a number",
-            ),
-            (
-                self.failed_saves > 0,
-                "warning",
-                f"failed saves in a row: {self.failed_saves}; see clip-train checkpoints",
-            ),
-            (
-                wait > 10,
-                "warning",
-                f"{wait:.0f}% of a step waits for data: data.workers, or a faster disk",
-            ),
-            ("slow_rank" in self.last, "warning", self.last.get("slow_rank", "")),
-            (
-                count > 0,
-                "warning" if share > 0.01 else "ok",
-                f"{count:,} invalid samples, {share:.2%} of all seen",
-            ),
-        ]
-        found = [(level, text) for holds, level, text in rules if holds]
-        return found or [("ok", "no problems: no failed save, and data arrives in time")]
-
-
-def add_numbers(curves: dict[str, Curve], step: int, numbers: Mapping[str, Any]) -> None:
-    """Each number to its curve. Not-a-number was written as null: it is left out."""
-    for name, value in numbers.items():
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            curve = curves.setdefault(name, Curve())
-            curve.steps.append(step)
-            curve.values.append(value)
-
-
-# -- charts
-
-
-def charts(
-    run: Run, curves: Mapping[str, Curve], titles: Mapping[str, str], *, dots: bool = False
-) -> list[dict[str, Any]]:
-    """A chart for each title that has values, over one axis of steps: the mean as a line, with the
-    band between the extremes.
-
-    titles: by the curve's name. dots: mark each value.
-    """
-    last = run.step or 1
-    starts = [start["step"] for start in run.starts[1:] if start["step"] <= last]
-    return [
-        {
-            **_chart(curves[name], last, dots),
-            "title": title,
-            "starts": [f"{SIZE * step / last:.1f}" for step in starts],
-        }
-        for name, title in titles.items()
-        if name in curves
+def training_charts(run: Run) -> list[Chart]:
+    """The curves of metrics.jsonl."""
+    losses = [Line("loss", run.curves["loss"])] if "loss" in run.curves else []
+    norms = [Line("whole model", run.curves["grad_norm"])] if "grad_norm" in run.curves else []
+    for name, curve in run.curves.items():
+        if name.endswith("_loss"):
+            title = name.removesuffix("_loss").replace("_", " ")
+            losses.append(Line(title, curve, color=len(losses)))
+        if name.startswith("grad_norm_"):
+            norms.append(Line(name.removeprefix("grad_norm_"), curve, color=len(norms)))
+    utilization = (("mfu", "as if padded"), ("mfu_computed", "computed"))
+    used = [
+        Line(title, run.curves[name], color=i)
+        for i, (name, title) in enumerate(utilization)
+        if name in run.curves
     ]
+    charts = [Chart("loss", losses)]
+    for name, title, unit in (
+        ("lr", "learning rate", ""),
+        ("logit_scale", "logit scale", ""),
+        ("logit_bias", "logit bias", ""),
+    ):
+        if name in run.curves:
+            charts.append(Chart(title, [Line(title, run.curves[name])], unit))
+    charts.append(Chart("gradient norm before the clip", norms))
+    if "samples_per_second" in run.curves:
+        rate = Line("samples per second", run.curves["samples_per_second"])
+        charts.append(Chart("samples per second", [rate]))
+    charts.append(Chart("MFU", used, "%"))
+    if DATA_WAIT in run.curves:
+        title = "data wait, share of the step"
+        charts.append(Chart(title, [Line(title, run.curves[DATA_WAIT])], "%"))
+    return [chart for chart in charts if chart.lines]
 
 
-def _chart(curve: Curve, last: int, dots: bool) -> dict[str, Any]:
-    points = np.array([curve.steps, curve.values], dtype=np.float64).T
-    parts = np.array_split(points, min(len(points), BUCKETS))
-    summary = [(*part.mean(0), part[:, 1].min(), part[:, 1].max()) for part in parts]
-    steps, mean, least, most = np.array(summary).T
-    pad = 0.05 * (most.max() - least.min()) or 0.05 * abs(most.max()) or 1.0
-    bottom, top = least.min() - pad, most.max() + pad
+def evaluation_charts(data_sets: Sequence[DataSet]) -> list[Chart]:
+    """One chart for all recalls of a data set; then those of zero-shot accuracy, of losses, and of
+    scores of the user's own. Moving averages and narrow features are only in the table."""
+    rows = [row for row in data_sets if not row.variant]
+    charts = [recall_chart(row) for row in rows]
+    for row in rows:
+        accuracies = []
+        for color, k in enumerate((1, 5)):
+            score = row.scores.get(f"zero_shot_top{k}")
+            if score is not None:
+                accuracies.append(Line(f"top-{k}", score, color, factor=100))
+        charts.append(Chart(f"{row.label}: zero-shot accuracy", accuracies, "%"))
+    for row in rows:
+        single = row.own_scores()
+        if "val_loss" in row.scores:
+            single.insert(0, row.scores["val_loss"])
+        for score in single:
+            charts.append(Chart(f"{row.label}: {score.title}", [Line(score.title, score)]))
+    return [chart for chart in charts if chart.lines]
 
-    def path(values: np.ndarray) -> list[str]:
+
+def recall_chart(row: DataSet) -> Chart:
+    """Image to text as lines, text to image as dashed lines."""
+    lines = []
+    for color, k in enumerate((1, 5, 10)):
+        for direction, words in (("image_to_text", "I→T"), ("text_to_image", "T→I")):
+            score = row.scores.get(f"{direction}_R@{k}")
+            if score is not None:
+                dashed = direction == "text_to_image"
+                lines.append(Line(f"{words} R@{k}", score, color, dashed=dashed, factor=100))
+    return Chart(f"{row.label}: recall", lines, "%")
+
+
+def latest_numbers(charts: Sequence[Chart]) -> list[tuple[str, str]]:
+    """Titles and values, for a run that is too young for charts."""
+    numbers = []
+    for chart in charts:
+        for line in chart.lines:
+            title = chart.title
+            if len(chart.lines) > 1 and line.title != title:
+                title = f"{title}, {line.title}"
+            numbers.append((title, format_number(line.curve.values[-1]) + chart.unit))
+    return numbers
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What ran, in words: names and values. What the folder does not say is left out."""
+    latest = run.starts[-1] if run.starts else {}
+    out: list[tuple[str, str]] = []
+
+    def add(name: str, text: Any) -> None:
+        if text not in (None, ""):
+            out.append((name, str(text)))
+
+    model = run.key("model.name")
+    parameters = latest.get("parameters")
+    if parameters:
+        model = f"{model or 'model'}, {format_number(float(parameters))} parameters"
+    add("model", model)
+    add("batch", batch_text(run))
+    rate = run.key("optim.lr")
+    if rate is not None:
+        text = f"{rate} at its peak"
+        if run.key("schedule.warmup_steps") is not None:
+            text += f", {run.key('schedule.warmup_steps')} warmup steps"
+        if run.key("schedule.name"):
+            text += f", {run.key('schedule.name')}"
+        if run.key("optim.name"):
+            text += f"; {run.key('optim.name')}"
+        add("learning rate", text)
+    samples = latest.get("train_samples") or run.key("data.num_samples")
+    data = run.key("data.train")
+    if samples and data:
+        data = f"{data} ({format_number(samples)} samples)"
+    add("training data", data)
+    add("validation data", ", ".join(validation_places(run)))
+    seen = run.last.get("samples")
+    if seen:
+        text = f"{seen:,}"
+        if samples:
+            text += f", {seen / samples:.3g} epochs"
+        add("samples seen", text)
+    add("time", time_text(run))
+    if run.steps_computed_twice:
+        share = run.steps_computed_twice / max(run.steps_recorded, 1)
+        add("steps computed twice", f"{run.steps_computed_twice:,} ({share:.1%})")
+    return out
+
+
+def batch_text(run: Run) -> str:
+    """The global batch, and its parts in the last step."""
+    size = run.key("batch.global_size")
+    text = "" if size is None else str(size)
+    micro, steps = run.last.get("micro_size"), run.last.get("accum_steps")
+    ranks = run.starts[-1].get("ranks") if run.starts else None
+    if micro and steps and ranks:
+        ranks_text = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        text += f" = {ranks_text} x {steps} micro-batches of at most {micro}"
+    return text
+
+
+def validation_places(run: Run) -> list[str]:
+    places = run.key("data.val")
+    if isinstance(places, dict):
+        return [f"{name}: {place}" for name, place in places.items()]
+    return [str(places)] if places else []
+
+
+def time_text(run: Run) -> str:
+    """GPU-hours as Slurm counts them, else those of the steps; on a CPU, hours of the steps."""
+    if run.gpu_hours:
+        return f"{run.gpu_hours:,.1f} GPU-hours, {run.gpu_hours_lost:,.1f} of them lost"
+    if not run.step_hours:
+        return ""
+    text = f"{format_seconds(3600 * run.step_hours)} in steps"
+    latest = run.starts[-1] if run.starts else {}
+    if latest.get("device") == "cuda":
+        text += f", {format_number(run.step_hours * latest.get('ranks', 1))} GPU-hours"
+    return text
+
+
+def examples(run: Run) -> list[dict[str, Any]]:
+    """The images of the last evaluation, each with its captions as ranked there and earlier.
+
+    Earlier evaluations of other images (`data.val` was changed) are left out.
+    """
+    by_step = {record["step"]: record for record in run.examples}
+    records = [record for _, record in sorted(by_step.items())]
+    try:
+        return _examples(run.folder, records)
+    except (KeyError, TypeError, AttributeError):  # the file is damaged
+        return []
+
+
+def _examples(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """records: of examples.jsonl, by ascending step."""
+    shown = []
+    for i, image in enumerate(records[-1]["images"] if records else ()):
+        earlier = []
+        for record in records:
+            same = [other for other in record["images"][i : i + 1] if other["key"] == image["key"]]
+            if same:
+                ranked = [
+                    {
+                        "caption": each["caption"],
+                        "cosine": "-" if each["cosine"] is None else f"{each['cosine']:.3f}",
+                        "own": each["own"],
+                    }
+                    for each in same[0]["ranked"]
+                ]
+                earlier.append({"step": record["step"], "ranked": ranked})
+        picked = {
+            round(j * (len(earlier) - 1) / max(1, EVALUATIONS_SHOWN - 1))
+            for j in range(EVALUATIONS_SHOWN)
+        }
+        source = ""
+        with contextlib.suppress(OSError):
+            data = (folder / "examples" / f"{i}.jpg").read_bytes()
+            source = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+        shown.append(
+            {
+                "key": image["key"],
+                "captions": image["captions"],
+                "source": source,
+                "evaluations": [earlier[j] for j in sorted(picked, reverse=True)],
+            }
+        )
+    return shown
+
+
+# -- how they are drawn
+
+
+def drawn(run: Run, chart: Chart) -> dict[str, Any]:
+    """A chart over the run's steps for the template: the mean as a line; if it is alone, with the
+    band between the extremes."""
+    last = run.step or 1
+    lines = chart.drawn_lines()
+    last = max(last, *(line.curve.steps[-1] for line in lines))
+    summaries = [summarize(line) for line in lines]
+    least = min(summary[:, 2].min() for summary in summaries)
+    most = max(summary[:, 3].max() for summary in summaries)
+    pad = 0.05 * (most - least) or 0.05 * abs(most) or 1.0
+    bottom, top = least - pad, most + pad
+    if chart.unit == "%" and bottom < 0 <= least:
+        bottom = 0.0
+
+    def points(steps: np.ndarray, values: np.ndarray) -> list[str]:
         heights = SIZE * (top - values) / (top - bottom)
         return [f"{x:.1f},{y:.1f}" for x, y in zip(SIZE * steps / last, heights, strict=True)]
 
-    line = path(mean)
-    band = [*path(most), *reversed(path(least))] if len(curve.values) > len(line) else []
+    shown = []
+    for line, summary in zip(lines, summaries, strict=True):
+        steps, mean, low, high = summary.T
+        band: list[str] = []
+        if len(lines) == 1 and len(line.curve.values) > len(steps):
+            band = [*points(steps, high), *reversed(points(steps, low))]
+        path = points(steps, mean)
+        few = isinstance(line.curve, Score) and len(path) <= 30
+        shown.append(
+            {
+                "title": line.title,
+                "color": line.color % 6,
+                "dashed": line.dashed,
+                "points": " ".join(path),
+                "band": " ".join(band),
+                "dots": "".join(f"M{point}h0" for point in path) if few else "",
+                "value": format_number(line.factor * line.curve.values[-1]) + chart.unit,
+            }
+        )
+    starts = [start["step"] for start in run.starts[1:] if start["step"] <= last]
     heights = [(100 * (top - y) / (top - bottom), y) for y in ticks(bottom, top, 4)]
     return {
-        "line": " ".join(line),
-        "band": " ".join(band),
-        "dots": "".join(f"M{point}h0" for point in line) if dots or len(line) == 1 else "",
-        "value": number(curve.values[-1]),
-        "x_ticks": [(f"{100 * x / last:.2f}", number(x)) for x in ticks(0, last, 4)],
-        "y_ticks": [(f"{height:.2f}", number(y)) for height, y in heights],
+        "title": chart.title,
+        "unit": chart.unit,
+        "lines": shown,
+        "starts": [f"{SIZE * step / last:.1f}" for step in starts],
+        "x_ticks": [(f"{100 * x / last:.2f}", format_number(x)) for x in ticks(0, last, 4)],
+        "y_ticks": [(f"{height:.2f}", format_number(y) + chart.unit) for height, y in heights],
         "bottom": bottom,
         "top": top,
         "last": last,
     }
+
+
+def summarize(line: Line) -> np.ndarray:
+    """[at most BUCKETS, 4]: the mean step, and the mean, least and greatest value of equal
+    stretches."""
+    values = line.factor * np.array(line.curve.values, dtype=np.float64)
+    points = np.array([line.curve.steps, values], dtype=np.float64).T
+    parts = np.array_split(points, min(len(points), BUCKETS))
+    return np.array([(*part.mean(0), part[:, 1].min(), part[:, 1].max()) for part in parts])
 
 
 def ticks(low: float, high: float, num: int) -> list[float]:
@@ -265,13 +360,3 @@ def ticks(low: float, high: float, num: int) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step)
     return [step * each for each in range(first, math.floor(high / step) + 1)]
-
-
-def number(value: Any) -> str:
-    """A short number: 4 digits, 12.3k, 4.56M. Other values stay as they are."""
-    if value is None or isinstance(value, (bool, str)):
-        return "-" if value is None else str(value)
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
-    return f"{value:.4g}" if abs(value) < 1e4 and value != int(value) else f"{value:,.0f}"

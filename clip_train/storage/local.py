@@ -41,7 +41,7 @@ def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
         raise UserError(f"{what}; remove it") from None
 
 
-def _no_wait(name: str, flags: int) -> int:
+def no_wait(name: str, flags: int) -> int:
     """Open a pipe in a file's place as an empty file."""
     return os.open(name, flags | os.O_NONBLOCK)
 
@@ -62,7 +62,7 @@ class LocalStorage(Storage):
         return self.root / checked_name(name)
 
     def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        with open(self.path(name), "rb", opener=_no_wait) as f:
+        with open(self.path(name), "rb", opener=no_wait) as f:
             if start:
                 f.seek(start)  # a pipe cannot
             data = f.read(-1 if end is None else end - start)

@@ -388,8 +388,9 @@ VERBS = {
     "report": Verb(
         "clip_tools.report:write",
         "write an HTML report of a run",
-        "Write report.html of a run: health, curves, evaluations, attempts, and differences from "
-        "the defaults. It works while the run trains; at its end, a run writes the page itself.",
+        "Write report.html of a run: health, scores, curves, validation images, attempts, and "
+        "differences from the defaults. It works while the run trains; at its end, a run writes "
+        "the page itself.",
         """\
     clip-train report runs/clip
     clip-train report my.yaml                               the run of that recipe""",
@@ -398,8 +399,8 @@ VERBS = {
     "watch": Verb(
         "clip_tools.report:watch",
         "runs in the terminal, live",
-        "Show progress, health, the latest metrics, attempts and GPU-hours until all runs are "
-        "done, or Ctrl-C.",
+        "Show progress, health, the latest metrics, scores, attempts and GPU-hours until all runs "
+        "are done, or Ctrl-C.",
         """\
     clip-train watch runs/clip
     clip-train watch runs/clip --once                       print it and end""",

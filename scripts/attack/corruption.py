@@ -129,7 +129,14 @@ FILES = (
     "rank00000.safetensors",
     "_rank00000.json",
 )
-RUN_FILES = ("metrics.jsonl", "attempts.jsonl", "recipe.yaml", "resolved.yaml", "VERDICT")
+RUN_FILES = (
+    "metrics.jsonl",
+    "examples.jsonl",
+    "attempts.jsonl",
+    "recipe.yaml",
+    "resolved.yaml",
+    "VERDICT",
+)
 
 
 def of_a_checkpoint(name: str, damage: Callable[..., None]) -> Callable[[Path], str]:

@@ -120,9 +120,9 @@ class Chromium:
         found = [event for event in self.events if event["method"] in BROKEN]
         return [event for event in found if not event["params"].get("canceled")]
 
-    def screenshot(self, width: int, height: int) -> bytes:
-        """PNG of the page's top."""
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    def screenshot(self, width: int, height: int, top: int = 0) -> bytes:
+        """PNG of the page from `top` on."""
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         shot = self.call(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
         )

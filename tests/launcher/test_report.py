@@ -13,8 +13,8 @@ import pytest
 
 from launcher.cli.main import main, parse
 from launcher.cli.options import VERBS
-from tests.launcher.conftest import PATIENCE, metrics, run, start
-from tests.metrics.pages import Page, step, write_run
+from tests.launcher.conftest import ENDLESS, PATIENCE, metrics, run, start
+from tests.metrics.pages import Page, evaluation, step, write_jsonl, write_run
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[rank (\d+)\] (debug|info|warning|error): (.*)")
 
@@ -37,8 +37,10 @@ def test_watch_once_shows_what_matters(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run")
     assert main(["watch", str(folder), "--once"]) == 0
     out = capsys.readouterr().out
-    for text in ("run  training  step 120 of 200  0:00:40 left", "ok: no problems", "learning rate",
-                 "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero_shot_top1 0.5"):  # fmt: skip
+    for text in ("run  training  step 120 of 200  0:00:40 left  last step 0:00:0", "ok: no problems",
+                 "learning rate", "logit scale", "gradient norm",
+                 "attempt 2 from step 60", "PREEMPTED, stopped by SIGTERM", "zero-shot top-1",
+                 "50.00%  best 50.00% @120"):  # fmt: skip
         assert text in out, out
     assert max(map(len, out.splitlines())) <= 120
     (folder / "VERDICT").write_text(
@@ -60,6 +62,55 @@ def test_watch_shows_several_runs_and_their_gpu_hours(tmp_path, capsys):
     first, second = capsys.readouterr().out.split("two  training  step 120 of 200")
     assert first.startswith("one  training  step 120 of 200")
     assert "GPU-hours: 24.0, lost: 2.5" in first and "GPU-hours" not in second
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_watch_shows_twelve_sets_in_any_width(tmp_path, capsys, monkeypatch, width):
+    """A table where it fits, else a list; no number is cut."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    folder = write_run(tmp_path / "run")
+    names = [f"set-{i}-with-a-name-of-sixty-characters-as-somebody-made-it-up" for i in range(12)]
+    records = [evaluation(60, names, 0.5), evaluation(120, names, 0.4)]
+    write_jsonl(folder / "eval.jsonl", records)
+    metrics_of_all = [
+        step(i, mfu=0.4567, mfu_computed=0.3456, rounds=1 + (i == 7)) for i in range(1, 121)
+    ]
+    write_jsonl(folder / "metrics.jsonl", metrics_of_all)
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    assert "…" not in out
+    for value in ("40.00%", "36.00%", "1.6", "50.00% @60", "45.00% @60", "1.5 @60"):
+        assert out.count(value) >= 12, (value, out)
+    assert "45.67" in out and "34.56" in out
+    assert "steps computed twice: 1 of 120" in out
+    assert "R@5" not in out and "dedup" not in out
+    if width >= 80:  # a line or a few for each set, and not one for each number
+        assert len(out.splitlines()) < 30 + 4 * 12
+
+
+@pytest.mark.engine
+def test_watch_knows_that_a_run_was_killed(recipe, capsys):
+    """At once, on the machine where it ran; the processes are gone and no verdict was written."""
+    process = start(recipe, *ENDLESS)
+    folder = recipe.parent / "run"
+    end = time.monotonic() + PATIENCE
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "run  training  step " in out and "ago" in out and "ended" not in out, out
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE)
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "run  ended  step " in out and "no problems" not in out and " left" not in out, out
+    assert re.search(
+        r"error: ended without a verdict: process \d+ .* last step 0:0\d:\d\d ago", out
+    )
+    assert main(["report", str(folder)]) == 0
+    assert "state ended" in (folder / "report.html").read_text()
 
 
 def test_watch_cuts_no_line_in_a_pipe(tmp_path, capsys, monkeypatch):
@@ -117,8 +168,12 @@ def test_a_run_reports_itself(recipe, data):
     )
     assert "optim.lr 0.001" in page.sections["What differs from the defaults"]
     assert "optim.weight_decay" not in page.sections["What differs from the defaults"]
-    assert page.sections["Evaluation"]
-    assert "torch 2" in page.sections["What it ran with"]
+    assert "samples" in page.sections["Scores"] and "R@1" in page.sections["Scores"]
+    assert "own caption" in page.sections["Validation images"]
+    assert sum(each.startswith("data:image/jpeg") for each in page.addresses) == 6
+    facts = page.sections["What ran"]
+    assert "torch 2" in facts and "2 ranks x" in facts and "parameters" in facts
+    assert "samples seen 960" in facts
     assert len(metrics(folder)) == 30
     lines = [LINE.match(line) for line in out.splitlines()]
     assert {line[1] for line in lines if line} == {"0"} and any(

@@ -30,6 +30,7 @@ class Page(HTMLParser):
         self.sections: dict[str, str] = {"": ""}
         self.addresses: list[str] = []
         self.points: list[list[tuple[float, float]]] = []
+        self.titles: list[str] = []  # of the charts
         self.feed(text)
         self.close()
         assert self.open == [], self.open
@@ -62,6 +63,8 @@ class Page(HTMLParser):
         elif {"h2", "summary"} & {*self.open}:
             self.sections[data] = ""
         else:
+            if "figcaption" in self.open and "span" in self.open:
+                self.titles.append(data)
             name = list(self.sections)[-1]
             self.sections[name] += f" {data}"
 
@@ -88,6 +91,27 @@ def start(at: int, previous: tuple[str, str] | None = None, **more: object) -> d
         "command": "clip-train train my.yaml", "commit": "0123abcd", "hardware": "2 ranks on cpu; n1: a processor",
         "versions": {"Python": "3.11", "torch": "2.13"}, "changed": {"optim.lr": 0.001, "data.train": "a.tar"}, **more,
     }  # fmt: skip
+
+
+def evaluation(i: int, names: list[str], recall: float) -> dict:
+    """A record of eval.jsonl: recall under three rules that agree, ranks and a loss of each set."""
+    record: dict[str, float] = {"step": i}
+    for name in names:
+        prefix = f"{name}/" if name else ""
+        record[f"{prefix}num_samples"] = 5000.0
+        record[f"{prefix}val_loss"] = 2 - recall
+        for one, other in (
+            ("image_to_text", "text_retrieval"),
+            ("text_to_image", "image_retrieval"),
+        ):
+            record[f"{prefix}{one}_mean_rank"] = 30.5
+            record[f"{prefix}{one}_median_rank"] = 12.0
+            for k, factor in ((1, 1.0), (5, 1.25), (10, 1.5)):
+                value = recall * factor * (1 if one == "image_to_text" else 0.9)
+                record[f"{prefix}{one}_R@{k}"] = value
+                record[f"{prefix}dedup_{one}_R@{k}"] = value
+                record[f"{prefix}{other}_recall@{k}"] = value
+    return record
 
 
 def write_run(folder: Path, steps: int = 120, *, lr: float = 1e-3, loss: float = 5.0) -> Path:
