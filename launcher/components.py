@@ -256,6 +256,7 @@ def evaluation(
                 tokenizer=tokenizer,
                 stages=config.data.stages if key.startswith("data.val") else None,
                 inputs=config.data.inputs,
+                alpha=config.data.alpha,
             )
             for key in places
         }

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from clip_train.batch import BatchSizes
+from clip_train.data.fields import metadata
+from clip_train.data.formats import IMAGE_EXTENSIONS
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import (
@@ -228,6 +230,10 @@ class DataConfig(Settings):
     """webdataset stages, such as `clean = webdataset.map(f)`, applied to each sample of data.train
     and data.val before it is decoded. If a stage drops a sample, the sample is invalid."""
 
+    alpha: Annotated[Literal["white", "drop"], Refused] = "white"
+    """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
+    color behind it shows, as in OpenCLIP and transformers."""
+
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
     model: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
@@ -411,16 +417,16 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
             if config.reinforced:
                 decode.stored_features(sample.members, place, [], sum(config.reinforced))
         return sample.key, decode.usable_caption(
-            sample, caption_key, stages, config.inputs, config.negative_texts
+            sample, shard, caption_key, stages, config.inputs, config.negative_texts
         )
     except InvalidSample as e:
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
-    keys = ", ".join(map(str, decode.metadata(sample.members))) or "none that can be read"
+    keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
     raise UserError(
         f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
         f"members are {members}. A sample's name ends at the first dot. An image is one of "
-        f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
+        f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
         f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from clip_train import dist
+from clip_train.data.benchmark import with_captions
 from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
 from clip_train.data.invalid import Invalid
@@ -150,7 +151,8 @@ class SegmentReader:
                 if self._number >= start and found.duplicate:
                     items.append(Invalid("duplicate key", url, found.key))
                 elif self._number >= start:
-                    items.append({**found.members, "__key__": found.key, "__url__": url})
+                    members = with_captions(found.members, url)
+                    items.append({**members, "__key__": found.key, "__url__": url})
                 self._number, self._offset = self._number + 1, found.end
             elif found is not None:
                 items.append(found)

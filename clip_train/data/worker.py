@@ -29,6 +29,7 @@ from clip_train.data.decode import Stage
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
+from clip_train.data.pixels import Alpha, jpeg_size, quiet_pillow
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -123,6 +124,7 @@ class PieceStream(IterableDataset):
     groups: str | None  # as `loss.groups`
     # of all teachers' stored features together; 0: they are not read; None: no augmentations either
     width: int | None = None
+    alpha: Alpha = "white"  # as `data.alpha`
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -134,6 +136,7 @@ class PieceStream(IterableDataset):
             yield from self._pieces(0)
             return
         torch.set_num_threads(1)
+        quiet_pillow()
         outlive_signals(self.closing)
         threading.Thread(target=end_with_the_trainer, daemon=True).start()
         try:
@@ -233,14 +236,17 @@ class PieceStream(IterableDataset):
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
-        data, seed = decode.image_bytes(fields), fields["__seed__"]
+        seed = fields["__seed__"]
         if self.width is not None:
             with decode.invalid_if_failing(decode.AUGMENTATIONS):
                 _, augmentation = decode.stored_augmentation(fields, seed)
-                return self.transform.stored(decode.decode_image(data), augmentation)
-        size = decode.jpeg_size(data) if self.transform.scaled_decode else None
+                image = decode.image_of(fields, alpha=self.alpha)
+                return self.transform.stored(image, augmentation)
+        size = None
+        if self.transform.scaled_decode:
+            size = jpeg_size(decode.image_bytes(fields))
         divisor = self.transform.divisor(*size, seed) if size else 1
-        return self.transform(decode.decode_image(data, divisor), seed, size)
+        return self.transform(decode.image_of(fields, divisor, alpha=self.alpha), seed, size)
 
 
 def packed(made: Piece | tuple[Exception, str]) -> Tensor:
