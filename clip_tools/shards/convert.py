@@ -115,19 +115,7 @@ def read_rows(
     if first is None:
         raise UserError(f"SOURCE ({source}) has no rows that can be read")
 
-    def column(names: Sequence[str], option: str) -> str:
-        by_lower = {str(name).lower(): name for name in reversed(first)}
-        for name in names:
-            if name in first:
-                return name
-        for name in names:
-            if name.lower() in by_lower:
-                return by_lower[name.lower()]
-        raise UserError(
-            f"SOURCE ({tables[0]}) has no column {' or '.join(names)}; its columns are "
-            f"{', '.join(map(str, first))}: give {option} NAME"
-        )
-
+    column = partial(column_of, first, tables[0])
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
     wanted: list[Sequence[str]] = [[key] for key in caption_keys] or [CAPTION_KEYS]
     caption_columns = [column(names, "--caption-key") for names in wanted]
@@ -136,7 +124,8 @@ def read_rows(
     if label_key is not None:
         label_column = column([label_key], "--label-key")
         labels = {_label_of(record, label_column) for record in records()} - {""}
-        if not all(label.isdecimal() for label in labels):
+        # pandas writes 3.0 into a table if a cell of its column is empty
+        if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
             named = label_key
     listed: set[str] = set()
     for record in records():
@@ -146,6 +135,8 @@ def read_rows(
             captions = {key: record.get(key) for key in caption_columns}
             kept = {key: record.get(name) for key, name in kept_columns.items()}
             label = _label_of(record, label_column)
+            if named is None:
+                label = label.partition(".")[0]
             place = record.get(image)
             if isinstance(place, str):
                 listed.add(os.path.normpath(source / place))
@@ -155,6 +146,19 @@ def read_rows(
             is_picture = is_image(path) or extension_of(path) in UNREAD_EXTENSIONS
             if is_picture and os.path.normpath(source / path) not in listed:
                 skipped.add(path)
+
+
+def column_of(record: Mapping[str, Any], table: Path, names: Sequence[str], option: str) -> str:
+    """The first of these columns that a table has, in any case if none is there as it is. UserError
+    that names the option."""
+    by_lower = {str(name).lower(): name for name in reversed(list(record))}
+    for name in [*names, *(by_lower.get(name.lower(), "") for name in names)]:
+        if name in record:
+            return name
+    raise UserError(
+        f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
+        f"{', '.join(map(str, record))}: give {option} NAME"
+    )
 
 
 def tables_of(source: Path) -> list[Path]:
@@ -196,7 +200,7 @@ def _label_of(record: Mapping[str, Any] | Row, key: str | None) -> str:
 def _files_of(folder: Path, out: Path | None) -> Iterator[str]:
     """The files of a folder, without those in the folder that shards are written to."""
     inner = None
-    if out is not None and out.resolve().is_relative_to(folder.resolve()):
+    if out is not None and folder.resolve() in out.resolve().parents:
         inner = out.resolve().relative_to(folder.resolve())
     for path in walk_files(folder):
         if inner is None or not Path(path).is_relative_to(inner):

@@ -82,7 +82,8 @@ def run_index(
     invalid = sum((result.invalid for result in indexed.values()), Counter[str]())
     used = samples - invalid.total()
     batches = sorted({min(batch, used) for batch in BATCHES})
-    equal = describe([result.captions for result in indexed.values()], used, batches)
+    results = indexed.values()
+    equal = describe([each.captions for each in results], [each.used for each in results], batches)
     print(f"{summary}; wrote {', '.join(written)}{equal}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
@@ -123,6 +124,11 @@ class Indexed:
     invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
     captions: Any  # by `equal.sketch`
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
+
+    @property
+    def used(self) -> int:
+        """Samples whose captions are in the sketch."""
+        return self.entry.samples - self.invalid.total()
 
 
 class HashedFile(BlockFile):
