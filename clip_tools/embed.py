@@ -178,7 +178,7 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
     """Writes, for each `ROWS` samples of this rank, files whose rows belong together.
 
     `image-R-F.npy` and `text-R-F.npy`, float32 [rows, D] (the first caption's), and
-    `samples-R-F.jsonl` with "key" and "captions". R is `prefix`, F counts from 0. Returns the
+    `samples-R-F.jsonl` with "key", "shard" and "captions". R is `prefix`, F counts from 0. Returns the
     number of samples. DataError.
     """
     files = total = 0
@@ -204,8 +204,8 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
         if not loader.labelled:
             text.append(loaded.texts([captions[0] for captions in batch.captions]))
         lines += [
-            json.dumps({"key": key, "captions": captions}, ensure_ascii=False)
-            for key, captions in zip(batch.keys, batch.captions, strict=True)
+            json.dumps({"key": key, "shard": shard, "captions": captions}, ensure_ascii=False)
+            for key, shard, captions in zip(batch.keys, batch.shards, batch.captions, strict=True)
         ]
         total += len(batch.keys)
         if len(lines) >= ROWS:

@@ -142,10 +142,7 @@ def read_rows(
                 listed.add(os.path.normpath(source / place))
             yield Row(place, captions, label, named, kept=kept)
     if source.is_dir() and listed:
-        for path in _files_of(source, out):
-            is_picture = is_image(path) or extension_of(path) in UNREAD_EXTENSIONS
-            if is_picture and os.path.normpath(source / path) not in listed:
-                skipped.add(path)
+        _add_unlisted(source, out, listed, skipped)
 
 
 def column_of(record: Mapping[str, Any], table: Path, names: Sequence[str], option: str) -> str:
@@ -205,6 +202,14 @@ def _files_of(folder: Path, out: Path | None) -> Iterator[str]:
     for path in walk_files(folder):
         if inner is None or not Path(path).is_relative_to(inner):
             yield path
+
+
+def _add_unlisted(folder: Path, out: Path | None, listed: set[str], to: SkippedFiles) -> None:
+    """The pictures of a folder that its table does not list."""
+    for path in _files_of(folder, out):
+        is_picture = is_image(path) or extension_of(path) in UNREAD_EXTENSIONS
+        if is_picture and os.path.normpath(folder / path) not in listed:
+            to.add(path)
 
 
 def _folder_rows(folder: Path, skipped: SkippedFiles, out: Path | None) -> Iterator[Row]:

@@ -225,6 +225,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             texts=texts,
             sample_seeds=seeds,
             keys=[key for piece in pieces for key in piece.keys],
+            shards=[shard for piece in pieces for shard in piece.shards],
             bad_samples=dict(Counter(sample.place for sample in invalid)),
             shares=tuple(of_ranks),
             text_lengths=lengths,

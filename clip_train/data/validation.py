@@ -29,6 +29,7 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.inputs import layout_of
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path
 
 NAMES_SHOWN = 12  # of folders and classes, in a message
@@ -43,6 +44,7 @@ class ValBatch:
     captions: list[list[str]]  # b lists with t captions in all; empty for some labelled images
     keys: list[str]
     metadata: list[dict[str, Any]]  # the keys of the .json, and the .cls as "cls"
+    shards: list[str] = field(default_factory=list)  # b paths or URLs: keys of two may be equal
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ class ValLoader:
                         captions=list(captions),
                         keys=[fields["__key__"] for fields in samples],
                         metadata=[metadata_of(fields) for fields in samples],
+                        shards=[redact(fields["__url__"]) for fields in samples],
                     )
 
     def _items(self) -> Iterator[Item]:
@@ -258,7 +261,8 @@ class ValLoader:
         if isinstance(item, Invalid):
             return item
         try:
-            fields = {**decode.staged(item, self.stages), "__key__": item["__key__"]}
+            place = {"__key__": item["__key__"], "__url__": item["__url__"]}
+            fields = {**decode.staged(item, self.stages), **place}
             try:
                 texts = list(itertools.chain(*decode.captions(fields, self.caption_key).values()))
             except InvalidSample:
