@@ -21,10 +21,10 @@ from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
-from clip_train.errors import RankError
+from clip_train.errors import RankError, UserError
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
-from clip_train.models.config import AnyArchitecture, OwnModel
+from clip_train.models.config import AnyArchitecture, OwnModel, vocabulary_mistakes
 from clip_train.models.freeze import freeze
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import base_digest, load_teacher
@@ -132,7 +132,11 @@ def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
         from clip_train.models.openclip.model import tokenizer
 
         its = tokenizer(architecture)
-    return Tokenizer(architecture.text_cfg.context_length) if its is None else its
+    if its is not None:
+        return its
+    for mistake in vocabulary_mistakes("the model", architecture):
+        raise UserError(mistake)
+    return Tokenizer(architecture.text_cfg.context_length)
 
 
 def build_engine(resolved: Resolved, device: torch.device) -> Engine:

@@ -28,7 +28,12 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import Layout
 from clip_train.models import hub
 from clip_train.models.clip import own_mistakes, parameter_sizes
-from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
+from clip_train.models.config import (
+    AnyArchitecture,
+    Architecture,
+    OwnModel,
+    vocabulary_mistakes,
+)
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
@@ -162,6 +167,7 @@ def resolve(
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
             )
+        problems += map(UserError, vocabulary_mistakes(model.name, architecture))
         places = (model.init_from, model.init_image_from, model.init_text_from)
         teachers = (str(each.teacher) for each in model.teachers())
         for place in filter(hub.is_on_hub, [*filter(None, places), *teachers]):
