@@ -1,8 +1,11 @@
 """The `data` section of a recipe, what follows from it, and a first look whether the shards fit
 it."""
 
+import contextlib
+import itertools
 import math
 import os
+import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -37,6 +40,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # before training, until one can be used
+CAPTIONS_MEASURED = 100  # before training
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
@@ -364,6 +368,8 @@ class SourceSummary:
     first_key: str
     first_caption: str
     index: ShardIndex  # of data.train
+    # the median of the first captions; 0: only one was read
+    caption_characters: int = 0
 
 
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
@@ -384,7 +390,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
         try:
             _, entry = index.shared[number]
             reading = Reading(storage, entry.checksums if entry else None)
-            return SourceSummary(*_first_sample(shard, reading, config), index)
+            key, caption = _first_sample(shard, reading, config)
+            return SourceSummary(key, caption, index, _median_length(shard, reading, config))
         except UserError as e:
             mistakes.append(e)
     raise mistakes[0]
@@ -429,6 +436,23 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
         f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
         f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )
+
+
+def _median_length(shard: str, reading: Reading, config: DataConfig) -> int:
+    """The median of the characters of the first captions of a local shard; 0 if they are not read
+    or a stage makes them."""
+    from clip_train.data import benchmark, decode  # imports torch: a recipe is read without
+
+    lengths: list[int] = []
+    if is_remote(shard) or config.stages:
+        return 0
+    # damage of the shard is found and reported when it is read
+    with contextlib.suppress(TarError, OSError), open_shard(shard, reading) as file:
+        for sample in itertools.islice(iter_samples(file), CAPTIONS_MEASURED):
+            with contextlib.suppress(InvalidSample):
+                members = benchmark.with_captions(sample.members, shard)
+                lengths.append(len(decode.texts_of(members, config.caption_key)[0]))
+    return int(statistics.median(lengths)) if lengths else 0
 
 
 def existing(spec: str, field: str) -> list[list[str]]:

@@ -21,6 +21,7 @@ from clip_train.data.benchmark import with_captions
 from clip_train.data.fields import is_missing, key_of, metadata, scalar
 from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.order import hash64
 from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.tar import TarSample
 from clip_train.errors import ClipTrainError, UserError
@@ -109,21 +110,39 @@ def texts_of(
 
     draw: uniform in [0, DRAWS), where 0 gives the first ones. The names take turns. A mapping
     begins with the name that is drawn by its weight, among the names that the sample has. A name
-    gives one of its captions by the draw, then the next ones. Too few captions repeat.
+    gives one of its captions by a draw of its own, then the next ones. Too few captions repeat.
     """
     usable = captions(members, caption_key, count)
-    names, first = [*usable.values()], 0
+    lists, first = [*usable.values()], 0
     if isinstance(caption_key, Mapping):
         ends = list(itertools.accumulate(caption_key[name] for name in usable))
         first = bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])
-    turns = [(names[(first + t) % len(names)], draw + t // len(names)) for t in range(count)]
-    texts = [own[place % len(own)] for own, place in turns]
-    for name, number in (negatives or {}).items():
+    lists = [*lists[first:], *lists[:first]][:count]
+    positive = len(lists)
+    for name in negatives or {}:
         try:
-            texts += texts_of(members, name, number, draw=draw)
+            lists += captions(members, name).values()
         except InvalidSample as e:
             raise InvalidSample(f"data.negative_texts.{name}: {e}") from e
-    return texts
+    draws = draws_of(lists, draw)
+    turns = [(t % positive, t // positive) for t in range(count)]
+    for number, more in enumerate((negatives or {}).values(), positive):
+        turns += [(number, t) for t in range(more)]
+    return [lists[n][(draws[n] + t) % len(lists[n])] for n, t in turns]
+
+
+def draws_of(lists: Sequence[Sequence[str]], draw: int) -> list[int]:
+    """A draw for each list of texts. The first list with several texts gets `draw` itself, each
+    other one an independent number, so that all pairs of their texts occur."""
+    draws: list[int] = []
+    is_used = False
+    for number, texts in enumerate(lists):
+        own = draw
+        if is_used and draw:
+            own = hash64(draw, number, -6)
+        draws.append(own)
+        is_used = is_used or len(texts) > 1
+    return draws
 
 
 def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:

@@ -42,6 +42,8 @@ from launcher.config.recipe import RunConfig, with_samples
 from launcher.engines import Facts, find_engine, linear, on_this_machine
 from launcher.engines.config import EngineConfig
 
+CHARACTERS, LONG = 4, 2  # of a caption for each of CLIP's tokens; times that are much too long
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -80,14 +82,24 @@ class Resolved:
             "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
             "a GPU; set batch.memory_limit, such as 8GiB, to keep as many as fit",
         )
+        context = self.architecture.text_cfg.context_length
+        characters = 0 if self.source is None else self.source.caption_characters
+        long_captions = (
+            characters > LONG * CHARACTERS * context,
+            f"the captions of data.train have {characters:,} characters (the median of the first "
+            f"ones), and {self.config.model.name} reads {context} tokens, about "
+            f"{CHARACTERS * context:,} characters: the rest is cut off; raise "
+            "model.context_length, or shorten the captions",
+        )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
-            return broken([one_graph, no_label])
+            return broken([one_graph, no_label, long_captions])
         epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
         return broken(
             [
                 one_graph,
                 no_label,
+                long_captions,
                 (
                     epochs is not None and given != counted,
                     f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
