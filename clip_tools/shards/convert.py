@@ -41,10 +41,11 @@ from clip_train.data.formats import (
     extension_for,
     extension_of,
     is_image,
+    quiet_pillow,
     walk_files,
 )
 from clip_train.data.invalid import InvalidSample
-from clip_train.data.pixels import decode_image, is_transparent, quiet_pillow
+from clip_train.data.pixels import decode_image, is_transparent
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 

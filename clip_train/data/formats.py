@@ -3,6 +3,7 @@
 """
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,11 @@ UNREAD_EXTENSIONS = (
     "svg", "svgz", "heic", "heif", "jxl", "eps", "ai", "pdf", "psd", "xcf", "ico", "tga", "exr",
     "hdr", "dng", "cr2", "nef", "arw",
 )  # fmt: skip
+
+
+def quiet_pillow() -> None:
+    """Hide Pillow's warnings about single files in this process: samples are counted by reason."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def extension_of(path: str | os.PathLike[str]) -> str:

@@ -6,7 +6,6 @@ rejects: it accepts those for which libjpeg only warns.
 """
 
 import io
-import warnings
 from typing import Any, Literal
 
 import numpy as np
@@ -27,11 +26,6 @@ MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each 
 MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
 STRIP_PIXELS = 1 << 22
 JPEG_START = b"\xff\xd8"
-
-
-def quiet_pillow() -> None:
-    """Hide Pillow's warnings about single files in this process: samples are counted by reason."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def jpeg_size(data: Any) -> tuple[int, int] | None:

@@ -26,10 +26,11 @@ from clip_train.batch import BatchSizes
 from clip_train.data import decode
 from clip_train.data.config import DataConfig, resolve_workers
 from clip_train.data.decode import Stage
+from clip_train.data.formats import quiet_pillow
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
-from clip_train.data.pixels import Alpha, jpeg_size, quiet_pillow
+from clip_train.data.pixels import Alpha, jpeg_size
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
