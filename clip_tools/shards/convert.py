@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -250,7 +250,7 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
                 f"SOURCE ({source}), line 1 has {NOT_UTF8}, such as with `iconv -f UTF-16 -t UTF-8`"
             ) from e
         delimiter = next((each for each in DELIMITERS if each in head), ",")
-        quoting = csv.QUOTE_MINIMAL
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
         if delimiter == "|":  # as in Flickr30k's results.csv, whose captions have single quotes (")
             quoting = csv.QUOTE_NONE
         # "filepath, caption": also in the rows, where a quote may follow the blank

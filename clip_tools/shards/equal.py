@@ -36,7 +36,7 @@ def describe(
         shards: of the data set, if only some were read; the others are taken to be like these.
     """
     total = sum(counts)
-    squares = _squares(np.sum(sketches, axis=0, dtype=np.float64))
+    squares = _squares(np.asarray(np.sum(sketches, axis=0, dtype=np.float64)))
     own = sum(map(_squares, sketches))
     within, across = own - total, squares - own  # ordered pairs of equal captions
     num, captions = len(sketches), float(total)

@@ -79,8 +79,7 @@ def is_transparent(data: Any) -> bool:
                 return False
             if image.mode.startswith("I"):
                 return bool((np.asarray(image) == image.info["transparency"]).any())
-            lowest, _ = _with_alpha(image).getchannel("A").getextrema()
-            return int(lowest) < 255
+            return bool(np.asarray(_with_alpha(image).getchannel("A")).min() < 255)
     except Exception:  # as in `_decode_by_pillow`, where it becomes an InvalidSample
         return False
 

@@ -70,6 +70,7 @@ class ZeroShotClasses(BaseModel):
         """ImageNet's by name, those of a JSON file, local or remote, or of the folder of a
         clip_benchmark set; with the named templates or its own. UserError."""
         field = f"evaluate.zero_shot_classes: {place}"
+        content: Any
         try:
             if place == IMAGENET:
                 imagenet = _imagenet()

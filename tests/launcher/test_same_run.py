@@ -170,6 +170,7 @@ def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
         "inputs",
         "stages",
         "scaled_decode",
+        "alpha",
     ):
         del then["data"][key]
     assert told(recipe(), recipe=then) == told(recipe())
