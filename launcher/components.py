@@ -243,7 +243,11 @@ def evaluation(
             if key.startswith("data.val")
             else dist.on_main(partial(ImageFolder.find, places[key], key))
         )
-        return folder or count_missing(shared_index(config, key, places[key]), config.storage)
+        if folder is None:
+            return count_missing(shared_index(config, key, places[key]), config.storage)
+        if folder.skipped.counts and dist.is_main():
+            warn(f"{key} ({places[key]}): skipped {folder.skipped}, not images of a class")
+        return folder
 
     def run_once() -> dict[str, float]:
         loaders = {

@@ -10,7 +10,6 @@ A `.txt` in such a folder has one caption in each line. Sets on local disks are 
 """
 
 import functools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,10 @@ def read_classes(place: str) -> dict[str, Any] | None:
     them; None without a `classnames.txt`."""
     if is_remote(place):
         return None
-    for folder in (local_path(place), local_path(place).parent):
+    given = local_path(place)
+    if not given.is_dir() and given.name != CLASSES:
+        return None
+    for folder in (given, given.parent):
         if (folder / CLASSES).is_file():
             content: dict[str, Any] = {"classnames": _lines(folder / CLASSES)}
             if (folder / TEMPLATES).is_file():
@@ -58,17 +60,15 @@ def _lines(file: Path) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_lines(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, NUM_SHARDS))
+def _has_lines(shard: str) -> bool:
+    return not is_remote(shard) and (local_path(shard).parent / NUM_SHARDS).is_file()
 
 
 def with_captions(members: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
     """The members of a sample of this shard, where the `.txt` is a list of captions if the shard
     belongs to one of these sets."""
     text = members.get("txt")
-    if not isinstance(text, bytes) or is_remote(shard):
-        return members
-    if not _has_lines(os.path.dirname(local_path(shard))):
+    if not isinstance(text, bytes) or not _has_lines(shard):
         return members
     # bytes that are not UTF-8 stay as they are, for the reason that they are invalid
     lines = text.decode("utf-8", "surrogateescape").splitlines()

@@ -39,7 +39,7 @@ def is_missing(value: Any) -> bool:
         return not value.strip()
     if isinstance(value, list | tuple):
         return all(map(is_missing, value))
-    return value is None or value == {}
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def scalar(value: Any) -> Any:

@@ -79,11 +79,11 @@ def walk_files(root: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _is_loop(folder: str) -> bool:
-    """Whether a folder is a link to one of those above it, which would be walked without end."""
+    """Whether a folder is a link to one that it is in, perhaps by other links: walked without end."""
     if not os.path.islink(folder):
         return False
-    target, parent = Path(folder).resolve(), Path(folder).parent.resolve()
-    return parent.is_relative_to(target)
+    target = os.path.realpath(folder)
+    return any(os.path.realpath(above) == target for above in Path(folder).parents)
 
 
 @dataclass

@@ -112,7 +112,13 @@ def test_links_that_lead_back_are_not_followed(tmp_path):
     (tmp_path / "a" / "x.jpg").write_bytes(b"")
     os.symlink(tmp_path / "a", tmp_path / "a" / "b" / "up")
     os.symlink(tmp_path / "a", tmp_path / "other")
-    assert [*walk_files(tmp_path)] == ["a/x.jpg", "other/x.jpg"]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "y.jpg").write_bytes(b"")
+    os.symlink(tmp_path / "two", tmp_path / "one" / "to_two")
+    os.symlink(tmp_path / "one", tmp_path / "two" / "to_one")
+    found = [*walk_files(tmp_path)]
+    assert found == ["a/x.jpg", "one/to_two/y.jpg", "other/x.jpg", "two/y.jpg"]
 
 
 def test_a_sample_with_several_images_keeps_its_first_one():

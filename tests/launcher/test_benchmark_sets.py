@@ -99,7 +99,9 @@ def test_a_set_with_classes(cars, weights, capsys, tmp_path):
 
 
 def test_the_classes_of_a_set(cars):
-    for place in (cars, cars / "test"):
+    (cars / "other.json").write_text(json.dumps({"classnames": ["a"]}))
+    assert ZeroShotClasses.load(str(cars / "other.json")).classnames == ["a"]
+    for place in (cars, cars / "test", cars / "classnames.txt"):
         classes = ZeroShotClasses.load(str(place))
         assert classes.classnames == CLASSES
         assert classes.prompts(1) == ["a photo of a barn owl.", "a drawing of the barn owl."]
