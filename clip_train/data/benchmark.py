@@ -56,7 +56,7 @@ def read_classes(place: str) -> dict[str, Any] | None:
 
 def _lines(file: Path) -> list[str]:
     """As clip_benchmark reads them, and without empty lines at the end."""
-    return [line.strip() for line in file.read_text("utf-8").strip().splitlines()]
+    return [line.strip() for line in file.read_text("utf-8").rstrip().splitlines()]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,11 +44,14 @@ def is_missing(value: Any) -> bool:
 
 def scalar(value: Any) -> Any:
     """A value as labels and groups compare it: None if it is missing, the element of a list of one,
-    3 for 3.0, and text without blanks around it."""
+    3 for 3.0, and text without blanks around it; the same within lists and objects."""
     if is_missing(value):
         return None
-    if isinstance(value, list | tuple) and len(value) == 1:
-        return scalar(value[0])
+    if isinstance(value, list | tuple):
+        parts = [scalar(each) for each in value]
+        return parts[0] if len(parts) == 1 else parts
+    if isinstance(value, dict):
+        return {key: scalar(value[key]) for key in sorted(value)}
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bytes):

@@ -174,7 +174,11 @@ def resolve(
             f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
         )
         problems += map(UserError, broken([numbered_layers, recomputed_alone]))
-        collect(model.teacher_architectures)
+        for each, teacher in zip(
+            model.teachers(), collect(model.teacher_architectures) or [], strict=False
+        ):
+            name = f"{each.teacher}, of model.teacher"
+            problems += map(UserError, vocabulary_mistakes(name, teacher))
         if isinstance(architecture, OwnModel):
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []

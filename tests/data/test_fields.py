@@ -22,6 +22,10 @@ EQUAL = {
     "3": ["3", "3.0", '"3"', '" 3\\n"', "[3]", "[3.0]"],
     "cat": ['"cat"', '"cat "', '["cat"]'],
 }
+NESTED = {
+    "list": ["[3, 4]", "[3.0, 4]", '[3, " 4 "]'],
+    "object": ['{"a": 1, "b": 2}', '{"b": 2.0, "a": 1}'],
+}
 
 
 def write(folder: Path, values: list[str]) -> str:
@@ -49,7 +53,7 @@ def test_missing_values_are_no_group(tmp_path):
     assert groups(tmp_path, MISSING) == [-1] * len(MISSING)
 
 
-@pytest.mark.parametrize("values", EQUAL.values(), ids=EQUAL)
+@pytest.mark.parametrize("values", [*EQUAL.values(), *NESTED.values()], ids=[*EQUAL, *NESTED])
 def test_equal_values_are_one_group(tmp_path, values):
     found = groups(tmp_path, [*values, '"another"', "0", "false"])
     assert len({*found[: len(values)]}) == 1 and len({*found}) == 4 and min(found) >= 0
