@@ -259,7 +259,10 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
         table = csv.DictReader(
             file, delimiter=delimiter, strict=True, quoting=quoting, skipinitialspace=has_blanks
         )
-        table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+        try:
+            table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+        except csv.Error as e:
+            raise UserError(f"SOURCE ({source}), line 1 has {UNREADABLE} ({e})") from e
         while True:
             record: dict[Any, Any] | Row
             try:

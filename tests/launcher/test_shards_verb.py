@@ -452,6 +452,12 @@ def test_tables_as_people_have_them(kind, tmp_path, capsys):
     assert found == expected
 
 
+def test_a_head_with_an_unclosed_quote(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text('filepath,"caption\n0.jpg,a text\n')
+    assert main(["shards", str(tmp_path / "x.csv"), str(tmp_path / "out")]) == 2
+    assert "line 1 has an unclosed quote" in capsys.readouterr().err
+
+
 def test_splits_are_not_mixed(tmp_path, capsys):
     source = source_of("a folder of parquet", tmp_path / "set")
     part = source / "data" / "train-00000-of-00002.parquet"
