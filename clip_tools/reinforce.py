@@ -70,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
                 round(teacher.model.get_parameter("logit_scale").exp().item(), 4)
                 for teacher in teachers
             ]
+            alpha = "" if args.alpha == "white" else f" data.alpha={args.alpha}"
             print(
                 f"next: clip-train index '{args.to}/*.tar', and train with "
                 f"data.train='{args.to}/*.tar' data.reinforced='{widths}' "
-                f"loss.teacher_scales='{scales}'"
+                f"loss.teacher_scales='{scales}'{alpha}"
             )
     return 0
 
