@@ -325,8 +325,8 @@ def pixels(size: int, count: int) -> tuple[float, float]:
     import numpy as np
     from PIL import Image
 
-    from clip_train.data.decode import decode_image
     from clip_train.data.images import TrainTransform
+    from clip_train.data.pixels import decode_image
 
     decibels = []
     for seed, data in enumerate(jpegs(size, count)):
@@ -343,8 +343,8 @@ def scaled_pixels(size: int, count: int, snapped: bool) -> tuple[float, float]:
 
     snapped: against the same box, with its edges at pixels of the smaller image.
     """
-    from clip_train.data.decode import decode_image
     from clip_train.data.images import TrainTransform, _resize
+    from clip_train.data.pixels import decode_image
 
     transform, decibels = TrainTransform(S, scaled_decode=True), []
     for seed, data in enumerate(jpegs(size, count)):

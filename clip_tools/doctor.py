@@ -5,6 +5,8 @@ one rank of the process group that `check_group` measures.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,11 @@ from rich.text import Text
 from clip_tools.shards.equal import describe
 from clip_tools.shards.index import index_shard
 from clip_train import dist
+from clip_train.data.decode import image_bytes
+from clip_train.data.invalid import InvalidSample
+from clip_train.data.pixels import is_transparent
+from clip_train.data.reader import read_shard
+from clip_train.data.tar import TarSample
 from clip_train.data.worker import shared_bytes
 from clip_train.errors import UserError
 from clip_train.models.clip import shape_of_sample
@@ -72,7 +79,8 @@ SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, 
         "ask for proctrack/cgroup",
     ),
 )  # fmt: skip
-MAX_SHARD_BYTES = 4 << 30  # of the first shard, whose captions are counted
+MAX_SHARDS, MAX_SHARD_BYTES = 8, 4 << 30  # that are read together, to count equal captions
+LOOK_AT = 200  # samples of the first shard whose images are decoded
 GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -319,17 +327,49 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
             world,
         )
     )
-    shard = Path(source.index.shards[0])
-    if shard.is_file() and shard.stat().st_size < MAX_SHARD_BYTES:
-        seen = index_shard(str(shard), config.data.caption_key)
-        used = seen.entry.samples - seen.invalid.total()
-        pairs = describe([seen.captions], used, [plan.global_size]).strip()
-        yield warning_if(
-            bool(pairs) and config.loss.groups is None,
-            "captions",
-            f"by the first shard, {pairs or 'few samples have equal captions'}",
-            "set loss.groups=caption, and such pairs are not negatives of each other",
-        )
+    shards = shards_to_read(source.index.shards)
+    if not shards:
+        return
+    seen = [index_shard(shard, config.data.caption_key) for shard in shards]
+    num = len(source.index.shards)
+    pairs = describe(
+        [each.captions for each in seen], [each.used for each in seen], [plan.global_size], num
+    ).strip()
+    yield warning_if(
+        bool(pairs) and config.loss.groups is None,
+        "captions",
+        f"by {len(shards)} of {num} shards, {pairs or 'few samples have equal captions'}",
+        "set loss.groups=caption, and such pairs are not negatives of each other",
+    )
+    transparent, looked = count_transparent(shards[0])
+    yield warning_if(
+        transparent > 0 and "alpha" not in config.data.model_fields_set,
+        "images",
+        f"{transparent} of the first {looked} images have transparent pixels",
+        "they are blended with white; OpenCLIP ignores the transparency: choose data.alpha=white "
+        "or data.alpha=drop",
+    )
+
+
+def shards_to_read(shards: Sequence[str]) -> list[str]:
+    """Local shards from the whole list, evenly spaced, that can be read quickly."""
+    count = min(len(shards), MAX_SHARDS)
+    some = [shards[number * len(shards) // count] for number in range(count)]
+    some = [shard for shard in some if Path(shard).is_file()]
+    while some and sum(Path(shard).stat().st_size for shard in some) >= MAX_SHARD_BYTES:
+        some.pop()
+    return some
+
+
+def count_transparent(shard: str) -> tuple[int, int]:
+    """The images with transparent pixels among the first of a shard, and how many were decoded."""
+    transparent = looked = 0
+    for sample in itertools.islice(read_shard(shard), LOOK_AT):
+        with contextlib.suppress(InvalidSample):
+            if isinstance(sample, TarSample):
+                transparent += is_transparent(image_bytes(sample.members))
+                looked += 1
+    return transparent, looked
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from clip_tools.inspect import as_ranks, to_evaluate
 from clip_train import dist
-from clip_train.data.decode import IMAGE_EXTENSIONS, decode_image
+from clip_train.data.formats import SkippedFiles, is_image, walk_files
 from clip_train.data.images import crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize
-from clip_train.data.validation import ValLoader, extension_of
+from clip_train.data.validation import ValLoader
 from clip_train.engine import PlainEngine
-from clip_train.errors import UserError
+from clip_train.errors import UserError, unreadable
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.storage.local import LocalStorage
@@ -46,31 +47,43 @@ class Loaded:
     tokenizer: Tokenize  # b texts -> int64 [b, context_length]
     image_size: int  # S
     source: str  # where the weights are from
+    alpha: Alpha = "white"  # as `data.alpha`
 
     @classmethod
     def of(
-        cls, architecture: AnyArchitecture, weights: FragmentSource, source: str, device: str
+        cls,
+        architecture: AnyArchitecture,
+        weights: FragmentSource,
+        source: str,
+        device: str,
+        alpha: Alpha = "white",
     ) -> "Loaded":
         model = build_model(architecture)
         PlainEngine(model).load_fragments(weights, {})
         model = model.to(device).eval().requires_grad_(False)
-        return cls(model, tokenizer_of(architecture), architecture.vision_cfg.image_size, source)
+        image_size = architecture.vision_cfg.image_size
+        return cls(model, tokenizer_of(architecture), image_size, source, alpha)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def preprocess(self, image: Image.Image) -> Tensor:
-        """uint8 [3, S, S]: the model itself normalizes."""
-        pixels = torch.from_numpy(np.array(image.convert("RGB")))
-        return crop_for_evaluation(pixels.permute(2, 0, 1), self.image_size)
+    def preprocess(self, image: Image.Image | bytes) -> Tensor:
+        """An image, or the bytes of its file -> uint8 [3, S, S], as in training and evaluation: the
+        model itself normalizes. UserError if it does not decode."""
+        try:
+            pixels = decode_image(image, alpha=self.alpha)
+        except InvalidSample as e:
+            raise UserError(f"the image cannot be used: {e}; convert it to RGB of 8 bits") from e
+        return crop_for_evaluation(pixels, self.image_size)
 
     def pixels(self, images: Tensor) -> Tensor:
         """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D], normalized."""
         return IMAGE_TEXT.encode(self.model, "image", images.to(self.device)).float()
 
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        """b images -> float32 [b, D], normalized: the scalar products with `texts` are cosines."""
+    def images(self, images: Sequence[Image.Image | bytes]) -> Tensor:
+        """b images, or the bytes of their files -> float32 [b, D], normalized: the scalar products
+        with `texts` are cosines."""
         return self.pixels(torch.stack([self.preprocess(image) for image in images]))
 
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -119,8 +132,8 @@ def load(
     args = argparse.Namespace(
         place=place, overrides=list(overrides), weights=weights, step=step, ema=ema
     )
-    _, architecture, source, where = to_evaluate(args)
-    return Loaded.of(architecture, source, where, device)
+    config, architecture, source, where = to_evaluate(args)
+    return Loaded.of(architecture, source, where, device, config.data.alpha)
 
 
 def embed_run(args: argparse.Namespace) -> int:
@@ -132,7 +145,7 @@ def embed_run(args: argparse.Namespace) -> int:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
         for key, place in places.items():
             dist.on_main(partial(check_place, place, key))
-        loaded = dist.agreed(Loaded.of, architecture, source, where, str(device))
+        loaded = dist.agreed(Loaded.of, architecture, source, where, str(device), config.data.alpha)
         for key, place in places.items():
             loader = ValLoader(
                 count_missing(shared_index(config, key, place), config.storage),
@@ -148,6 +161,7 @@ def embed_run(args: argparse.Namespace) -> int:
                 tokenizer=loaded.tokenizer,
                 stages=config.data.stages,
                 inputs=config.data.inputs,
+                alpha=config.data.alpha,
             )
             name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
             store = LocalStorage(os.path.join(args.output, name))
@@ -164,7 +178,7 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
     """Writes, for each `ROWS` samples of this rank, files whose rows belong together.
 
     `image-R-F.npy` and `text-R-F.npy`, float32 [rows, D] (the first caption's), and
-    `samples-R-F.jsonl` with "key" and "captions". R is `prefix`, F counts from 0. Returns the
+    `samples-R-F.jsonl` with "key", "shard" and "captions". R is `prefix`, F counts from 0. Returns the
     number of samples. DataError.
     """
     files = total = 0
@@ -190,8 +204,8 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
         if not loader.labelled:
             text.append(loaded.texts([captions[0] for captions in batch.captions]))
         lines += [
-            json.dumps({"key": key, "captions": captions}, ensure_ascii=False)
-            for key, captions in zip(batch.keys, batch.captions, strict=True)
+            json.dumps({"key": key, "shard": shard, "captions": captions}, ensure_ascii=False)
+            for key, shard, captions in zip(batch.keys, batch.shards, batch.captions, strict=True)
         ]
         total += len(batch.keys)
         if len(lines) >= ROWS:
@@ -204,14 +218,16 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
 def caption_run(args: argparse.Namespace) -> int:
     """Print a line of JSON for each image of `args.images`, and of the folders in it, by name: its
     file and its caption. 1 if one cannot be read."""
-    files = [
-        Path(folder, name)
-        for folder, _, names in sorted(os.walk(args.images))
-        for name in sorted(names)
-        if extension_of(name) in IMAGE_EXTENSIONS
-    ]
+    try:
+        paths = [Path(args.images, name) for name in walk_files(args.images)]
+    except OSError as e:
+        raise unreadable(e, f"--images ({args.images}) cannot be listed: {e}") from e
+    files = [path for path in paths if is_image(path)]
+    skipped = SkippedFiles.of(path for path in paths if not is_image(path))
     if not files:
         raise UserError(f"--images ({args.images}): no folder with images; correct it")
+    if skipped.counts:
+        warn(f"--images ({args.images}): skipped {skipped}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(
         args.place,
@@ -226,9 +242,8 @@ def caption_run(args: argparse.Namespace) -> int:
         images = {}
         for file in files[start : start + CAPTIONED]:
             try:
-                image = decode_image(file.read_bytes())
-                images[file] = crop_for_evaluation(image, model.image_size)
-            except (InvalidSample, OSError) as e:
+                images[file] = model.preprocess(file.read_bytes())
+            except (UserError, OSError) as e:
                 status = 1
                 warn(f"{file} cannot be read: {e}")
         captions = model.captions(torch.stack([*images.values()])) if images else []

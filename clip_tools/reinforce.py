@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from clip_train.data import decode
 from clip_train.data.config import existing
 from clip_train.data.images import TrainTransform
 from clip_train.data.invalid import Invalid, InvalidSample
+from clip_train.data.pixels import Alpha
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample, write_shards
 from clip_train.errors import UserError
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
             f"--teacher ({args.teacher}) and --to ({args.to}) must be given, --augmentations "
             f"({count}) be from 1 to 1000, and --crop ({args.crop}) from 0 to 1"
         )
+    if args.alpha not in get_args(Alpha):
+        raise UserError(f"--alpha ({args.alpha}) must be white or drop, as data.alpha in training")
     sources = [source for spec in args.shards for source in existing(spec, "SHARDS")]
     shards = {Path(shard).name: shard for source in sources for shard in source}
     if len(shards) < sum(map(len, sources)):
@@ -67,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
                 round(teacher.model.get_parameter("logit_scale").exp().item(), 4)
                 for teacher in teachers
             ]
+            alpha = "" if args.alpha == "white" else f" data.alpha={args.alpha}"
             print(
                 f"next: clip-train index '{args.to}/*.tar', and train with "
                 f"data.train='{args.to}/*.tar' data.reinforced='{widths}' "
-                f"loss.teacher_scales='{scales}'"
+                f"loss.teacher_scales='{scales}'{alpha}"
             )
     return 0
 
@@ -83,6 +87,8 @@ def write_missing(
     store = open_storage(args.to)
     options = ("augmentations", "crop", "synthetic_key", "half")  # that change a shard
     made_with = {name: getattr(args, name) for name in options}
+    if args.alpha != "white":
+        made_with["alpha"] = args.alpha
     # a run has newer checkpoints
     made_with["teachers"] = [each.source for each in teachers]
     settings = json.dumps(redact(made_with)).encode()  # a teacher's URL may be signed
@@ -136,7 +142,7 @@ def prepared(
     InvalidSample."""
     if isinstance(sample, Invalid) or sample.duplicate:
         raise InvalidSample(sample.reason if isinstance(sample, Invalid) else "duplicate key")
-    image = decode.decode_image(decode.image_bytes(sample.members))
+    image = decode.image_of(sample.members, alpha=args.alpha)
     texts = decode.texts_of(sample.members, None)
     with contextlib.suppress(InvalidSample):  # it may have none
         texts += decode.captions(sample.members, args.synthetic_key)[args.synthetic_key]

@@ -22,7 +22,7 @@ class Callback:
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
     ) -> None:
         """record: the step as written to `metrics.jsonl`. Later callbacks see the values that this
-        one adds. keys, invalid: `Batch.keys` and `Batch.bad_samples` of this rank's batch.
+        one adds. keys, invalid: `Batch.names` and `Batch.bad_samples` of this rank's batch.
         """
 
     def before_save(self, state: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def train_step(
     for deferred in (True, False):
         rounds += 1
         # without shares, all ranks hold equally many samples, so no global size is needed
-        context = Context(sum(batch.shares) or None, batch.keys, ids=batch.ids, deferred=deferred)
+        context = Context(sum(batch.shares) or None, batch.names, ids=batch.ids, deferred=deferred)
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )

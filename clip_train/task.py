@@ -68,9 +68,19 @@ class Batch:
     # float32 [n, F], of `data.reinforced`: teachers' features of image and texts
     teacher_features: Tensor | None = None
     ids: Tensor | None = None  # int64 [n], see `Context.ids`: the groups of `loss.groups`
+    # n: the number of each sample's shard in the list of all; []: the keys alone are unique
+    shards: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def names(self) -> list[str]:
+        """n: what distinguishes each sample from all others. Keys of two shards may be equal: many
+        tools number each data set from 0."""
+        if not self.shards:
+            return self.keys
+        return [f"{shard}:{key}" for shard, key in zip(self.shards, self.keys, strict=True)]
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
@@ -94,6 +104,7 @@ class Batch:
             [self.keys[row % len(self)] for row in range(n)],
             shares=shares,
             text_lengths=lengths,
+            shards=[self.shards[row % len(self)] for row in range(n)] if self.shards else [],
             pack_texts=self.pack_texts,
             teacher_features=None if self.teacher_features is None else self.teacher_features[rows],
             ids=None if self.ids is None else self.ids[rows],
@@ -376,7 +387,7 @@ class Context:
     # N, sharded so that the first N % W ranks hold one more; or samples of each rank; None: every
     # rank holds n
     global_size: int | Sequence[int] | None = None
-    keys: Sequence[str] = ()  # n sample keys; empty: no sample is known to be another's copy
+    keys: Sequence[str] = ()  # n `Batch.names`; empty: no sample is known to be another's copy
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
     # int64 [m n], of this rank's texts: those of one id are the same, and no negatives of each
     # other's images; one below 0 is of no known text

@@ -199,7 +199,7 @@ class Trainer:
         self.skipped.step = self.step
         self.samples += next_plan.global_size
         record = self._record(result, lr, next_plan, waited)
-        self.call("after_step", record, batch.keys, batch.bad_samples)
+        self.call("after_step", record, batch.names, batch.bad_samples)
         if not self.saves_prepared:  # after the first step, which creates the optimizer's state
             self.saves_prepared = True
             self._on_this_rank(

@@ -19,7 +19,7 @@ import simplejpeg
 import torch
 from torch import Tensor, nn
 
-from clip_train.data.decode import decode_image
+from clip_train.data.pixels import decode_image
 from clip_train.data.tar import write_shards
 from examples import audio
 

@@ -21,11 +21,11 @@ from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
-from clip_train.errors import RankError
+from clip_train.errors import RankError, UserError
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
-from clip_train.models.config import AnyArchitecture, OwnModel
+from clip_train.models.config import AnyArchitecture, OwnModel, vocabulary_mistakes
 from clip_train.models.freeze import freeze
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import base_digest, load_teacher
@@ -133,7 +133,11 @@ def tokenizer_of(architecture: AnyArchitecture) -> Tokenize:
         from clip_train.models.openclip.model import tokenizer
 
         its = tokenizer(architecture)
-    return Tokenizer(architecture.text_cfg.context_length) if its is None else its
+    if its is not None:
+        return its
+    for mistake in vocabulary_mistakes("the model", architecture):
+        raise UserError(mistake)
+    return Tokenizer(architecture.text_cfg.context_length)
 
 
 def build_engine(resolved: Resolved, device: torch.device) -> Engine:
@@ -244,7 +248,11 @@ def evaluation(
             if key.startswith("data.val")
             else dist.on_main(partial(ImageFolder.find, places[key], key))
         )
-        return folder or count_missing(shared_index(config, key, places[key]), config.storage)
+        if folder is None:
+            return count_missing(shared_index(config, key, places[key]), config.storage)
+        if folder.skipped.counts and dist.is_main():
+            warn(f"{key} ({places[key]}): skipped {folder.skipped}, not images of a class")
+        return folder
 
     def run_once(examples: Examples | None) -> dict[str, float]:
         loaders = {
@@ -261,6 +269,7 @@ def evaluation(
                 tokenizer=tokenizer,
                 stages=config.data.stages if key.startswith("data.val") else None,
                 inputs=config.data.inputs,
+                alpha=config.data.alpha,
             )
             for key in places
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -52,10 +54,52 @@ LR = 0.01
     ],
 )
 def test_names_take_turns(key, count, draw, expected):
-    assert texts_of(MEMBERS, key, count, {"json.neg": 3}, draw) == [
-        *expected.split(),
-        *(f"n{(draw + t) % 2}" for t in range(3)),
-    ]
+    texts = texts_of(MEMBERS, key, count, {"json.neg": 3}, draw)
+    assert texts[:count] == expected.split()
+    assert {*texts[count:]} == {"n0", "n1"} and texts[count] == texts[count + 2]
+
+
+def lists(**texts: list[str]) -> dict[str, bytes]:
+    return {"json": json.dumps(texts).encode()}
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "negatives"),
+    [("a", 1, {"b": 1}), (["a", "b"], 2, None), (["a"], 1, {"b": 1, "c": 1})],
+)
+def test_lists_are_drawn_from_independently(key, count, negatives):
+    """All combinations of texts occur, equally often."""
+    members = lists(a=["a0", "a1", "a2"], b=["b0", "b1", "b2"], c=["c0", "c1", "c2"])
+    seeds = random.Random(0)
+    found = Counter(
+        tuple(texts_of(members, key, count, negatives, seeds.randrange(DRAWS))) for _ in range(5400)
+    )
+    combinations = 3 ** (count + len(negatives or {}))
+    assert len(found) == combinations
+    expected = 5400 / combinations
+    # five standard deviations of a count
+    assert all(abs(each - expected) < 5 * expected**0.5 for each in found.values())
+
+
+def test_a_single_list_is_drawn_from_as_ever():
+    """The order of data is a promise: a run that resumes draws what it drew."""
+    several = [f"s{i}" for i in range(5)]
+    members = {"txt": b"t", **lists(a=several, one=["o"])}
+    for draw in (0, 1, 7, DRAWS - 3):
+        place = draw % 5
+        assert texts_of(members, "a", 2, None, draw) == [f"s{(place + i) % 5}" for i in (0, 1)]
+        assert texts_of(members, "txt", 1, {"a": 1}, draw) == ["t", f"s{place}"]
+        assert texts_of(members, ["txt", "a"], 2, {"one": 1}, draw) == ["t", f"s{place}", "o"]
+
+
+def test_each_name_of_a_mapping_is_drawn_from_by_the_same_draw():
+    """One caption for each visit: as before several lists had draws of their own."""
+    members = lists(a=["a0", "a1", "a2"], b=["b0", "b1", "b2"])
+    seeds = random.Random(1)
+    for _ in range(50):
+        draw = seeds.randrange(DRAWS)
+        name = "a" if draw < DRAWS // 2 else "b"
+        assert texts_of(members, {"a": 1, "b": 1}, draw=draw) == [f"{name}{draw % 3}"]
 
 
 def test_a_sample_without_negatives_is_invalid():

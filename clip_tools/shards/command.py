@@ -21,6 +21,7 @@ from clip_tools.shards.convert import (
     same_settings,
 )
 from clip_tools.shards.index import run_index
+from clip_train.data.formats import SkippedFiles
 from clip_train.errors import DataError, UserError
 
 RECIPE = "recipes/small.yaml"
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []
     keep = args.keep_columns.split(",") if args.keep_columns else []
-    read = read_rows(source, args.image_key, caption_keys, args.label_key, keep)
+    skipped = SkippedFiles()
+    read = read_rows(
+        source, args.image_key, caption_keys, args.label_key, keep, skipped=skipped, out=folder
+    )
     first = list(itertools.islice(read, 1))  # UserError before anything is written
     root = source if source.is_dir() else source.parent
     settings = {
@@ -72,6 +76,14 @@ def run(args: argparse.Namespace) -> int:
             example = next(image for image, why in left_out if why == reason)
             print(f"  {count:,} {reason}, such as {example}")
         print("all of them are in the NNNNN_stats.json beside the shards")
+    if skipped.counts:
+        print(f"skipped {skipped}, which no row names as an image")
+    transparent = sum(shard.get("transparent", 0) for shard in stats)
+    if transparent:
+        print(
+            f"{transparent:,} images have transparent pixels: data.alpha=white (the default) "
+            "blends them with white; OpenCLIP ignores the transparency, as data.alpha=drop does"
+        )
     _describe_repeats(np.frombuffer(digests, np.uint64))
     run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:

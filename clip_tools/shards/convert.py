@@ -15,6 +15,7 @@ columns to keep, become fields of its `.json`.
 """
 
 import csv
+import glob
 import io
 import itertools
 import json
@@ -28,28 +29,39 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
-from clip_train.data.decode import IMAGE_EXTENSIONS, captions, decode_image
+from clip_train.data.decode import captions
+from clip_train.data.fields import as_json, key_of, scalar
+from clip_train.data.formats import (
+    UNREAD_EXTENSIONS,
+    SkippedFiles,
+    extension_for,
+    extension_of,
+    is_image,
+    quiet_pillow,
+    walk_files,
+)
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.pixels import decode_image, is_transparent
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
 
 IMAGE_KEYS = (
     "filepath", "file_name", "filename", "image_path", "image", "path", "file", "img", "jpg",
-    "picture", "photo",
+    "picture", "photo", "image_name",
 )  # fmt: skip
-CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description")
+CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "description", "comment")
+DELIMITERS = "\t,;|"  # of a table: the first of these in its head
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# In place of .tar: `count`, `successes`, `left_out` (image, reason), how often each label and
-# template occurs, and `digests`, one of each row's image and captions.
+# In place of .tar: `count`, `successes`, `left_out` (image, reason), `transparent` images, how often
+# each label and template occurs, and `digests`, one of each row's image and captions.
 STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
-READABLE = "a .csv, .tsv, .jsonl, .parquet or a folder"
-EXTENSIONS = {"MPO": "jpg", "JPEG": "jpg", "TIFF": "tif"}  # of Pillow's formats
+READABLE = "a .csv, .tsv, .jsonl, .parquet, a pattern such as 'train-*.parquet', or a folder"
 NO_DIGEST = "0" * 16  # of a row that is left out; another's also has 64 bits
 ROWS_AT_ONCE = 1000
 TEMPLATES = 20  # of a shard's captions, the most frequent
@@ -76,86 +88,151 @@ def read_rows(
     caption_keys: Sequence[str],
     label_key: str | None,
     keep: Sequence[str],
+    skipped: SkippedFiles | None = None,
+    out: Path | None = None,
 ) -> Iterator[Row]:
-    """Every row in order. UserError if nothing can be read, or a column is missing. label_key: the
-    column of labels. keep: further columns, which become fields of the `.json`.
+    """Every row in order. UserError if nothing can be read, or a column is missing.
+
+    label_key: the column of labels. keep: further columns, which become fields of the `.json`.
+    skipped: takes the files of a folder that no row has read, outside of `out`.
     """
-    table: Path | None = source
-    if source.is_dir():
-        table = next((source / name for name in METADATA if (source / name).is_file()), None)
-    elif not source.exists():
-        raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
-    if table is None:
+    skipped = SkippedFiles() if skipped is None else skipped
+    tables = tables_of(source)
+    if not tables:
         if label_key or keep:
             raise UserError(
                 f"--label-key ({label_key}) and --keep-columns ({','.join(keep)}) need a table, "
                 f"and SOURCE ({source}) has none: put a metadata.csv with file_name, caption and "
                 "these columns into it"
             )
-        yield from _folder_rows(source)
+        yield from _folder_rows(source, skipped, out)
         return
-    if table.suffix.lower() not in READERS:
-        raise UserError(f"SOURCE ({source}) cannot be read as a table: give {READABLE}")
-    reader = READERS[table.suffix.lower()]
-    first = next((record for record in reader(table) if isinstance(record, dict)), None)
+
+    def records() -> Iterator[dict[str, Any] | Row]:
+        for table in tables:
+            yield from READERS[table.suffix.lower()](table)
+
+    first = next((record for record in records() if isinstance(record, dict)), None)
     if first is None:
         raise UserError(f"SOURCE ({source}) has no rows that can be read")
 
-    def column(names: Sequence[str], option: str) -> str:
-        for name in names:
-            if name in first:
-                return name
-        raise UserError(
-            f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
-            f"{', '.join(map(str, first))}: give {option} NAME"
-        )
-
+    column = partial(column_of, first, tables[0])
     image = column([image_key] if image_key else IMAGE_KEYS, "--image-key")
     wanted: list[Sequence[str]] = [[key] for key in caption_keys] or [CAPTION_KEYS]
     caption_columns = [column(names, "--caption-key") for names in wanted]
-    for key in keep:
-        column([key], "--keep-columns")
-    named = None
+    kept_columns = {key: column([key], "--keep-columns") for key in keep}
+    label_column, named = None, None
     if label_key is not None:
-        column([label_key], "--label-key")
-        labels = {_label_of(record, label_key) for record in reader(table)} - {""}
-        if not all(label.isdecimal() for label in labels):
+        label_column = column([label_key], "--label-key")
+        labels = {_label_of(record, label_column) for record in records()} - {""}
+        # pandas writes 3.0 into a table if a cell of its column is empty
+        if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
             named = label_key
-    for record in reader(table):
+    listed: set[str] = set()
+    for record in records():
         if isinstance(record, Row):
             yield replace(record, label_key=named)
         else:
             captions = {key: record.get(key) for key in caption_columns}
-            kept = {key: record.get(key) for key in keep}
-            label = _label_of(record, label_key)
-            yield Row(record.get(image), captions, label, named, kept=kept)
+            kept = {key: record.get(name) for key, name in kept_columns.items()}
+            label = _label_of(record, label_column)
+            if named is None:
+                label = label.partition(".")[0]
+            place = record.get(image)
+            if isinstance(place, str):
+                listed.add(os.path.normpath(source / place))
+            yield Row(place, captions, label, named, kept=kept)
+    if source.is_dir() and listed:
+        _add_unlisted(source, out, listed, skipped)
+
+
+def column_of(record: Mapping[str, Any], table: Path, names: Sequence[str], option: str) -> str:
+    """The first of these columns that a table has, in any case if none is there as it is. UserError
+    that names the option."""
+    by_lower = {str(name).lower(): name for name in reversed(list(record))}
+    for name in [*names, *(by_lower.get(name.lower(), "") for name in names)]:
+        if name in record:
+            return name
+    raise UserError(
+        f"SOURCE ({table}) has no column {' or '.join(names)}; its columns are "
+        f"{', '.join(map(str, record))}: give {option} NAME"
+    )
+
+
+def tables_of(source: Path) -> list[Path]:
+    """The tables that SOURCE names: one, the `.parquet` files of a folder, or those of a pattern.
+    []: it is a folder of images. UserError."""
+    if source.is_dir():
+        for name in METADATA:
+            if (source / name).is_file():
+                return [source / name]
+        paths = list(walk_files(source))
+        if any(map(is_image, paths)):
+            return []
+        tables = [source / path for path in paths if path.endswith(".parquet")]
+        # Hugging Face's names: train-00000-of-00002.parquet
+        splits = sorted({table.name.split("-")[0] for table in tables if "-of-" in table.name})
+        if len(splits) > 1:
+            raise UserError(
+                f"SOURCE ({source}) has tables of {len(splits)} splits ({', '.join(splits)}): give "
+                f"one, such as '{tables[0].parent}/{splits[-1]}-*.parquet'"
+            )
+        return tables
+    tables = [source]
+    if not source.exists():
+        tables = sorted(map(Path, glob.glob(str(source))))
+    if not tables:
+        raise UserError(f"SOURCE ({source}): no such file or folder; give {READABLE}")
+    if any(table.suffix.lower() not in READERS for table in tables):
+        raise UserError(f"SOURCE ({source}) cannot be read as a table: give {READABLE}")
+    return tables
 
 
 def _label_of(record: Mapping[str, Any] | Row, key: str | None) -> str:
     """A number or a name, alone or in a list of one in the table; "" for none."""
     value = record.get(key) if isinstance(record, Mapping) and key is not None else None
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, float):  # pandas turns a column of numbers into these if a cell is empty
-        return str(int(value)) if value.is_integer() else str(value).replace("nan", "")
-    return "" if value is None else str(value).strip()
+    label = scalar(value)
+    return "" if label is None else str(label)
 
 
-def _folder_rows(folder: Path) -> Iterator[Row]:
+def _files_of(folder: Path, out: Path | None) -> Iterator[str]:
+    """The files of a folder, without those in the folder that shards are written to."""
+    inner = None
+    if out is not None and folder.resolve() in out.resolve().parents:
+        inner = out.resolve().relative_to(folder.resolve())
+    for path in walk_files(folder):
+        if inner is None or not Path(path).is_relative_to(inner):
+            yield path
+
+
+def _add_unlisted(folder: Path, out: Path | None, listed: set[str], to: SkippedFiles) -> None:
+    """The pictures of a folder that its table does not list."""
+    for path in _files_of(folder, out):
+        is_picture = is_image(path) or extension_of(path) in UNREAD_EXTENSIONS
+        if is_picture and os.path.normpath(folder / path) not in listed:
+            to.add(path)
+
+
+def _folder_rows(folder: Path, skipped: SkippedFiles, out: Path | None) -> Iterator[Row]:
     """In the order of their names, folder by folder."""
     captioned = False
-    for root, folders, files in os.walk(folder):
-        folders.sort()
-        for path in (Path(root, name) for name in sorted(files)):
-            if path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS:
-                sides = [path.with_suffix(suffix) for suffix in SIDECARS]
-                texts = [each.read_text("utf-8", "replace") for each in sides if each.is_file()]
-                captioned = captioned or bool(texts)
-                yield Row(str(path.relative_to(folder)), {"txt": texts[0] if texts else None})
+    paths = list(_files_of(folder, out))
+    images = [path for path in paths if is_image(path)]
+    stems = {os.path.splitext(path)[0] for path in images}
+    for path in paths:
+        stem, suffix = os.path.splitext(path)
+        if not is_image(path) and not (suffix in SIDECARS and stem in stems):
+            skipped.add(path)
+    for path in images:
+        sides = [(folder / path).with_suffix(suffix) for suffix in SIDECARS]
+        texts = [each.read_text("utf-8", "replace") for each in sides if each.is_file()]
+        captioned = captioned or bool(texts)
+        yield Row(path, {"txt": texts[0] if texts else None})
     if not captioned:
+        others = f"; skipped {skipped}" if skipped.counts else ""
         raise UserError(
             f"SOURCE ({folder}) has no image with a caption: one is x.jpg with x.txt beside it, or "
-            "a row of a metadata.csv in it with the columns file_name and caption"
+            f"a row of a metadata.csv in it with the columns file_name and caption{others}"
         )
 
 
@@ -172,9 +249,20 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
             raise UserError(
                 f"SOURCE ({source}), line 1 has {NOT_UTF8}, such as with `iconv -f UTF-16 -t UTF-8`"
             ) from e
-        delimiter = "\t" if "\t" in head else ","
+        delimiter = next((each for each in DELIMITERS if each in head), ",")
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL
+        if delimiter == "|":  # as in Flickr30k's results.csv, whose captions have single quotes (")
+            quoting = csv.QUOTE_NONE
+        # "filepath, caption": also in the rows, where a quote may follow the blank
+        has_blanks = delimiter + " " in head
         file.seek(0)
-        table = csv.DictReader(file, delimiter=delimiter, strict=True)
+        table = csv.DictReader(
+            file, delimiter=delimiter, strict=True, quoting=quoting, skipinitialspace=has_blanks
+        )
+        try:
+            table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+        except csv.Error as e:
+            raise UserError(f"SOURCE ({source}), line 1 has {UNREADABLE} ({e})") from e
         while True:
             record: dict[Any, Any] | Row
             try:
@@ -192,8 +280,15 @@ def _csv(source: Path) -> Iterator[dict[str, Any] | Row]:
 
 
 def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
+    """An object in each line, or one list of objects."""
     with source.open("rb") as file:
+        if file.read(1) == b"[":
+            yield from _json_list(source)
+            return
+        file.seek(0)
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
             except ValueError as e:
@@ -208,13 +303,61 @@ def _json_lines(source: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def _json_list(source: Path) -> list[dict[str, Any]]:
+    try:
+        records = json.loads(source.read_bytes())
+    except ValueError as e:
+        raise UserError(f"SOURCE ({source}) is not JSON: {e}") from e
+    if not all(isinstance(record, dict) for record in records):
+        raise UserError(
+            f"SOURCE ({source}) is not a list of objects; give one {{...}} for each row"
+        )
+    return records
+
+
 def _parquet(source: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError as e:
         raise UserError(f"SOURCE ({source}): .parquet needs `pip install pyarrow`") from e
-    for batch in parquet.ParquetFile(source).iter_batches(batch_size=ROWS_AT_ONCE):
-        yield from batch.to_pylist()
+    file = parquet.ParquetFile(source)
+    names = class_names(file.schema_arrow.metadata or {})
+    for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+        for record in batch.to_pylist():
+            for column in names.keys() & record.keys():
+                record[column] = _named(record[column], names[column])
+            yield record
+
+
+def class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """The names of the classes in each column of a parquet's schema that Hugging Face's `datasets`
+    declares as `ClassLabel`, alone or in a list."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        columns = dict(features)
+    except (KeyError, TypeError, ValueError):
+        return {}
+    names: dict[str, list[str]] = {}
+    for column, declared in columns.items():
+        feature = declared
+        if isinstance(feature, list) and len(feature) == 1:
+            feature = feature[0]
+        if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
+            feature = feature["feature"]
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+            names[column] = list(feature.get("names") or [])
+    return names
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    """The name of a class by its number; None for -1, which is no class; other values unchanged."""
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    if value == -1:
+        return None
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    return value
 
 
 READERS: dict[str, Callable[[Path], Iterator[dict[str, Any] | Row]]] = {
@@ -239,7 +382,7 @@ def make_shards(
     write = partial(write_shard, folder, root, per_shard)
     context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
     context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=quiet_pillow) as pool:
         numbered = enumerate(groups)
         while True:
             some = list(itertools.islice(numbered, 2 * workers))  # the rows in memory
@@ -258,13 +401,16 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     samples, left_out, digests = [], [], []
     labels: Counter[str] = Counter()
     templates: Counter[str] = Counter()
+    transparent = 0
     for i, row in enumerate(rows, number * per_shard):
         try:
             members = sample_of(row, root)
             samples.append({"__key__": f"{i:09d}", **members})
             labels[row.label] += 1
             templates[template_of(members["txt"], row.label)] += 1
-            compared = next(iter(members.values())) + repr(row.captions).encode()
+            image = next(iter(members.values()))
+            transparent += is_transparent(image)
+            compared = image + repr(row.captions).encode()
             digests.append(blake2b(compared, digest_size=len(NO_DIGEST) // 2).hexdigest())
         except ValueError as e:
             digests.append(NO_DIGEST)
@@ -279,6 +425,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         "count": len(rows),
         "successes": len(samples),
         "left_out": left_out,
+        "transparent": transparent,
         "labels": labels,
         "templates": dict(templates.most_common(TEMPLATES)),
         "digests": "".join(digests),
@@ -319,12 +466,12 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
     except InvalidSample as e:
         raise ValueError(str(e)) from e
     by_column = {
-        name.removeprefix("json."): [text.strip() for text in column_texts]
+        key_of(name): [text.strip() for text in column_texts]
         for name, column_texts in usable.items()
     }
     texts = next(iter(by_column.values()))
     with Image.open(io.BytesIO(data)) as image:
-        extension = EXTENSIONS.get(str(image.format), str(image.format).lower())
+        extension = extension_for(image.format)
     members: dict[str, Any] = {extension: data, "txt": texts[0]}
     fields = dict(row.kept)
     if len(texts) > 1:
@@ -335,7 +482,7 @@ def sample_of(row: Row, root: Path) -> dict[str, Any]:
         fields[row.label_key] = row.label
     elif row.label:
         members["cls"] = int(row.label)
-    return {**members, "json": json.dumps(fields, default=str).encode()} if fields else members
+    return {**members, "json": as_json(fields)} if fields else members
 
 
 def same_settings(folder: Path, settings: Mapping[str, Any]) -> None:

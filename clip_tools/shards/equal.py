@@ -23,14 +23,34 @@ def sketch(captions: Iterable[str]) -> np.ndarray:
 
 
 def describe(
-    sketches: Sequence[np.ndarray], captions: int, batches: Sequence[int] = BATCHES
+    sketches: Sequence[np.ndarray],
+    counts: Sequence[int],
+    batches: Sequence[int] = BATCHES,
+    shards: int | None = None,
 ) -> str:
     """A text with the expected pairs of a global batch, for each of these sizes; empty if they are
-    below the noise, or below half a pair."""
-    squares = float(np.square(np.sum(sketches, axis=0, dtype=np.float64)).sum())
-    chance = (squares - captions) / max(captions * (captions - 1), 1)
+    below the noise, or below half a pair.
+
+    Args:
+        sketches, counts: of each shard that was read, and its captions.
+        shards: of the data set, if only some were read; the others are taken to be like these.
+    """
+    total = sum(counts)
+    squares = _squares(np.asarray(np.sum(sketches, axis=0, dtype=np.float64)))
+    own = sum(map(_squares, sketches))
+    within, across = own - total, squares - own  # ordered pairs of equal captions
+    num, captions = len(sketches), float(total)
+    if shards is not None and 1 < num < shards:
+        within *= shards / num
+        across *= shards * (shards - 1) / (num * (num - 1))
+        captions *= shards / num
+    chance = (within + across) / max(captions * (captions - 1), 1)
     pairs = [f"{chance * N * (N - 1) / 2:,.0f} in a global batch of {N:,}" for N in batches]
-    is_seen = squares - captions > 3 * (2 / CELLS) ** 0.5 * squares  # three standard deviations
+    is_seen = squares - total > 3 * (2 / CELLS) ** 0.5 * squares  # three standard deviations
     is_many = chance * max(batches) ** 2 >= 1
     text = f"\npairs of samples with equal captions: about {', '.join(pairs)}"
     return text if is_seen and is_many else ""
+
+
+def _squares(sketched: np.ndarray) -> float:
+    return float(np.square(sketched, dtype=np.float64).sum())

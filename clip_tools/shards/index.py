@@ -22,6 +22,7 @@ from rich.progress import track
 from clip_tools.shards.equal import BATCHES, describe, sketch
 from clip_train.data import decode, index
 from clip_train.data.config import existing
+from clip_train.data.fields import metadata
 from clip_train.data.index import ShardEntry, look_up
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import open_shard, split_name
@@ -81,7 +82,8 @@ def run_index(
     invalid = sum((result.invalid for result in indexed.values()), Counter[str]())
     used = samples - invalid.total()
     batches = sorted({min(batch, used) for batch in BATCHES})
-    equal = describe([result.captions for result in indexed.values()], used, batches)
+    results = indexed.values()
+    equal = describe([each.captions for each in results], [each.used for each in results], batches)
     print(f"{summary}; wrote {', '.join(written)}{equal}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
@@ -90,7 +92,9 @@ def run_index(
         {url: entry.damage for url, entry in entries.items()},
         "are damaged, and were counted up to there",
     )
-    if invalid.total() == samples and set(invalid) != {"no image"}:  # `data.inputs` need none
+    without_image = sum(count for why, count in invalid.items() if why.startswith("no image"))
+    if invalid.total() == samples and (without_image < samples or not samples):
+        # `data.inputs` need no image
         names = [", ".join(result.names) for result in indexed.values() if result.names]
         raise DataError(
             f"no sample of {num} shards can be used; the first has {[*names, 'nothing'][0]}: name "
@@ -120,6 +124,11 @@ class Indexed:
     invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
     captions: Any  # by `equal.sketch`
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
+
+    @property
+    def used(self) -> int:
+        """Samples whose captions are in the sketch."""
+        return self.entry.samples - self.invalid.total()
 
 
 class HashedFile(BlockFile):
@@ -175,12 +184,12 @@ def index_shard(
             try:
                 for sample in iter_samples(io.BufferedReader(hashed)):
                     try:
-                        captions.append(decode.usable_caption(sample, caption_key))
+                        captions.append(decode.usable_caption(sample, url, caption_key))
                     except InvalidSample as e:
                         invalid[OUT_OF_ORDER if sample.key in seen else str(e)] += 1
                     seen.add(sample.key)
                     if not samples:
-                        keys = decode.metadata(sample.members)
+                        keys = metadata(sample.members)
                         names = [*sample.members, *(f"json.{key}" for key in keys)]
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:

@@ -1,14 +1,19 @@
 """The `data` section of a recipe, what follows from it, and a first look whether the shards fit
 it."""
 
+import contextlib
+import itertools
 import math
 import os
+import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from clip_train.batch import BatchSizes
+from clip_train.data.fields import metadata
+from clip_train.data.formats import IMAGE_EXTENSIONS
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import (
@@ -36,6 +41,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # before training, until one can be used
+CAPTIONS_MEASURED = 100  # before training
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
@@ -229,6 +235,10 @@ class DataConfig(Settings):
     """webdataset stages, such as `clean = webdataset.map(f)`, applied to each sample of data.train
     and data.val before it is decoded. If a stage drops a sample, the sample is invalid."""
 
+    alpha: Annotated[Literal["white", "drop"], Refused] = "white"
+    """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
+    color behind it shows, as in OpenCLIP and transformers."""
+
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
     model: 1.5 times as fast at 512 px. Pixels change a little (docs/data.md)."""
@@ -381,6 +391,8 @@ class SourceSummary:
     first_key: str
     first_caption: str
     index: ShardIndex  # of data.train
+    # the median of the first captions; 0: only one was read
+    caption_characters: int = 0
 
 
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
@@ -401,7 +413,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
         try:
             _, entry = index.shared[number]
             reading = Reading(storage, entry.checksums if entry else None)
-            return SourceSummary(*_first_sample(shard, reading, config), index)
+            key, caption = _first_sample(shard, reading, config)
+            return SourceSummary(key, caption, index, _median_length(shard, reading, config))
         except UserError as e:
             mistakes.append(e)
     raise mistakes[0]
@@ -434,18 +447,35 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
             if config.reinforced:
                 decode.stored_features(sample.members, place, [], sum(config.reinforced))
         return sample.key, decode.usable_caption(
-            sample, caption_key, stages, config.inputs, config.negative_texts
+            sample, shard, caption_key, stages, config.inputs, config.negative_texts
         )
     except InvalidSample as e:
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
-    keys = ", ".join(map(str, decode.metadata(sample.members))) or "none that can be read"
+    keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
     raise UserError(
         f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
         f"members are {members}. A sample's name ends at the first dot. An image is one of "
-        f"{', '.join(decode.IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
+        f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
         f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )
+
+
+def _median_length(shard: str, reading: Reading, config: DataConfig) -> int:
+    """The median of the characters of the first captions of a local shard; 0 if they are not read
+    or a stage makes them."""
+    from clip_train.data import benchmark, decode  # imports torch: a recipe is read without
+
+    lengths: list[int] = []
+    if is_remote(shard) or config.stages:
+        return 0
+    # damage of the shard is found and reported when it is read
+    with contextlib.suppress(TarError, OSError), open_shard(shard, reading) as file:
+        for sample in itertools.islice(iter_samples(file), CAPTIONS_MEASURED):
+            with contextlib.suppress(InvalidSample):
+                members = benchmark.with_captions(sample.members, shard)
+                lengths.append(len(decode.texts_of(members, config.caption_key)[0]))
+    return int(statistics.median(lengths)) if lengths else 0
 
 
 def existing(spec: str, field: str) -> list[list[str]]:

@@ -1,7 +1,5 @@
 """From the members of a sample to its caption and its uint8 image. The reasons that make a sample
 invalid are here.
-
-JPEG is decoded by simplejpeg, all other formats by Pillow.
 """
 
 import bisect
@@ -16,26 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import simplejpeg
 import torch
-from PIL import Image
 from torch import Tensor
 
+from clip_train.data.benchmark import with_captions
+from clip_train.data.fields import is_missing, key_of, metadata, scalar
+from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.order import hash64
+from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.tar import TarSample
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.inputs import IMAGE, Input, layout_of
 from clip_train.settings import import_path
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
-# Not all formats that Pillow reads: for EPS it would start Ghostscript on an unknown file.
-Image.init()
-FORMATS = ("PNG", "WEBP", "JPEG", "GIF", "BMP", "TIFF", "PPM", "DIB", "MPO", "JPEG2000", "AVIF")
-FORMATS_HERE = [name for name in FORMATS if name in Image.OPEN]  # that this build of Pillow knows
-MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each over the whole image
-MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
-STRIP_PIXELS = 1 << 22
 DRAWS = 1 << 63  # a sample's seed is below it
 # Members of a sample of a reinforced data set, as DataCompDR names them.
 AUGMENTATIONS, SYNTHETIC_TEXTS, FEATURES = "paug.json", "syn.json", "npz"
@@ -57,10 +50,19 @@ def image_bytes(members: Mapping[str, Any]) -> Any:
             if isinstance(members[extension], bytes) and not members[extension]:
                 raise InvalidSample("image is empty")
             return members[extension]
-    if any(e.rpartition(".")[2] in IMAGE_EXTENSIONS for e in members if not e.startswith("__")):
+    names = [name for name in members if not name.startswith("__")]
+    if any(name.rpartition(".")[2] in IMAGE_EXTENSIONS for name in names):
         # a.b.jpg is the member b.jpg of the sample a
         raise InvalidSample("no image: dots in the key")
+    for name in names:
+        if name in UNREAD_EXTENSIONS:
+            raise InvalidSample(f"no image: .{name} is not read")
     raise InvalidSample("no image")
+
+
+def image_of(members: Mapping[str, Any], divisor: int = 1, *, alpha: Alpha = "white") -> Tensor:
+    """The image of a sample, as `pixels.decode_image` gives it. InvalidSample."""
+    return decode_image(image_bytes(members), divisor, alpha=alpha)
 
 
 def captions(
@@ -83,7 +85,9 @@ def captions(
             if name == SYNTHETIC_TEXTS and value is not None:
                 value = synthetic_texts(members)
             elif value is None and name != "txt":
-                value = metadata(members, strict=True).get(name.removeprefix("json."))
+                value = metadata(members, strict=True).get(key_of(name))
+                if is_missing(value) and not isinstance(value, str | list):
+                    value = None  # a blank text, or a list of them, is "caption is empty"
             if value is not None:
                 usable[name] = _texts(value)
         except InvalidSample as e:
@@ -106,32 +110,50 @@ def texts_of(
 
     draw: uniform in [0, DRAWS), where 0 gives the first ones. The names take turns. A mapping
     begins with the name that is drawn by its weight, among the names that the sample has. A name
-    gives one of its captions by the draw, then the next ones. Too few captions repeat.
+    gives one of its captions by a draw of its own, then the next ones. Too few captions repeat.
     """
     usable = captions(members, caption_key, count)
-    names, first = [*usable.values()], 0
+    lists, first = [*usable.values()], 0
     if isinstance(caption_key, Mapping):
         ends = list(itertools.accumulate(caption_key[name] for name in usable))
         first = bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])
-    turns = [(names[(first + t) % len(names)], draw + t // len(names)) for t in range(count)]
-    texts = [own[place % len(own)] for own, place in turns]
-    for name, number in (negatives or {}).items():
+    lists = [*lists[first:], *lists[:first]][:count]
+    positive = len(lists)
+    for name in negatives or {}:
         try:
-            texts += texts_of(members, name, number, draw=draw)
+            lists += captions(members, name).values()
         except InvalidSample as e:
             raise InvalidSample(f"data.negative_texts.{name}: {e}") from e
-    return texts
+    draws = draws_of(lists, draw)
+    turns = [(t % positive, t // positive) for t in range(count)]
+    for number, more in enumerate((negatives or {}).values(), positive):
+        turns += [(number, t) for t in range(more)]
+    return [lists[n][(draws[n] + t) % len(lists[n])] for n, t in turns]
+
+
+def draws_of(lists: Sequence[Sequence[str]], draw: int) -> list[int]:
+    """A draw for each list of texts. The first list with several texts gets `draw` itself, each
+    other one an independent number, so that all pairs of their texts occur."""
+    draws: list[int] = []
+    is_used = False
+    for number, texts in enumerate(lists):
+        own = draw
+        if is_used and draw:
+            own = hash64(draw, number, -6)
+        draws.append(own)
+        is_used = is_used or len(texts) > 1
+    return draws
 
 
 def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
     """The name of a sample's group by `loss.groups`; None: it is of no group.
 
-    caption: the one that was drawn. Case and spaces do not distinguish groups.
+    caption: the one that was drawn. Its case and its blanks do not distinguish groups.
     """
     if groups == "caption":
         return " ".join(caption.lower().split())
-    value = metadata(members).get(groups.removeprefix("json."))
-    return None if value in (None, "") else str(value)
+    value = scalar(metadata(members).get(key_of(groups)))
+    return None if value is None else str(value)
 
 
 def _texts(value: Any) -> list[str]:
@@ -208,23 +230,9 @@ def stored_features(
     return torch.from_numpy(features)
 
 
-def metadata(members: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """The `.json` member; {} if there is none. If it is not a JSON object: {}, or with `strict`
-    InvalidSample."""
-    content = members.get("json", {})  # a user's stage may have parsed it
-    try:
-        parsed = json.loads(content) if isinstance(content, bytes | str) else content
-    except (ValueError, RecursionError):  # the latter: brackets nested thousands deep
-        parsed = None
-    if isinstance(parsed, dict):
-        return parsed
-    if strict:
-        raise InvalidSample("member is too large" if content is None else "json does not parse")
-    return {}
-
-
 def usable_caption(
     sample: TarSample,
+    shard: str,
     caption_key: CaptionKey,
     stages: Sequence[Stage | str] = (),
     inputs: Mapping[str, str] | None = None,
@@ -232,12 +240,14 @@ def usable_caption(
 ) -> str:
     """The caption of a sample that can be used, as far as one can see without decoding its image.
 
-    stages, inputs, negatives: as `data.stages`, `data.inputs` and `data.negative_texts`; they run.
+    shard: its path or URL. stages, inputs, negatives: as `data.stages`, `data.inputs` and
+    `data.negative_texts`; they run.
     InvalidSample.
     """
     if sample.duplicate:
         raise InvalidSample("duplicate key")
-    fields = {**sample.members, "__key__": sample.key, "__seed__": 0}
+    members = with_captions(sample.members, shard)
+    fields = {**members, "__key__": sample.key, "__seed__": 0}
     if stages:
         fields = staged(fields, stages)
     layout = [each for each in layout_of(inputs, 1) if each.path != IMAGE]
@@ -297,90 +307,3 @@ def own_inputs(
             raise InvalidSample(f"data.inputs.{name}: not {dtype} {list(shape)}") from was
         parts.append(tensor.contiguous().flatten().view(torch.uint8))
     return torch.cat(parts)
-
-
-def jpeg_size(data: Any) -> tuple[int, int] | None:
-    """(height, width) of a JPEG; None for anything else, or if its header is damaged."""
-    try:
-        return simplejpeg.decode_jpeg_header(data)[:2] if data[:2] == b"\xff\xd8" else None
-    except (ValueError, TypeError):  # the latter: a stage has decoded it
-        return None
-
-
-def decode_image(data: Any, divisor: int = 1) -> Tensor:
-    """Any image file -> RGB uint8 [3, H, W], transparency over white, 16 bits scaled to 8.
-
-    Args:
-        data: bytes, or the output of a stage: a Pillow image, or an array uint8 [H, W, 3].
-        divisor: 1, 2, 4 or 8. JPEGs that simplejpeg decodes are decoded at this fraction of their
-            sides, rounded up: most of the inverse DCT is left out.
-
-    Raises:
-        InvalidSample: damaged, cut off, of an unknown kind, or with more than MAX_PIXELS.
-    """
-    if not isinstance(data, bytes):
-        pixels = _strip_to_rgb(data) if isinstance(data, Image.Image) else np.asarray(data)
-        if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
-            raise InvalidSample("image is not uint8 [H, W, 3]")
-    else:
-        jpeg = _decode_jpeg(data, divisor) if data[:2] == b"\xff\xd8" else None
-        pixels = _decode_other(data) if jpeg is None else jpeg
-    # memory stays [H, W, 3]: interpolate is fastest on that
-    return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _decode_jpeg(data: bytes, divisor: int) -> np.ndarray | None:
-    """uint8 [H, W, 3]; None for the color spaces that simplejpeg leaves to Pillow."""
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        if width * height > MAX_PIXELS:
-            raise InvalidSample("image has too many pixels")
-        if data.count(b"\xff\xda") > MAX_SCANS:
-            raise InvalidSample("image has too many scans")
-        if colorspace not in ("YCbCr", "Gray", "GRAY", "RGB"):
-            return None
-        return simplejpeg.decode_jpeg(
-            data, min_height=-(-height // divisor), min_width=-(-width // divisor)
-        )
-    except ValueError as e:
-        raise InvalidSample("image does not decode") from e
-
-
-def _decode_other(data: bytes) -> np.ndarray:
-    """uint8 [H, W, 3]"""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS_HERE) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise InvalidSample("image has too many pixels")
-            if data[:2] in (b"P1", b"P2", b"P3"):  # Pillow reads these with Python, for seconds
-                raise InvalidSample("image is a PPM with its numbers in letters")
-            image.load()
-            # strip by strip, so that a large image is held twice and not six times
-            rows = max(1, STRIP_PIXELS // width)
-            out = np.empty((height, width, 3), dtype=np.uint8)
-            for top in range(0, height, rows):
-                out[top : top + rows] = _strip_to_rgb(
-                    image.crop((0, top, width, min(top + rows, height)))
-                )
-            return out
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
-        raise InvalidSample("image has too many pixels") from e
-    except InvalidSample:
-        raise
-    except Exception as e:  # Pillow raises SyntaxError, struct.error, ... on damaged files
-        raise InvalidSample("image does not decode") from e
-
-
-def _strip_to_rgb(image: Image.Image) -> np.ndarray:
-    """uint8 [h, W, 3]"""
-    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion clips them to white
-        gray = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
-        return np.repeat(((gray + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
-    if image.mode == "F":
-        raise InvalidSample("image has floating-point pixels")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        over = image.convert("RGBA")
-        image = Image.new("RGB", over.size, "white")
-        image.paste(over, mask=over)
-    return np.array(image.convert("RGB"))  # a writable copy

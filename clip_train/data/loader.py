@@ -136,7 +136,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
             texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
             row_shape(self.layout, image_size), groups,
-            None if config.reinforced is None else sum(config.reinforced),
+            None if config.reinforced is None else sum(config.reinforced), config.alpha,
         )  # fmt: skip
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
@@ -225,6 +225,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             texts=texts,
             sample_seeds=seeds,
             keys=[key for piece in pieces for key in piece.keys],
+            shards=[shard for piece in pieces for shard in piece.shards],
             bad_samples=dict(Counter(sample.place for sample in invalid)),
             shares=tuple(of_ranks),
             text_lengths=lengths,

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from clip_train import dist
+from clip_train.data.benchmark import with_captions
 from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
 from clip_train.data.invalid import Invalid
@@ -42,7 +43,9 @@ CHANGING = (
 
 _log = logging.getLogger("clip_train.data")
 
-Fields = dict[str, Any]  # of a sample: "__key__", "__url__", and extension -> bytes
+# Of a sample: "__key__", "__url__" and "__shard__" (its shard's number in the list of all), and
+# extension -> bytes.
+Fields = dict[str, Any]
 Item = Fields | Invalid
 
 
@@ -137,7 +140,10 @@ class SegmentReader:
         shard, start, stop = segment
         url, entry = self.files.rows[self.files.first + shard]
         if url.startswith(SYNTHETIC):
-            return [{"__key__": f"{number:09d}", "__url__": url} for number in range(start, stop)]
+            return [
+                {"__key__": f"{number:09d}", "__url__": url, "__shard__": self.files.first + shard}
+                for number in range(start, stop)
+            ]
         if self._samples is None or (self._shard, self._number) != (shard, start):
             self._seek(shard, start, url, entry)
         assert self._samples is not None
@@ -150,7 +156,10 @@ class SegmentReader:
                 if self._number >= start and found.duplicate:
                     items.append(Invalid("duplicate key", url, found.key))
                 elif self._number >= start:
-                    items.append({**found.members, "__key__": found.key, "__url__": url})
+                    members = with_captions(found.members, url)
+                    number = self.files.first + shard
+                    place = {"__key__": found.key, "__url__": url, "__shard__": number}
+                    items.append({**members, **place})
                 self._number, self._offset = self._number + 1, found.end
             elif found is not None:
                 items.append(found)

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from braceexpand import braceexpand
 
+from clip_train.data.benchmark import benchmark_shards
 from clip_train.errors import UserError, missing, raise_all, unreadable
 from clip_train.settings import broken
 from clip_train.storage.blocks import BlockCache, Checksums
@@ -75,7 +76,7 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
 
 def expand(spec: str, field: str = "data.train") -> list[list[str]]:
     """`spec` -> the paths or URLs of each source's shards, in an order that does not depend on who
-    lists them.
+    lists them. The folder of a clip_benchmark set is its shards.
 
     Raises:
         UserError: as `expand_braces`, or a pattern that matches nothing.
@@ -85,7 +86,7 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
         shards: list[str] = []
         for pattern in patterns:
             try:
-                shards += expand_glob(pattern)
+                shards += benchmark_shards(pattern) or expand_glob(pattern)
             except UserError as e:
                 before = ""
                 if not is_remote(pattern):

@@ -26,9 +26,11 @@ from clip_train.batch import BatchSizes
 from clip_train.data import decode
 from clip_train.data.config import DataConfig, resolve_workers
 from clip_train.data.decode import Stage
+from clip_train.data.formats import quiet_pillow
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
+from clip_train.data.pixels import Alpha, jpeg_size
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
@@ -100,8 +102,20 @@ class Piece:
     seeds: Tensor  # int64 [p]
     teacher_features: Tensor | None  # float32 [p, F], as in `Batch`
     keys: list[str]  # p
+    shards: list[int]  # p, as in `Batch`
     ids: Tensor | None  # int64 [p], of their groups, with `loss.groups`
     invalid: list[Invalid]
+
+
+@dataclass
+class Usable:
+    """One sample of a piece, without its row."""
+
+    texts: list[str]
+    key: str
+    shard: int
+    seed: int
+    group: str | None = None  # as `decode.group`
 
 
 @dataclass(eq=False)
@@ -123,6 +137,7 @@ class PieceStream(IterableDataset):
     groups: str | None  # as `loss.groups`
     # of all teachers' stored features together; 0: they are not read; None: no augmentations either
     width: int | None = None
+    alpha: Alpha = "white"  # as `data.alpha`
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -134,6 +149,7 @@ class PieceStream(IterableDataset):
             yield from self._pieces(0)
             return
         torch.set_num_threads(1)
+        quiet_pillow()
         outlive_signals(self.closing)
         threading.Thread(target=end_with_the_trainer, daemon=True).start()
         try:
@@ -159,7 +175,7 @@ class PieceStream(IterableDataset):
                 images = torch.empty((count, *self.row), dtype=torch.uint8)
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
-            samples: list[tuple[list[str], str, str | None, int]] = []  # texts, key, group, seed
+            samples: list[Usable] = []
             stored: list[Tensor] = []
             invalid: list[Invalid] = []
             for stream, sample_numbers in shares.items():
@@ -176,21 +192,20 @@ class PieceStream(IterableDataset):
                     if self.closing.value:
                         return
                     seed = self.order.sample_seed(stream, number)
-                    row, texts, key, group = self._first_usable(
+                    row, sample = self._first_usable(
                         readers[stream].at(number), seed, invalid, stored
                     )
                     images[len(samples)] = row  # at once, while it is in the cache
-                    samples.append((texts, key, group, seed))
-            all_texts = [text for texts, key, group, seed in samples for text in texts]
+                    samples.append(sample)
+            all_texts = [text for sample in samples for text in sample.texts]
             yield Piece(
                 images if self.memory is None else None,
                 self.tokenizer(all_texts).unflatten(0, (count, self.num_texts)).squeeze(1),
-                torch.tensor([seed for texts, key, group, seed in samples], dtype=torch.int64),
+                torch.tensor([sample.seed for sample in samples], dtype=torch.int64),
                 torch.stack(stored) if stored else None,
-                [key for texts, key, group, seed in samples],
-                None
-                if self.groups is None
-                else sample_ids(group for texts, key, group, seed in samples),
+                [sample.key for sample in samples],
+                [sample.shard for sample in samples],
+                None if self.groups is None else sample_ids(sample.group for sample in samples),
                 invalid,
             )
             for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
@@ -198,8 +213,8 @@ class PieceStream(IterableDataset):
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid], stored: list[Tensor]
-    ) -> tuple[Tensor, list[str], str, str | None]:
-        """Row, texts, key and group of the first one that decodes; its features go into `stored`.
+    ) -> tuple[Tensor, Usable]:
+        """The row and the rest of the first one that decodes; its features go into `stored`.
         If the first of them cannot be used, it is added to `invalid`. The others are counted at
         their own places."""
         tried: list[Invalid] = []
@@ -209,8 +224,8 @@ class PieceStream(IterableDataset):
                 continue
             key, url = item["__key__"], item["__url__"]
             if url.startswith(SYNTHETIC):
-                made = synthetic_sample(seed, self.transform.image_size, self.num_texts)
-                return *made, key, None
+                row, texts = synthetic_sample(seed, self.transform.image_size, self.num_texts)
+                return row, Usable(texts, key, item["__shard__"], seed)
             try:
                 with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
                     fields = decode.staged(item, self.stages) if self.stages else item
@@ -228,19 +243,23 @@ class PieceStream(IterableDataset):
                 tried.append(Invalid(str(e), url, key))
                 continue
             invalid += tried[:1]
-            return row, texts, key, self.groups and decode.group(fields, texts[0], self.groups)
+            group = decode.group(fields, texts[0], self.groups) if self.groups else None
+            return row, Usable(texts, key, item["__shard__"], seed, group)
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
-        data, seed = decode.image_bytes(fields), fields["__seed__"]
+        seed = fields["__seed__"]
         if self.width is not None:
             with decode.invalid_if_failing(decode.AUGMENTATIONS):
                 _, augmentation = decode.stored_augmentation(fields, seed)
-                return self.transform.stored(decode.decode_image(data), augmentation)
-        size = decode.jpeg_size(data) if self.transform.scaled_decode else None
+                image = decode.image_of(fields, alpha=self.alpha)
+                return self.transform.stored(image, augmentation)
+        size = None
+        if self.transform.scaled_decode:
+            size = jpeg_size(decode.image_bytes(fields))
         divisor = self.transform.divisor(*size, seed) if size else 1
-        return self.transform(decode.decode_image(data, divisor), seed, size)
+        return self.transform(decode.image_of(fields, divisor, alpha=self.alpha), seed, size)
 
 
 def packed(made: Piece | tuple[Exception, str]) -> Tensor:

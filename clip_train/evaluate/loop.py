@@ -54,7 +54,7 @@ def evaluate(
             partial(ZeroShotClasses.load, config.zero_shot_classes, config.templates)
         )
         if isinstance(labelled, ValLoader) and isinstance(labelled.files, ImageFolder):
-            labelled.files.check_classes(len(classes.classnames))
+            labelled.files = labelled.files.label_by(classes.classnames)
     label = classes.labeller() if classes is not None else None
     sizes = {"": None} | {f"width_{width}/": width for width in widths}
     engine.train(False)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.data import decode
+from clip_train.data.benchmark import read_classes, with_captions
 from clip_train.data.decode import CaptionKey
+from clip_train.data.fields import scalar
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, expand, open_shard
 from clip_train.data.tar import TarError, iter_samples
@@ -55,6 +57,7 @@ class ZeroShotClasses(BaseModel):
     @field_validator("templates")
     @classmethod
     def _have_a_place(cls, templates: list[str]) -> list[str]:
+        templates = [template.replace("{c}", "{}") for template in templates]  # clip_benchmark's
         for template in templates:
             if template.count("{}") != 1:
                 raise ValueError(
@@ -64,9 +67,10 @@ class ZeroShotClasses(BaseModel):
 
     @classmethod
     def load(cls, place: str, templates: str | None = None) -> "ZeroShotClasses":
-        """ImageNet's by name, or those of a JSON file, local or remote; with the named templates
-        or its own. UserError."""
+        """ImageNet's by name, those of a JSON file, local or remote, or of the folder of a
+        clip_benchmark set; with the named templates or its own. UserError."""
         field = f"evaluate.zero_shot_classes: {place}"
+        content: Any
         try:
             if place == IMAGENET:
                 imagenet = _imagenet()
@@ -75,11 +79,13 @@ class ZeroShotClasses(BaseModel):
                     "templates": imagenet["openai"],
                 }
             else:
-                with open_read(place) as file:
-                    content = json.loads(file.read())
+                content = read_classes(place)
+                if content is None:
+                    with open_read(place) as file:
+                        content = json.loads(file.read())
         except (FileNotFoundError, IsADirectoryError) as e:
             path = "" if is_remote(place) else local_path(place)
-            remedy = "give imagenet or a JSON file"
+            remedy = "give imagenet, a JSON file, or the folder of a clip_benchmark set"
             raise missing(path, f"{field} does not exist as a file ({e})", remedy) from None
         except ValueError as e:
             raise UserError(f"{field} is not JSON: {e}") from e
@@ -103,17 +109,25 @@ class ZeroShotClasses(BaseModel):
         by_caption |= {self.classnames[i]: i for i in alone}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
-            cls = _element(metadata.get("cls"))
-            with contextlib.suppress(TypeError, ValueError):
-                cls = int(cls)  # `.cls` members are written as text
+            cls = scalar(metadata.get("cls"))
+            if isinstance(cls, str):  # `.cls` members are written as text
+                cls = self._number_in(cls)
             if cls is not None:
                 return self._index(cls, "a sample's cls")
-            named = _element(metadata.get(self.label_key))
+            named = scalar(metadata.get(self.label_key))
             if named is not None:
                 return self._index(named, f"a sample's {self.label_key}")
             return by_caption.get(caption.strip(), -1)
 
         return label
+
+    def _number_in(self, text: str) -> int | str | None:
+        """The number that a `.cls` holds, else its text; None for `nan`, if that is not a class."""
+        try:
+            number = scalar(float(text))
+        except ValueError:
+            return text
+        return text if number is None and text in self.classnames else number
 
     def _index(self, target: int | str, where: str) -> int:
         named = self.classnames.count(target) if isinstance(target, str) else 0
@@ -126,11 +140,6 @@ class ZeroShotClasses(BaseModel):
         raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
 
 
-def _element(value: Any) -> Any:
-    """The element of a list of one: columns of captions are kept as lists."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 def _imagenet() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "imagenet.json").read_text(encoding="utf-8"))
 
@@ -141,8 +150,9 @@ def check_labels(
     caption_key: CaptionKey,
     storage: StorageConfig,
 ) -> str | None:
-    """Before training: a note if none of the first samples that zero-shot is tested on has a label.
-    UserError if a label is not a class. val: `DataConfig.val_places`."""
+    """Before training: a note if none of the first samples that zero-shot is tested on has a label,
+    or if a folder has files that are skipped. UserError if a label is not a class. val:
+    `DataConfig.val_places`."""
     key, place = "evaluate.zero_shot_data", config.zero_shot_data
     if place is None:
         key, place = "data.val", val.get("data.val")
@@ -151,7 +161,12 @@ def check_labels(
     classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
     folder = None if key == "data.val" else ImageFolder.find(place, key)
     if folder is not None:
-        folder.check_classes(len(classes.classnames))
+        folder.label_by(classes.classnames)
+        if folder.skipped.counts:
+            return (
+                f"{key} ({place}): skipped {folder.skipped}, which are not images in the folder of a "
+                "class; move or convert those that should count"
+            )
         return None
     label = classes.labeller()
     labels: list[int] = []
@@ -160,7 +175,8 @@ def check_labels(
     with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
         for sample in itertools.islice(iter_samples(file), LOOK_AT):
             try:
-                caption = decode.texts_of(sample.members, caption_key)[0]
+                members = with_captions(sample.members, shard)
+                caption = decode.texts_of(members, caption_key)[0]
             except InvalidSample:
                 caption = ""
             try:

@@ -27,7 +27,8 @@ class LogConfig(Settings):
     """The project there; null: `clip-train`."""
 
     batch_digest: bool = False
-    """Record the sha256 of each global batch's sorted sample keys: equal digests, equal batches."""
+    """Record the sha256 of each global batch's sorted samples, by shard and key: equal digests, equal
+    batches."""
 
     profile_steps: Annotated[
         list[Annotated[int, Field(ge=1)]] | None,

@@ -57,7 +57,7 @@ class BatchDigest(Callback):
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
     ) -> None:
-        """Collective. The sha256, in hex, of the sorted sample keys joined by newlines (UTF-8)."""
+        """Collective. The sha256, in hex, of the sorted `Batch.names` joined by newlines (UTF-8)."""
         of_all = sorted(key for of_rank in dist.gather_objects(keys) for key in of_rank)
         record["batch_digest"] = hashlib.sha256("\n".join(of_all).encode()).hexdigest()
 

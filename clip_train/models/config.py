@@ -39,6 +39,7 @@ from clip_train.settings import (
     Messages,
     Refused,
     Settings,
+    broken,
     clipped,
     explain,
     import_path,
@@ -105,6 +106,9 @@ class VisionConfig(_Tower):
         return self.width // self.head_width
 
 
+VOCABULARY = 49_408  # token ids of CLIP's tokenizer
+
+
 class TextConfig(_Tower):
     """`text_cfg` of OpenCLIP's schema: a causal transformer with CLIP's own tokens, read at the end
     of a text, its highest id."""
@@ -112,7 +116,7 @@ class TextConfig(_Tower):
     ends: ClassVar[bool] = True  # tokens behind a text's end change nothing: texts are cut there
     layers: PositiveInt = 12  # blocks
     context_length: PositiveInt = 77  # tokens, start and end of text included
-    vocab_size: PositiveInt = 49408  # token ids
+    vocab_size: PositiveInt = VOCABULARY  # token ids
     heads: PositiveInt = 8  # attention heads
 
     @model_validator(mode="after")
@@ -458,3 +462,20 @@ def without_neutral(
         for key, x in content.items()
         if key in schema.model_fields or (x and x not in NEUTRAL.get(key, ()))
     }
+
+
+def vocabulary_mistakes(name: str, architecture: AnyArchitecture) -> list[str]:
+    """A tower with too few token ids for CLIP's tokenizer, if that is the one that texts get."""
+    text = architecture.text_cfg
+    if isinstance(architecture, OwnModel):
+        return []
+    if any(getattr(text, key, None) for key in ("hf_tokenizer_name", "hf_model_name")):
+        return []
+    size = getattr(text, "vocab_size", VOCABULARY)
+    too_small = (
+        size < VOCABULARY,
+        f"model.name ({name}): text_cfg.vocab_size ({size}) must be at least {VOCABULARY}, the "
+        "number of tokens of CLIP's tokenizer, which this model's texts get; correct it in the "
+        "JSON, or name another tokenizer there as text_cfg.hf_tokenizer_name (with OpenCLIP)",
+    )
+    return broken([too_small])

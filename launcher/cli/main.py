@@ -12,6 +12,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from clip_train.data.formats import quiet_pillow
 from clip_train.errors import RankError, UserError
 from clip_train.stop import StopRequest
 from launcher.cli.options import DRY_RUN, VERBS, build_parser
@@ -81,7 +82,9 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         if not a.startswith(("--local_rank", "--local-rank"))
     ]
     args = parse(arguments)
-    configure(quiet=args.quiet, verbose=args.verbose)
+    trains = args.verb == "train" and not args.dry_run
+    configure(quiet=args.quiet, verbose=args.verbose, trains=trains)
+    quiet_pillow()
     args.arguments, args.stop, args.outcome = arguments, stop, outcome
     try:
         for problem in too_old("torch"):

@@ -248,6 +248,12 @@ VERBS = {
                 "where synthetic captions are, as data.caption_key (default: syn.json)",
                 "syn.json",
             ),
+            (
+                "alpha",
+                "KIND",
+                "transparent pixels, as data.alpha in training: white or drop (default: white)",
+                "white",
+            ),
             ("half", None, "write features with 16 bits; loss curves then differ by this rounding"),
         ),
     ),

@@ -27,7 +27,12 @@ from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.memory.plan import Layout
 from clip_train.models.clip import own_mistakes, parameter_sizes
-from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
+from clip_train.models.config import (
+    AnyArchitecture,
+    Architecture,
+    OwnModel,
+    vocabulary_mistakes,
+)
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
@@ -38,6 +43,8 @@ from launcher.engines.config import EngineConfig
 from launcher.weights import place_mistakes
 
 MOST_PASSES = 2  # over the data in one epoch; with more, data.num_samples is a mistake
+
+CHARACTERS, LONG = 4, 2  # of a caption for each of CLIP's tokens; times that are much too long
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,24 @@ class Resolved:
             "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
             "a GPU; set batch.memory_limit, such as 8GiB, to keep as many as fit",
         )
+        context = self.architecture.text_cfg.context_length
+        characters = 0 if self.source is None else self.source.caption_characters
+        long_captions = (
+            characters > LONG * CHARACTERS * context,
+            f"the captions of data.train have {characters:,} characters (the median of the first "
+            f"ones), and {self.config.model.name} reads {context} tokens, about "
+            f"{CHARACTERS * context:,} characters: the rest is cut off; raise "
+            "model.context_length, or shorten the captions",
+        )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
-            return broken([one_graph, no_label])
+            return broken([one_graph, no_label, long_captions])
         epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
         return broken(
             [
                 one_graph,
                 no_label,
+                long_captions,
                 (
                     epochs is not None and given != counted,
                     f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
@@ -161,12 +178,17 @@ def resolve(
             f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
         )
         problems += map(UserError, broken([numbered_layers, recomputed_alone]))
-        collect(model.teacher_architectures)
+        for each, teacher in zip(
+            model.teachers(), collect(model.teacher_architectures) or [], strict=False
+        ):
+            name = f"{each.teacher}, of model.teacher"
+            problems += map(UserError, vocabulary_mistakes(name, teacher))
         if isinstance(architecture, OwnModel):
             problems += map(
                 UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
             )
         problems += place_mistakes(model, must_exist=look_for_weights)
+        problems += map(UserError, vocabulary_mistakes(model.name, architecture))
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
         collect(lr_factors, config.optim, names)

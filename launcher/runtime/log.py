@@ -46,25 +46,31 @@ class Unfailing(Redacting):
 
 
 class Lines(logging.Handler):
-    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to the current
-    stderr."""
+    """`2026-11-23 18:12:05 [rank 0] warning: ...`, each line in one piece, to the current stderr.
+    A tool without other ranks writes `warning: ...`, and notes as they are."""
 
     rank = 0
+    is_alone = False  # no run, and no other rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        sys.stderr.write(
-            f"{now} [rank {self.rank}] {record.levelname.lower()}: {redact(record.getMessage())}\n"
-        )
+        message, level = redact(record.getMessage()), record.levelname.lower()
+        line = f"{level}: {message}"
+        if self.is_alone and record.levelno <= logging.INFO:
+            line = message
+        elif not self.is_alone:
+            now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+            line = f"{now} [rank {self.rank}] {line}"
+        sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
-def configure(*, quiet: bool = False, verbose: bool = False) -> None:
+def configure(*, quiet: bool = False, verbose: bool = False, trains: bool = True) -> None:
     """Before anything is logged: both packages write the same lines. quiet: warnings and errors
-    alone."""
+    alone. trains: this process is a rank of a run."""
     handler = Lines()
     with contextlib.suppress(RankError):  # the verb explains it later
-        handler.rank = detect(os.environ).rank
+        env = detect(os.environ)
+        handler.rank, handler.is_alone = env.rank, not trains and env.world_size == 1
     for logger in OURS:
         others = [each for each in logger.handlers if not isinstance(each, Lines)]
         logger.handlers = [*others, handler]

@@ -33,14 +33,26 @@ def test_the_estimate_is_what_counting_gives(kinds):
     captions = captions_of(kinds, 20_000)
     parts = [sketch(captions[i : i + 3000]) for i in range(0, 20_000, 3000)]
     expected = [counted(captions, batch) for batch in (4096, 32_768)]
-    assert told(describe(parts, 20_000)) == pytest.approx(expected, rel=0.1)
+    counts = [3000] * 6 + [2000]
+    assert told(describe(parts, counts)) == pytest.approx(expected, rel=0.1)
+
+
+def test_some_of_the_shards_stand_for_all():
+    """Equal captions follow each other: in one shard, and in no two."""
+    captions = [f"caption {i // 40}" for i in range(64 * 200)]
+    parts = [sketch(captions[i : i + 200]) for i in range(0, len(captions), 200)]
+    expected = pytest.approx([counted(captions, 4096)], rel=0.1)
+    assert told(describe(parts, [200] * 64, [4096])) == expected
+    assert told(describe(parts[::8], [200] * 8, [4096], shards=64)) == pytest.approx(
+        [counted(captions, 4096)], rel=0.3
+    )
 
 
 def test_captions_that_are_all_different_say_nothing():
     for count in (0, 1, 2, 30_000):
-        assert describe([sketch(f"{i}" for i in range(count))], count) == ""
-    assert describe([sketch(["A dog", " a  DOG"])], 2)
-    assert describe([sketch(captions_of(50, 1000))], 1000, [2]) == ""
+        assert describe([sketch(f"{i}" for i in range(count))], [count]) == ""
+    assert describe([sketch(["A dog", " a  DOG"])], [2])
+    assert describe([sketch(captions_of(50, 1000))], [1000], [2]) == ""
 
 
 def test_the_index_says_it(tmp_path, capsys):

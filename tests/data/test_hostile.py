@@ -12,12 +12,13 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from clip_train.data.config import DataConfig
-from clip_train.data.decode import captions, decode_image, image_bytes
+from clip_train.data.decode import captions, image_bytes
 from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex
 from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Source
+from clip_train.data.pixels import decode_image
 from clip_train.data.reader import Files, SegmentReader, count_missing
 from clip_train.data.validation import ValLoader
 from clip_train.storage.config import StorageConfig

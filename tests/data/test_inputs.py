@@ -10,9 +10,9 @@ import torch
 import webdataset
 
 from clip_train.data.config import DataConfig, check_source
-from clip_train.data.decode import decode_image
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
+from clip_train.data.pixels import decode_image
 from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, unpack

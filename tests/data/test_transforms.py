@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data.decode import decode_image, jpeg_size
 from clip_train.data.images import TrainTransform, crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.pixels import decode_image, jpeg_size
 
 
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,9 +163,9 @@ def test_a_folder_for_each_class(tmp_path, world_size):
     ]
     assert found == expected
     with pytest.raises(
-        UserError, match=r"has 3 folders of classes and evaluate\.zero_shot_classes 1000"
+        UserError, match=r"has 3 folders of classes .*zero_shot_classes has 1000 classes"
     ):
-        folder.check_classes(1000)
+        folder.label_by([f"class {number}" for number in range(1000)])
 
 
 def test_folders_that_are_numbers_are_labels(tmp_path):
@@ -176,7 +177,65 @@ def test_folders_that_are_numbers_are_labels(tmp_path):
         "10/a.jpg": {"cls": "10"},
         "2/b.jpg": {"cls": "2"},
     }
-    folder.check_classes(1000)
+    assert folder.label_by([f"class {number}" for number in range(11)]).labels == [10, 2]
+
+
+def folder_of(root: Path, *names: str) -> ImageFolder:
+    write_folder(root, [f"{name}/0.jpg" for name in names])
+    found = ImageFolder.find(str(root), "evaluate.zero_shot_data")
+    assert found is not None
+    return found
+
+
+def labels(folder: ImageFolder, classes: list[str]) -> dict[str, int]:
+    return dict(zip(folder.classes, folder.label_by(classes).labels, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes", "expected"),
+    [
+        (["blue", "gray", "red"], ["red", "gray", "blue"], [2, 1, 0]),
+        (["Red_Fox", "snow owl"], ["Snow Owl", "red fox"], [1, 0]),
+        (["n01", "n02", "n10"], ["owl", "fox", "ant"], [0, 1, 2]),
+        (["1", "10", "2"], ["2", "10", "1"], [2, 1, 0]),
+        (["a_owl", "b_fox"], ["owl", "fox"], [0, 1]),
+        (["n1", "n2", "n3"], ["crane", "maillot", "crane"], [0, 1, 2]),
+    ],
+)
+def test_folders_named_as_classes_are_those_classes(tmp_path, folders, classes, expected):
+    """Otherwise they are in the order of their names."""
+    assert labels(folder_of(tmp_path, *folders), classes) == dict(
+        zip(folders, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes", "reason"),
+    [
+        (["blue", "green", "red"], ["red", "green", "blue sky"], "folder 2 is 'red'"),
+        (["class1", "class10", "class2"], ["owl", "fox", "ant"], "sort differently"),
+        ([str(number) for number in range(1, 11)], [*"abcdefghij"], "numbers from 0 on"),
+        (["1", "01"], ["owl", "fox"], "two folders are the same number"),
+        (["owl", "fox"], ["owl", "fox", "ant"], "their numbers differ"),
+    ],
+)
+def test_folders_that_contradict_the_classes_are_refused(tmp_path, folders, classes, reason):
+    with pytest.raises(UserError, match=reason) as raised:
+        folder_of(tmp_path, *folders).label_by(classes)
+    for name in [*folders, *classes]:
+        assert name in str(raised.value)
+
+
+def test_hidden_folders_are_no_classes(tmp_path):
+    folder = folder_of(tmp_path, "blue", "red", ".ipynb_checkpoints", "__MACOSX", "red/.hidden")
+    assert folder.classes == ["blue", "red"]
+    assert [path for path, _ in folder.files] == ["blue/0.jpg", "red/0.jpg"]
+
+
+def test_skipped_files_beside_the_images_are_counted(tmp_path):
+    write_folder(tmp_path, ["a/0.jpg", "a/0.svg", "beside.jpg", "b/1.jpg"])
+    folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
+    assert str(folder.skipped) == "2 files: 1 .jpg (such as beside.jpg), 1 .svg (such as a/0.svg)"
 
 
 def test_what_is_no_folder_of_classes(tmp_path):

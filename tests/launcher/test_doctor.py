@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as torch_dist
+from PIL import Image
 
 from clip_tools.doctor import (
     MAX_SHARD_BYTES,
@@ -29,7 +31,7 @@ from launcher.checks import PLACES, Finding, check_store, error, require_places
 from launcher.cli.main import entry
 from launcher.config.recipe import load_config
 from tests.data.shards import jpeg, write_shard
-from tests.data.test_equal import captions_of, counted, told
+from tests.data.test_equal import counted, told
 from tests.launcher.conftest import clean_environment, finish
 from tests.ranks import run_ranks
 from tests.warm import Command
@@ -202,24 +204,62 @@ def test_shared_memory_is_compared_with_what_the_recipe_takes(recipe, monkeypatc
     assert machine.level == "warning" and "1,024 MiB" in machine.message
 
 
-def test_equal_captions_are_counted_in_the_first_shard(recipe, tmp_path):
-    captions = captions_of(4, 60)
-    for number, texts in enumerate((captions, ["another"])):
-        members = [((f"{i}.jpg", jpeg(i)), (f"{i}.txt", t.encode())) for i, t in enumerate(texts)]
-        write_shard(tmp_path / f"{number}.tar", [*chain(*members)])
+def findings(recipe: Path, check: str, *more: str) -> Finding | None:
+    config = load_config(str(recipe), more)
+    return next((each for each in check_recipe(config) if each.check == check), None)
 
-    def found(*more: str) -> Finding | None:
-        config = load_config(str(recipe), [f"data.train={tmp_path}/*.tar", *more])
-        return next((each for each in check_recipe(config) if each.check == "captions"), None)
 
+def write_texts(path: Path, texts: list[str]) -> None:
+    members = [((f"{i}.jpg", jpeg(i)), (f"{i}.txt", t.encode())) for i, t in enumerate(texts)]
+    write_shard(path, [*chain(*members)])
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_equal_captions_are_counted_over_the_shards(recipe, tmp_path, shards):
+    """Equal ones follow each other, as in a table that is sorted: each shard has its own."""
+    captions = [f"caption {i // 20}" for i in range(120)] + [f"another {i}" for i in range(120)]
+    per_shard = len(captions) // shards
+    for number in range(shards):
+        texts = captions[number * per_shard : (number + 1) * per_shard]
+        write_texts(tmp_path / f"{number:02d}.tar", texts)
+    train = f"data.train={tmp_path}/*.tar"
     size = load_config(str(recipe), []).batch.global_size
-    expected = [counted(captions, size)]  # of this recipe
-    assert told(found().message) == pytest.approx(expected, abs=0.5)
-    assert (found().level, found("loss.groups=caption").level) == ("warning", "ok")
-    assert "few samples" in found(f"data.train={tmp_path}/1.tar").message
-    assert found("data.train=synthetic://999") is None
+    found = findings(recipe, "captions", train)
+    assert f"by {shards} of {shards} shards" in found.message
+    assert told(found.message) == pytest.approx([counted(captions, size)], abs=0.5)
+    assert found.level == "warning"
+    assert findings(recipe, "captions", train, "loss.groups=caption").level == "ok"
+
+
+def test_many_shards_are_read_from_the_whole_list(recipe, tmp_path):
+    """24 shards of 10 texts; those of the first 8 are equal in each."""
+    captions = [f"caption {i // 10 if i < 80 else i}" for i in range(240)]
+    for number in range(24):
+        write_texts(tmp_path / f"{number:02d}.tar", captions[number * 10 : number * 10 + 10])
+    found = findings(recipe, "captions", f"data.train={tmp_path}/*.tar")
+    size = load_config(str(recipe), []).batch.global_size
+    assert "by 8 of 24 shards" in found.message
+    assert told(found.message) == pytest.approx([counted(captions, size)], rel=0.3)
+
+
+def test_shards_without_equal_captions_and_those_that_are_not_read(recipe, tmp_path):
+    write_texts(tmp_path / "0.tar", ["another"])
+    assert "few samples" in findings(recipe, "captions", f"data.train={tmp_path}/0.tar").message
+    assert findings(recipe, "captions", "data.train=synthetic://999") is None
     os.truncate(tmp_path / "0.tar", MAX_SHARD_BYTES)  # a hole
-    assert found() is None
+    assert findings(recipe, "captions", f"data.train={tmp_path}/0.tar") is None
+
+
+def test_transparent_images_are_counted(recipe, tmp_path):
+    file = io.BytesIO()
+    Image.new("RGBA", (8, 8), (200, 0, 0, 90)).save(file, "PNG")
+    members = [("0.png", file.getvalue()), ("0.txt", b"a"), ("1.jpg", jpeg(1)), ("1.txt", b"b")]
+    write_shard(tmp_path / "0.tar", members)
+    train = f"data.train={tmp_path}/0.tar"
+    found = findings(recipe, "images", train)
+    assert found.level == "warning" and "1 of the first 2 images have transparent" in found.message
+    assert "data.alpha=drop" in found.remedy
+    assert findings(recipe, "images", train, "data.alpha=drop").level == "ok"
 
 
 def test_planted_faults_are_each_named(recipe, tmp_path):

@@ -93,7 +93,7 @@ def test_a_student_of_its_shards_follows_the_curve_of_a_student_of_the_teachers(
 
 def test_a_teachers_signature_is_not_written_and_a_new_one_is_the_same_teacher(tmp_path):
     args = argparse.Namespace(
-        to=str(tmp_path), augmentations=3, crop=0.9, synthetic_key="s", half=False
+        to=str(tmp_path), augmentations=3, crop=0.9, synthetic_key="s", half=False, alpha="white"
     )
     url = "https://host/{}/model?X-Amz-Date=2{}&X-Amz-Signature={}"
     for signature in ("abc123", "def456"):

@@ -56,7 +56,7 @@ model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_tex
 data.texts_per_image data.negative_texts
 data.aug_scale data.aug_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
 data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options data.inputs data.stages
-data.scaled_decode data.reinforced loss.distill_weights loss.teacher_scales loss.teacher_weights
+data.scaled_decode data.alpha data.reinforced loss.distill_weights loss.teacher_scales loss.teacher_weights
 batch.global_size batch.schedule loss.kind loss.options loss.groups loss.group_role loss.widths optim.name"""
 
 
@@ -170,6 +170,7 @@ def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
         "inputs",
         "stages",
         "scaled_decode",
+        "alpha",
     ):
         del then["data"][key]
     assert told(recipe(), recipe=then) == told(recipe())

@@ -11,12 +11,14 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from launcher.cli.main import main
 from tests.data.shards import jpeg
+from tests.data.test_transforms import bomb
 
 
 def images(folder: Path, count: int) -> list[str]:
@@ -390,3 +392,118 @@ def test_the_next_line_names_a_recipe_that_is_there(tmp_path, capsys, monkeypatc
     words = shlex.split(out.splitlines()[-1])
     assert words[:3] == ["next:", "clip-train", "train"] and Path(words[3]).is_file()
     assert main([*words[2:], "--dry-run"]) == 0  # a recipe for so few samples
+
+
+TEXTS = [f"a man {i}, walking" for i in range(4)]
+
+
+def source_of(kind: str, folder: Path) -> Path:
+    """A table of four images, as people have them."""
+    names = images(folder, 4)
+    rows = [{"image": name, "caption": text} for name, text in zip(names, TEXTS, strict=True)]
+    lines = [json.dumps(row) for row in rows]
+    contents = {
+        "blank.jsonl": "\n" + "\n\n".join(lines) + "\n \n",
+        "list.jsonl": f"[{', '.join(lines)}]",
+        "results.csv": "image_name| comment_number| comment\n"
+        + "".join(f'{name}| 0| "{text} .\n' for name, text in zip(names, TEXTS, strict=True)),
+        "semicolons.csv": "filepath;caption\n"
+        + "".join(f"{name};{text}\n" for name, text in zip(names, TEXTS, strict=True)),
+        "blanks.csv": " filepath, caption \n"
+        + "".join(f'{name}, "{text}"\n' for name, text in zip(names, TEXTS, strict=True)),
+        "upper.csv": "Filepath,CAPTION\n"
+        + "".join(f'{name},"{text}"\n' for name, text in zip(names, TEXTS, strict=True)),
+    }
+    if kind in contents:
+        (folder / kind).write_text(contents[kind])
+        return folder / kind
+    data = folder / "hub" / "data"
+    data.mkdir(parents=True)
+    cells = [{"bytes": (folder / name).read_bytes(), "path": name} for name in names]
+    for number in range(2):
+        part = slice(2 * number, 2 * number + 2)
+        table = pyarrow.table({"image": cells[part], "caption": TEXTS[part]})
+        parquet.write_table(table, data / f"train-{number:05d}-of-00002.parquet")
+    return folder / "hub" if kind == "a folder of parquet" else data / "train-*.parquet"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "blank.jsonl",
+        "list.jsonl",
+        "results.csv",
+        "semicolons.csv",
+        "blanks.csv",
+        "upper.csv",
+        "a folder of parquet",
+        "a pattern",
+    ],
+)
+def test_tables_as_people_have_them(kind, tmp_path, capsys):
+    source = source_of(kind, tmp_path / "set")
+    assert main(["shards", str(source), str(tmp_path / "out"), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 samples" in printed and "left out" not in printed
+    found = [text.decode() for name, text in members(tmp_path / "out").items() if "txt" in name]
+    expected = TEXTS
+    if kind == "results.csv":  # its quotes mean nothing
+        expected = [f'"{text} .' for text in TEXTS]
+    assert found == expected
+
+
+def test_a_head_with_an_unclosed_quote(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text('filepath,"caption\n0.jpg,a text\n')
+    assert main(["shards", str(tmp_path / "x.csv"), str(tmp_path / "out")]) == 2
+    assert "line 1 has an unclosed quote" in capsys.readouterr().err
+
+
+def test_splits_are_not_mixed(tmp_path, capsys):
+    source = source_of("a folder of parquet", tmp_path / "set")
+    part = source / "data" / "train-00000-of-00002.parquet"
+    part.rename(part.with_name("test-00000-of-00001.parquet"))
+    assert main(["shards", str(source), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "tables of 2 splits (test, train): give one, such as" in said
+    assert f"{source}/data/train-*.parquet" in said
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_classes_of_a_parquet_have_their_names(listed, tmp_path, capsys):
+    """As Hugging Face's `datasets` declares them; -1 is no class."""
+    names = images(tmp_path, 4)
+    label = {"names": ["red fox", "barn owl", "cat"], "_type": "ClassLabel"}
+    feature = {"feature": label, "_type": "Sequence"} if listed else label
+    numbers = [2, 0, -1, 1]
+    table = pyarrow.table(
+        {
+            "image": names,
+            "caption": TEXTS,
+            "kind": [[number] for number in numbers] if listed else numbers,
+        }
+    )
+    info = {"info": {"features": {"kind": feature, "caption": {"_type": "Value"}}}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    out = tmp_path / "out"
+    assert main(["shards", str(tmp_path / "x.parquet"), str(out), "--label-key", "kind"]) == 0
+    assert "1 samples have no label in kind" in capsys.readouterr().out
+    kinds = [
+        json.loads(text)["kind"] for name, text in members(out).items() if name.endswith(".json")
+    ]
+    assert kinds == ["cat", "red fox", "barn owl"]
+    assert json.loads((out / "classes.json").read_text())["classnames"] == sorted(label["names"])
+
+
+def test_transparent_images_are_counted_and_warnings_of_pillow_are_not_shown(tmp_path, capfd):
+    images(tmp_path, 1)
+    Image.new("RGBA", (8, 8), (200, 0, 0, 90)).save(tmp_path / "1.png")
+    Image.new("RGBA", (8, 8), (200, 0, 0, 255)).save(tmp_path / "2.png")
+    (tmp_path / "3.png").write_bytes(bomb(9_500))  # Pillow warns about its size
+    rows = [{"image": name, "caption": "a text"} for name in ("0.jpg", "1.png", "2.png", "3.png")]
+    table = write_table(tmp_path / "x.csv", rows)
+    assert main(["shards", str(table), str(tmp_path / "out"), "--quiet"]) == 0
+    printed = capfd.readouterr()
+    assert "1 images have transparent pixels: data.alpha=white" in printed.out
+    assert "1 image has too many pixels, such as 3.png" in printed.out
+    assert "Warning" not in printed.err

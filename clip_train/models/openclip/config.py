@@ -143,9 +143,11 @@ class TextKeys(Described):
 
 
 class DecoderKeys(Described):
-    """`multimodal_cfg`, of a CoCa's decoder, which writes captions. OpenCLIP checks its keys."""
+    """`multimodal_cfg`, of a CoCa's decoder, which writes captions. OpenCLIP checks its other
+    keys."""
 
     model_config = ConfigDict(extra="allow")
+    width: PositiveInt = 512
 
 
 class OpenCLIPArchitecture(DescribedModel):
@@ -159,6 +161,27 @@ class OpenCLIPArchitecture(DescribedModel):
     custom_text: bool = False  # the text tower is a module of its own, `text`
     interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
     resize_mode: str = RESIZED[1]
+
+    @model_validator(mode="after")
+    def _decoder_fits(self) -> OpenCLIPArchitecture:
+        """A CoCa's decoder reads the tokens of both towers as they are."""
+        if self.multimodal_cfg is None:
+            return self
+        vision, text = self.vision_cfg.model_dump(), self.text_cfg.model_dump()
+        read = {}  # what is as wide as the tokens
+        if vision.get("attentional_pool"):
+            read["embed_dim"] = self.embed_dim
+        elif not vision.get("timm_model_name"):
+            read["vision_cfg.width"] = vision.get("width", 768)
+        if not text.get("hf_model_name"):
+            read["text_cfg.width"] = text.get("width", 512)
+        for key, width in read.items():
+            if width != self.multimodal_cfg.width:
+                raise ValueError(
+                    f"{key} ({width}) must equal multimodal_cfg.width ({self.multimodal_cfg.width})"
+                    ": the decoder reads tokens of this width; correct the model's description"
+                )
+        return self
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
@@ -292,4 +315,5 @@ def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture
         return OpenCLIPArchitecture.model_validate({"open_clip": source, **keys})
     except ValidationError as e:
         lines = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in e.errors())
-        raise UserError(f"model.name ({source}): {'; '.join(lines)}") from None
+        mistakes = "; ".join(line.removeprefix(": ") for line in lines)
+        raise UserError(f"model.name ({source}): {mistakes}") from None
