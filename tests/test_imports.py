@@ -35,10 +35,12 @@ def test_nothing_but_its_own_package_knows_an_engine():
         "launcher/engines/config.py",
         "launcher/engines/fsdp/__init__.py",
         "launcher/engines/fsdp/engine.py",
+        "launcher/engines/plain/__init__.py",
         "clip_train/models/loading.py",  # a folder of its checkpoints is recognised, and refused
         "launcher/versions.py",  # one module has the tested ranges of all packages
     }
     messages = named["launcher/engines/fsdp/__init__.py"] + named["launcher/engines/fsdp/engine.py"]
+    messages += named["launcher/engines/plain/__init__.py"]
     assert all("engine.kind=deepspeed" in line for line in messages)
 
 

@@ -335,7 +335,7 @@ def forward_flops(
 
     image, text = counted(images, None, seeds), counted(None, texts, seeds)
     half = length // 2
-    if not isinstance(architecture, Architecture) or half == 0:
+    if type(architecture) is not Architecture or half == 0:
         return ForwardFlops(image, text, text / length, 0.0)
     # a l + b l^2 through both lengths; what does not grow with the length, the projection, is less
     # than a thousandth

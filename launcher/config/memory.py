@@ -179,7 +179,7 @@ def choose_layout(
     checkpointing = engine.activation_checkpointing
     kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
     options: list[Recompute] = [False, True] if checkpointing == "auto" else [checkpointing]
-    if checkpointing == "auto" and isinstance(architecture, Architecture):
+    if checkpointing == "auto" and type(architecture) is Architecture:
         options.append("pointwise")
     fixed = estimate_memory(config, engine, plan, architecture, None).total
     room = Room(

@@ -173,7 +173,7 @@ def resolve(
         )
         recomputed_alone = (
             config.engine.activation_checkpointing == "pointwise"
-            and not isinstance(architecture, Architecture),
+            and type(architecture) is not Architecture,
             f"engine.activation_checkpointing (pointwise) is for clip-train's own models, and "
             f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
         )

@@ -100,7 +100,7 @@ class UnshardedEngine(Engine):
     ) -> None:
         self.trained = hold_masters(model, optimizer, device)
         # unchanged from step to step: made once, not at every step
-        self._parameters = [each.parameter for each in self.trained]
+        self._parameters: list[Tensor] = [each.parameter for each in self.trained]
         self._masters_of = [each.view(each.master) for each in self.trained]
         self._sums_of = [each.view(each.gradient) for each in self.trained]
         # each flat tensor once
