@@ -22,6 +22,7 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
 from clip_train.errors import RankError
+from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, OwnModel
@@ -222,14 +223,24 @@ def evaluation(
     config: RunConfig,
     architecture: AnyArchitecture,
     engine: Engine,
+    asked_to_stop: Callable[[], bool] = never,
 ) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val` and the labelled images, or None if there are
-    neither."""
+    neither.
+
+    asked_to_stop: as in `clip_train.evaluate.loop.evaluate`."""
     places = config.evaluated_on
     if not places:
         return None
     tokenizer = dist.agreed(tokenizer_of, architecture)
     without_classes = config.evaluate.model_copy(update={"zero_shot_classes": None})
+    measure = partial(
+        evaluate,
+        engine,
+        tokenize=tokenizer,
+        widths=config.loss.widths or (),
+        asked_to_stop=asked_to_stop,
+    )
 
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:
@@ -260,14 +271,14 @@ def evaluation(
             for key in places
         }
         val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
-        widths, out = config.loss.widths or (), dict[str, float]()
+        out = dict[str, float]()
         for key, loader in loaders.items():
             name = key.removeprefix("data.val.")
             if name != key:
-                metrics = evaluate(engine, loader, without_classes, tokenizer, None, widths)
+                metrics = measure(loader, without_classes)
                 out |= {f"{name}/{each}": value for each, value in metrics.items()}
         if val or labelled:
-            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths)
+            out |= measure(val, config.evaluate, labelled=labelled)
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():

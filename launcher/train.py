@@ -274,7 +274,7 @@ def build_trainer(
     trainer = Trainer(
         engine=engine,
         objective=objective,
-        batches=Prefetcher(loader, device),
+        batches=Prefetcher(loader, device, asked_to_stop=stop.asked),
         plan=resolved.plan,
         sizes=config.batch.sizes,
         steps=config.steps,
@@ -282,7 +282,7 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=components.evaluation(config, architecture, engine),
+        evaluate=components.evaluation(config, architecture, engine, stop.asked),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
@@ -295,7 +295,7 @@ def build_trainer(
         skipped=skipped,
     )
     outcome.trainer = trainer
-    watchdog.committed = lambda: checkpoints.last_good.step if checkpoints.last_good else None
+    watchdog.watch(trainer)
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():

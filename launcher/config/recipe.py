@@ -388,12 +388,16 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
 
 
+def needs_samples(config: RunConfig) -> bool:
+    return config.run.epochs is not None and config.data.num_samples is None
+
+
 def with_samples(config: RunConfig) -> RunConfig:
     """Read data.num_samples from the index beside the shards if run.epochs needs it and the recipe
     lacks it. UserError.
     """
     data = config.data
-    if config.run.epochs is None or data.num_samples is not None:
+    if not needs_samples(config):
         return config
     counted = None
     if data.train_weights is None and not data.resampled:  # else no epoch has each sample once

@@ -335,6 +335,14 @@ def threads(cores: int, workers: int) -> int:
     return max(1, cores // 2, cores - workers)
 
 
+def this_rank() -> RankEnv:
+    """`detect`, or a world of one where the launcher's variables are mistakes."""
+    try:
+        return detect(os.environ)
+    except UserError:
+        return detect({})
+
+
 def launcher_pid(environ: Mapping[str, str]) -> int | None:
     """The process that started this rank, whose death makes it an orphan; None without one."""
     if LAUNCHER in environ:

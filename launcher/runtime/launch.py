@@ -17,9 +17,10 @@ from types import FrameType
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.config.recipe import load_config, with_samples
-from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
-from launcher.runtime.watchdog import CLOSE_SECONDS
+from launcher.config.recipe import RunConfig, load_config, needs_samples, with_samples
+from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
 # Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
@@ -27,13 +28,26 @@ TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 def run(args: argparse.Namespace) -> int:
     """The `train` verb. torch is imported below, after the mistakes of a recipe."""
-    config = with_samples(load_config(args.recipe, args.overrides))
+    config = counted(load_config(args.recipe, args.overrides), args)
     ranks = local_ranks(args.ranks, os.environ)
     if ranks > 1:
         return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
     from launcher.train import train
 
     return train(config, args.outcome, args.stop)
+
+
+def counted(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """`with_samples`, during which a stop request and a store that hangs end the process, as they
+    do later."""
+    if not needs_samples(config):
+        return config
+    watchdog = Watchdog(config.launch, args.stop, Heartbeat(this_rank(), args.outcome.publish))
+    watchdog.start()
+    try:
+        return with_samples(config)
+    finally:
+        watchdog.end()
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:

@@ -24,11 +24,10 @@ from clip_train.errors import (
     OutOfMemoryError,
     RemoteRankError,
     RendezvousError,
-    UserError,
     Word,
 )
 from clip_train.storage.redact import redact
-from launcher.runtime.environment import detect
+from launcher.runtime.environment import this_rank
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
@@ -105,10 +104,7 @@ class Outcome:
         elif self.watchdog is not None:
             self.watchdog.phase("finish")
         if self.heartbeat is None:
-            env = detect({})  # a world of one
-            with contextlib.suppress(UserError):  # the error is about the launcher's variables
-                env = detect(os.environ)
-            self.heartbeat = Heartbeat(env, self.publish)
+            self.heartbeat = Heartbeat(this_rank(), self.publish)
         heartbeat, env = self.heartbeat, self.heartbeat.env
         failure, trace = self._describe(error, env.rank)
         # another rank has failed, or cannot be reached
