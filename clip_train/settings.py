@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -30,6 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from clip_train.errors import UserError
+from clip_train.places import expanded
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
 LARGEST = 10**18  # a larger number is a typing error and would overflow somewhere in torch
@@ -46,6 +48,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]
 """The path of a user's own code: my_package.module.name, or my_package.module:name."""
+Place = Annotated[str, AfterValidator(expanded)]
+"""A path or URL, or several joined by `::`; `~` and `$VARIABLES` are replaced."""
 Rules = Iterator[tuple[bool, str]]
 """For each rule, whether the values break it, and the message: field, value and remedy."""
 
@@ -291,7 +295,9 @@ def explain(
             lines[path] = f"{path} is missing; add it to the {within}{command}"
         elif each["type"] == "value_error":
             said = str(each["ctx"]["error"])
-            lines[said] = said if not keys or str(keys[0]) in said else f"{path}: {said}"
+            # a rule across keys names them itself
+            named = not keys or (path if len(keys) > 1 else str(keys[0])) in said
+            lines[said] = said if named else f"{path}: {said}"
         elif each["type"] in ("model_type", "model_attributes_type"):
             remedy = f"write {path}: and below it its keys, indented" if path else "see recipes/"
             lines[path] = f"{path or within} ({shown(value)}) must be a section; {remedy}"

@@ -43,6 +43,7 @@ from clip_train.metrics.skipped import Skipped
 from clip_train.models.clip import forward_flops
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
+from clip_train.places import broken_link
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
@@ -132,8 +133,10 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        why = broken_link(run_dir.absolute()) or e
         raise RankError(
-            f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another"
+            f"run.dir ({run_dir}) cannot be written on {node_name()}: {why}; mount it, or choose "
+            "another"
         ) from e
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from clip_train.settings import Allowed, ImportPath, Rules, Settings, shown
+from clip_train.settings import Allowed, ImportPath, Place, Rules, Settings, shown
 
 IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
 
@@ -24,13 +24,13 @@ class EvaluateConfig(Settings):
     rules."""
     val_loss: bool = True
     """OpenCLIP's clip_val_loss on data.val."""
-    zero_shot_classes: str | None = None
+    zero_shot_classes: Place | None = None
     """imagenet: OpenCLIP's 1000 names; or a JSON file with "classnames", "templates" and how
     samples are labeled. null: no zero-shot."""
     templates: Literal["openai", "simple"] | None = None
     """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
     own are openai."""
-    zero_shot_data: str | None = None
+    zero_shot_data: Place | None = None
     """Labeled images: a folder with a subfolder for each class, such as ImageNet's validation set,
     or shards with `.cls`. null: data.val."""
 

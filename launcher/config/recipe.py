@@ -26,9 +26,11 @@ from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
+from clip_train.places import expanded
 from clip_train.settings import (
     LARGEST,
     Allowed,
+    Place,
     Refused,
     Rules,
     Settings,
@@ -56,7 +58,7 @@ class RunSection(Settings):
         Silent,
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
-    dir: Annotated[str | None, Silent] = None
+    dir: Annotated[Place | None, Silent] = None
     """The folder for everything that the run writes; null: runs/<run.name>. All ranks must see
     it."""
     seed: Annotated[NonNegativeInt, Refused] = 0
@@ -321,6 +323,7 @@ def parse_value(text: str, where: str) -> Any:
 
 def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
     """A recipe file, or another of its kind, as nested dicts, unchecked."""
+    path = expanded(path)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
