@@ -337,7 +337,7 @@ class Trainer:
         reasons = ", ".join(distinct_reasons)
         step = self.step
         where = "before the first step"
-        remedy = "start"
+        remedy = "run the same command to start"
         if step > 0:
             saved = self._save(wait=True)
             good = self.checkpoints.last_good
@@ -349,10 +349,12 @@ class Trainer:
                     f"{self.committed()}"
                 )
             where = f"after step {step}: {self.committed()}"
-            remedy = "continue"
+            remedy = "run the same command to continue"
+            if self.checkpoints.config.resume == "never":
+                remedy = "run again with checkpoint.resume=auto to continue"
         file_removed = dist.any_rank(self.stop.remove_file())
         removed = ", and the STOP file was removed" if file_removed else ""
-        raise Preempted(f"stopped by {reasons} {where}{removed}; run the same command to {remedy}")
+        raise Preempted(f"stopped by {reasons} {where}{removed}; {remedy}")
 
     def committed(self) -> str:
         """The newest committed checkpoint, as part of a message."""

@@ -71,6 +71,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     verdict. stop: already catches signals; its handlers were installed before the slow imports.
     """
     env = environment.detect(os.environ)
+    environment.check_restarts(config.checkpoint.resume, os.environ, requeues=RUN_DIR in os.environ)
     environment.prepare(os.environ, config.engine.deterministic)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
     outcome.watchdog = watchdog = Watchdog(

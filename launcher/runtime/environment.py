@@ -335,6 +335,27 @@ def threads(cores: int, workers: int) -> int:
     return max(1, cores // 2, cores - workers)
 
 
+def check_restarts(resume: str, environ: Mapping[str, str], *, requeues: bool = False) -> None:
+    """UserError if `checkpoint.resume` is never, and the same command is run again after a failure
+    or a preemption: each attempt would start from step 0.
+
+    requeues: by the controller of a batch job.
+    """
+    if resume != "never":
+        return
+    who = "the batch script" if requeues else ""
+    if _number(environ, "SLURM_RESTART_COUNT", 0) > 0:
+        who = f"Slurm (SLURM_RESTART_COUNT={environ['SLURM_RESTART_COUNT']})"
+    elif _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+        who = f"torchrun (--max-restarts={environ['TORCHELASTIC_MAX_RESTARTS']})"
+    if who:
+        raise UserError(
+            f"checkpoint.resume (never): {who} runs this command again after a failure or a "
+            "preemption, and every attempt would start from step 0; set checkpoint.resume=auto, "
+            "and choose a new run.name if the old run must not continue"
+        )
+
+
 def this_rank() -> RankEnv:
     """`detect`, or a world of one where the launcher's variables are mistakes."""
     try:

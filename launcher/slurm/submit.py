@@ -25,6 +25,7 @@ from clip_train.storage.urls import is_remote, local_path
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config, with_samples
 from launcher.config.resolve import resolve
+from launcher.runtime.environment import check_restarts
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, load_site
@@ -51,14 +52,10 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
             "rank for each GPU; leave it out",
         ),
-        (
-            config.checkpoint.resume == "never",
-            "checkpoint.resume (never): every requeued attempt would start from step 0; set "
-            "checkpoint.resume=auto, and choose a new run.name if the old run must not continue",
-        ),
     ]
     for message in broken(rules):
         raise UserError(message)
+    check_restarts(config.checkpoint.resume, {}, requeues=True)
     resolve(config, job.nodes * job.tasks, read_data=not offline)
     for finding in check_places(config, job):
         raise UserError(f"{finding.message}: {finding.remedy}")

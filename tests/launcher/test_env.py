@@ -14,6 +14,8 @@ import torch
 from clip_train.errors import RankError, UserError
 from launcher.runtime import environment as env_module
 from launcher.runtime.environment import detect, first_host
+from launcher.runtime.verdict import RUN_DIR
+from tests.launcher.conftest import finish, start, start_cold
 
 TORCHRUN = {
     "RANK": "5",
@@ -278,3 +280,30 @@ def test_a_gpu_that_a_newer_torch_cannot_use(environ, device, said, tmp_path, mo
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     with contextlib.nullcontext() if said is None else pytest.raises(RankError, match=said):
         env_module.require_usable_gpu(environ, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "environ, who",
+    [
+        ({"SLURM_RESTART_COUNT": "1"}, "Slurm (SLURM_RESTART_COUNT=1)"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "torchrun (--max-restarts=3)"),
+        ({RUN_DIR: "{tmp}"}, "the batch script"),
+        ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}, ""),
+    ],
+)
+def test_a_command_that_is_repeated_must_resume(recipe, tmp_path, environ, who):
+    """A launcher or a scheduler that starts it again would make it start over each time."""
+    environ = {name: value.replace("{tmp}", str(tmp_path)) for name, value in environ.items()}
+    line = ("checkpoint.resume=never", "run.steps=2", "schedule.warmup_steps=0")
+    status, out = finish(start(recipe, *line, environ=environ))
+    assert status == (2 if who else 0), out
+    if who:
+        assert f"{who} runs this command again" in out and "set checkpoint.resume=auto" in out
+
+
+@pytest.mark.full
+def test_torchrun_itself_says_that_it_restarts(recipe):
+    more = ("--standalone", "--nproc-per-node=1", "--max-restarts=2", "-m", "launcher")
+    process = start_cold(recipe, "checkpoint.resume=never", module=("torch.distributed.run", *more))
+    _, out = finish(process)
+    assert "torchrun (--max-restarts=2) runs this command again" in out, out

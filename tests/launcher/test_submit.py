@@ -139,7 +139,7 @@ def test_shells_accept_it(script):
         (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which is local to each node"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
-        (["checkpoint.resume=never"], "every requeued attempt would start from step 0"),
+        (["checkpoint.resume=never"], "the batch script runs this command again"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
         (
