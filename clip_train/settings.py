@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
@@ -168,6 +169,12 @@ def _kinds(annotation: Any) -> set[Any]:
 
 # Arguments of such a function before its options. Classes get none, except optimizers.
 POSITIONAL = {"loss.kind": 5, "schedule.name": 3, "optim.name": 2, "data.aug_own": 1}
+
+
+def is_installed(package: str) -> bool:
+    """Also False for a mere folder of that name, which Python takes for a namespace."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def is_import_path(name: str) -> bool:

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from clip_train.settings import is_installed
 from launcher.engines.config import EngineConfig
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -106,7 +106,7 @@ def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) ->
     if not torch.cuda.is_available():
         return config.on(bf16=False)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    triton = find_spec("triton") is not None and torch.cuda.get_device_capability() >= (7, 0)
+    triton = is_installed("triton") and torch.cuda.get_device_capability() >= (7, 0)
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")  # for the launchers of its kernels
     compiles = triton and any(map(shutil.which, compilers))
     return config.on(bf16, world_size, per_node, compiles)

@@ -20,6 +20,7 @@ from clip_train.stop import SIGNALS, StopRequest
 from launcher.config.recipe import RunConfig, load_config, needs_samples, with_samples
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
 from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.verdict import OURS, SAFE_PATH
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
 # Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
@@ -77,6 +78,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         signal.SIG_BLOCK, handled
     )  # the ranks begin with them blocked too, until they listen
     world = {
+        **import_path_of_ranks(os.environ),
         LAUNCHER: str(os.getpid()),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port(candidates(str(os.getpid())))),
@@ -110,6 +112,21 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         for process in processes:
             process.kill()
+
+
+def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which `python -m launcher` imports from where this process does.
+
+    `-m` puts the working directory first, where a user's random.py or launcher/ would be taken for
+    Python's or ours.
+    """
+    variables = {SAFE_PATH: environ.get(SAFE_PATH) or OURS}
+    by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    if by_module and not getattr(sys.flags, "safe_path", False):  # as `python -m launcher`, too
+        variables["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [sys.path[0], environ.get("PYTHONPATH")])
+        )
+    return variables
 
 
 def wait(processes: Sequence[subprocess.Popen]) -> int:
