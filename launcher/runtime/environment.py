@@ -303,16 +303,29 @@ def require_usable_gpu(environ: Mapping[str, str], root: Path = ROOT) -> None:
 def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
     """The index of this rank's GPU among those that the process sees."""
     chosen = environ.get(VISIBLE, "")
-    if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
+    # ours and torchrun give all ranks of a host the same variables
+    shared = LAUNCHER in environ or "TORCHELASTIC_RUN_ID" in environ
+    alone = env.found == SLURM_STEP or (chosen and "," not in chosen)
+    if visible == 1 and alone and not shared:
         # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU
-        # alone. (NCCL refuses two ranks on one GPU)
+        # alone. (`rendezvous.meet` makes sure of it)
         return 0
     if env.local_rank >= visible:
+        because = f" ({VISIBLE}={chosen})" if chosen else ""
         raise RankError(
-            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank "
-            f"for each GPU"
+            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}{because} to "
+            f"{env.local_world_size} ranks; start one rank for each GPU, or show one for each rank"
         )
     return env.local_rank
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The same for every process on this GPU, whatever number it has there; empty for a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:

@@ -25,8 +25,8 @@ import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train import dist
-from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import BACKENDS, SLURM_STEP, RankEnv
+from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserError
+from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
@@ -133,12 +133,24 @@ def meet(
     store: Store,
     seconds: float,
     recipe: dict[str, Any] | None = None,
+    gpu: str = "",
 ) -> None:
     """Returns once all ranks have joined with the same code and the same resolved recipe.
 
+    gpu: `gpu_identity` of this rank's device.
+
     RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank
-    differs from rank 0.
+    differs from rank 0, RankError if another rank has this one's GPU.
     """
+    if gpu:
+        # the first rank to ask has it
+        holder = int(store.compare_set(f"gpu/{gpu}", "", str(env.rank)))
+        if holder != env.rank:
+            raise RankError(
+                f"ranks {holder} and {env.rank} have the same GPU ({gpu}) on {node_name()}: "
+                f"{VISIBLE} is {os.environ.get(VISIBLE, 'not set')} for {env.local_world_size} "
+                "ranks there; start one rank for each GPU, or show each rank its own"
+            )
     end = time.monotonic() + seconds
     here = versions()
     for section, values in (recipe or {}).items():
@@ -262,7 +274,7 @@ def start(
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
         store = connect(env, heartbeat, rendezvous_seconds)
-        meet(env, heartbeat, store, rendezvous_seconds, recipe)
+        meet(env, heartbeat, store, rendezvous_seconds, recipe, gpu_identity(device))
     pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
     forming = pool.submit(form_group, env, device, store, group_seconds)
     start = time.monotonic()

@@ -13,7 +13,7 @@ import torch
 
 from clip_train.errors import RankError, UserError
 from launcher.runtime import environment as env_module
-from launcher.runtime.environment import detect, first_host
+from launcher.runtime.environment import RankEnv, detect, first_host
 from launcher.runtime.verdict import RUN_DIR
 from tests.launcher.conftest import finish, start, start_cold
 
@@ -125,6 +125,17 @@ def test_a_task_that_sees_one_gpu_takes_it():
     assert env_module.gpu_index(detect(SLURM), 4, {}) == 2
     with pytest.raises(UserError, match=r"LOCAL_RANK \(1\) has no GPU: this host shows 1"):
         env_module.gpu_index(detect(TORCHRUN), 1, {})
+
+
+@pytest.mark.parametrize("launcher", ["CLIP_TRAIN_LAUNCHER", "TORCHELASTIC_RUN_ID"])
+def test_ranks_that_were_shown_one_gpu_together_do_not_share_it(launcher):
+    """CUDA_VISIBLE_DEVICES=0 in the shell: each of four ranks sees one GPU, the same."""
+    environ = {"CUDA_VISIBLE_DEVICES": "0", launcher: "1"}
+    ranks = [RankEnv(rank, 4, rank, 4, "127.0.0.1", 1, "RANK and WORLD_SIZE") for rank in range(4)]
+    assert env_module.gpu_index(ranks[0], 1, environ) == 0
+    for rank in ranks[1:]:
+        with pytest.raises(UserError, match=r"shows 1 \(CUDA_VISIBLE_DEVICES=0\) to 4 ranks"):
+            env_module.gpu_index(rank, 1, environ)
 
 
 def test_variables_that_srun_itself_was_told_to_set_agree():
