@@ -276,7 +276,7 @@ def start(
         store = connect(env, heartbeat, rendezvous_seconds)
         meet(env, heartbeat, store, rendezvous_seconds, recipe, gpu_identity(device))
     pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
-    forming = pool.submit(form_group, env, device, store, group_seconds)
+    forming = pool.submit(form_group, env, device, store, group_seconds, timeout_seconds)
     start = time.monotonic()
     while not forming.done() and time.monotonic() < start + group_seconds + LATE_SECONDS:
         time.sleep(0.01)
@@ -309,8 +309,19 @@ def start(
     set_timeout(timeout_seconds)
 
 
-def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float) -> float:
-    """Form the process group, and try it; bytes per second of an all-reduce."""
+def form_group(
+    env: RankEnv,
+    device: torch.device,
+    store: Store,
+    seconds: float,
+    later_seconds: float | None = None,
+) -> float:
+    """Form the process group, and try it; bytes per second of an all-reduce.
+
+    later_seconds: of the collectives after that, for `set_timeout`.
+    """
+    if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL and later_seconds is not None:
+        seconds = later_seconds  # it cannot be changed; the caller limits how long this takes
     torch_dist.init_process_group(
         BACKENDS[device.type],
         store=PrefixStore("group", store.clone()),  # type: ignore[attr-defined]
@@ -336,6 +347,15 @@ def measure_all_reduce(device: torch.device) -> float:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of every later collective in all groups."""
+    """Set the timeout of every later collective in all groups.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL a group checks each collective with a group of its own,
+    which keeps its first timeout: see `form_group`.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
     for group in list(torch_dist.distributed_c10d._world.pg_map):
-        torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            # torch's `_set_pg_timeout` does nothing for a wrapped backend
+            backend = getattr(backend, "wrapped_pg", backend)
+            backend.set_timeout(timeout)
