@@ -18,7 +18,6 @@ import csv
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
 from collections import Counter
@@ -36,6 +35,7 @@ from clip_train.data.decode import IMAGE_EXTENSIONS, captions, decode_image
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
+from clip_train.processes import fork_server
 
 IMAGE_KEYS = (
     "filepath", "file_name", "filename", "image_path", "image", "path", "file", "img", "jpg",
@@ -237,7 +237,7 @@ def make_shards(
     rows = iter(rows)
     groups = iter(lambda: list(itertools.islice(rows, per_shard)), [])
     write = partial(write_shard, folder, root, per_shard)
-    context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
+    context = fork_server()
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         numbered = enumerate(groups)

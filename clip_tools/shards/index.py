@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import multiprocessing
 import os
 from array import array
 from collections import Counter
@@ -27,6 +26,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
+from clip_train.processes import fork_server
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_storage
@@ -213,9 +213,7 @@ def index_shards(
     with contextlib.ExitStack() as stack:
         results: Iterable[Indexed] = map(read, todo)
         if workers > 1:
-            context = multiprocessing.get_context(
-                "forkserver"
-            )  # file systems do not survive a fork
+            context = fork_server()
             context.set_forkserver_preload([__name__])
             pool = ProcessPoolExecutor(workers, mp_context=context)
             stack.callback(pool.shutdown, cancel_futures=True)

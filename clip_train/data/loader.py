@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import pickle
 import queue
@@ -35,6 +34,7 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
+from clip_train.processes import fork_server
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -277,7 +277,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             slots = max(SPARE_BLOCKS, min(window, budget // count))
             self._stream.caches = [BlockCache(slots) for _ in range(count)]
         self._stream.memory = shared_images(self._shape)
-        context = multiprocessing.get_context("forkserver")
+        context = fork_server()
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
         # workers ignore the signals that `multiprocessing` would end them with, and it would wait

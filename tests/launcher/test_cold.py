@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from launcher.runtime.rendezvous import OPEN_FILES
 from launcher.runtime.verdict import read_verdict
@@ -337,3 +338,24 @@ def test_a_folder_does_not_pass_for_wandb(recipe, tmp_path):
     process = start_cold(recipe, "log.wandb=true", environ={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     status, out = finish(process)
     assert status == 2 and "wandb is not installed" in out, out
+
+
+def test_a_temporary_folder_with_a_long_path(recipe, tmp_path):
+    """A socket's path has at most 107 bytes, and a cluster's job may have a longer TMPDIR than that."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    table = tmp_path / "table.jsonl"
+    table.write_text('{"image": "a.png", "text": "a"}\n' * 4)
+    for line in (
+        ["train", recipe, "run.steps=2", "schedule.warmup_steps=0", "data.workers=1"],
+        ["shards", table, tmp_path / "shards", "--workers=2", "--per-shard=2"],
+        ["index", tmp_path / "shards/*.tar", "--workers=2"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", *map(str, line)],
+            env=clean_environment() | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.glob("pymp-*")) == []
