@@ -1,11 +1,13 @@
-"""Processes by `multiprocessing`'s fork server, wherever temporary files are."""
+"""Processes: the cores that they may use, and `multiprocessing`'s fork server."""
 
 import multiprocessing
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import util
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 from clip_train.errors import RankError
 
@@ -42,3 +44,50 @@ def _short_folder() -> str:
         f"{LONGEST_FOLDER}; no file can be written to {', '.join(SHORT_FOLDERS)} either: set TMPDIR "
         "to a shorter path"
     )
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: its affinity, and a container's limit on CPU time
+    (`docker --cpus`, Kubernetes' limits), which is a quota of its control group. At least 1.
+
+    root: where /proc and /sys are.
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _control_groups(root):
+        cores = min(cores, _quota(folder))
+    return max(1, int(cores))
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit the CPU, and of all above."""
+    mounted = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:  # "0::/path" of version 2, "4:cpu,cpuacct:/path" of version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = mounted / controllers
+        if controllers and not top.exists():
+            top = mounted / "cpu"
+        folder = top / path.lstrip("/")
+        # in a container the path may be the host's, and the group itself is at the top
+        while folder != top:
+            yield folder
+            folder = folder.parent
+        yield top
+
+
+def _quota(folder: Path) -> float:
+    """Cores that the control group may use; infinite without a limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return int(quota) / int(period) if quota not in ("max", "-1") else float("inf")
+    except (OSError, ValueError, ZeroDivisionError):
+        return float("inf")

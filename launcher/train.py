@@ -44,6 +44,7 @@ from clip_train.models.clip import forward_flops
 from clip_train.models.weights import initial_weights, silent
 from clip_train.optim.schedule import learning_rate
 from clip_train.places import broken_link
+from clip_train.processes import usable_cores
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
@@ -150,7 +151,7 @@ def describe_attempt(
         machine = torch.cuda.get_device_name(device)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+        machine = f"{platform.machine()}, {usable_cores()} cores, {memory:.0f} GiB"
     ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
     changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     return {

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
-from clip_train.processes import fork_server
+from clip_train.processes import fork_server, usable_cores
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_storage
@@ -62,7 +61,7 @@ def run_index(
     found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
         write_indexes({}, shards)  # raise UserError before hours of reading
-    workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
+    workers = workers or max(2, min(16, usable_cores()))
     indexed = index_shards(shards, caption_key=caption_key, workers=workers, quiet=quiet)
     num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
     samples = sum(entry.samples for entry in entries.values())

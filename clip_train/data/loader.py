@@ -34,7 +34,7 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
-from clip_train.processes import fork_server
+from clip_train.processes import fork_server, usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -121,7 +121,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self.order, files = make_order(config, index, storage, self._keys, own_seed)
         workers = config.workers
         if workers == "auto":
-            workers = resolve_workers(len(os.sched_getaffinity(0)), "cpu")
+            workers = resolve_workers(usable_cores(), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each

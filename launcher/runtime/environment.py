@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError, UserError
+from clip_train.processes import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -247,7 +248,7 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    own = cores(env, os.environ, len(os.sched_getaffinity(0)))
+    own = cores(env, os.environ, usable_cores())
     number = resolve_workers(own, device.type) if workers == "auto" else workers
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(own, number if device.type == "cpu" else 0))
