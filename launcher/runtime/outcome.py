@@ -190,12 +190,14 @@ class Outcome:
             prefix = f"[{where}] " if failure.rank and not failure.lost else ""
             log(f"{prefix}{failure.message}", logging.ERROR)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
+            reason = f"{where}: {failure.message}"
             if failure.lost or failure.word == "PREEMPTED":
-                where = ""  # the reason names the rank, or no rank caused it
+                # the message names the rank, or no rank caused it
+                where, reason = "", failure.message
             try:
                 self._write_verdict(
                     failure.word,
-                    failure.message,
+                    reason,
                     where=where,
                     blamed=failure.node if failure.node_suspect else "",
                     hardware=failure.hardware,
@@ -203,7 +205,7 @@ class Outcome:
                 )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
-            self._notify(failure.word, failure.message)
+            self._notify(failure.word, reason)
 
     def _write_verdict(self, word: Word, reason: str, **more: Any) -> None:
         assert self.run_dir is not None

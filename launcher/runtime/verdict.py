@@ -22,7 +22,7 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
 
 # One word, then a JSON line with `step` and `reason`. Its other keys:
-#   where      the rank that failed, and its node
+#   where      the rank that failed, and its node; the reason begins with it
 #   blamed     a node that may be the cause; with `hardware` it certainly is
 #   room       after out of memory: the bytes that the next attempt's activations may take
 #   skipped    parts that only observe the run, and failed
