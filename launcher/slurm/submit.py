@@ -186,14 +186,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the script (--dry-run), or write, freeze and submit it."""
     config = with_samples(load_config(args.recipe, args.overrides))
     job = load_site(args.site, vars(args))
-    check_submission(config, job, offline=args.offline)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
     script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
-        print(script, end="")
+        print(script, end="", flush=True)  # also if a check refuses it
+    check_submission(config, job, offline=args.offline)
+    if args.dry_run:
         # the error message of sbatch; None without sbatch, empty if it accepts the script
         refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
         if refused and not OUTAGE.search(refused):
