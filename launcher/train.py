@@ -135,10 +135,10 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        why = broken_link(run_dir.absolute()) or e
+        link = broken_link(run_dir.absolute())
+        why = f"{link}: mount it" if link else str(e)
         raise RankError(
-            f"run.dir ({run_dir}) cannot be written on {node_name()}: {why}; mount it, or choose "
-            "another"
+            f"run.dir ({run_dir}) cannot be written on {node_name()}: {why}; choose another"
         ) from e
 
 

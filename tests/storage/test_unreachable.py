@@ -8,7 +8,6 @@ import pytest
 
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.errors import UserError
-from clip_train.storage import object_store
 from clip_train.storage.urls import open_read, open_storage
 
 
@@ -25,7 +24,6 @@ def environment(monkeypatch):
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(object_store, "clients", {})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,8 @@ def test_a_server_that_cannot_be_reached_is_named(monkeypatch, closed_port, prox
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example:9000")
         monkeypatch.setenv("http_proxy", f"http://me:secret@127.0.0.1:{closed_port}")
     with pytest.raises(OSError) as caught:
-        open_storage("s3://bucket/prefix", patience_seconds=0.5).list()
+        # a bucket of its own: all storages of a bucket share a client
+        open_storage(f"s3://bucket-{closed_port}/prefix", patience_seconds=0.5).list()
     message = str(caught.value)
     assert ("store.example:9000" if proxy else f"127.0.0.1:{closed_port}") in message, message
     assert (f"@127.0.0.1:{closed_port}" in message and "proxy" in message) == proxy, message
