@@ -50,7 +50,7 @@ from launcher.checks import (
 )
 from launcher.config.recipe import RunConfig, load_config
 from launcher.config.resolve import resolve
-from launcher.engines import linear, on_this_machine
+from launcher.engines import mistakes_here, on_this_machine
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import detect, require_usable_gpu, take_device
 from launcher.runtime.heartbeat import Heartbeat
@@ -292,7 +292,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     """The checks of `train --dry-run` before its plan: the recipe, its shards, captions, labels."""
     world = max(1, torch.cuda.device_count())
-    lacking = linear.mistakes_here(on_this_machine(config.engine, world))
+    lacking = mistakes_here(on_this_machine(config.engine, world))
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; ignore it if the run has GPUs")
     quickly = {"attempts": min(3, config.storage.attempts)}

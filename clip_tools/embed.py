@@ -29,6 +29,7 @@ from clip_train.engine import PlainEngine
 from clip_train.errors import UserError, unreadable
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
+from clip_train.processes import usable_cores
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
 from launcher.components import shared_index, tokenizer_of
@@ -156,7 +157,7 @@ def embed_run(args: argparse.Namespace) -> int:
                 world_size=dist.world_size(),
                 caption_key=config.data.caption_key,
                 labelled=args.images_only,
-                workers=len(os.sched_getaffinity(0)),
+                workers=usable_cores(),
                 storage=config.storage,
                 tokenizer=loaded.tokenizer,
                 stages=config.data.stages,

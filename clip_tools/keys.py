@@ -23,7 +23,8 @@ PAGE = """\
 # Every key of a recipe
 
 Printed by `clip-train keys --markdown`, from the code that checks recipes. On a command line:
-`section.key=value`.
+`section.key=value`. In a path or URL, `~`, `$NAME` and `${NAME}` are replaced as a shell would;
+a variable that is not set is a mistake.
 """
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 

@@ -104,6 +104,13 @@ class RendezvousError(ClipTrainError):
         self.node_suspect = node_suspect
 
 
+class EvaluationStopped(ClipTrainError):
+    """A rank was asked to stop during an evaluation. All ranks raise it between the same two
+    batches."""
+
+    agreed = True  # as if `dist.raise_agreed` had raised it
+
+
 class Preempted(ClipTrainError):
     """Asked to stop (a signal, a time limit). The checkpoint is committed; run the line again."""
 

@@ -93,6 +93,9 @@ def recovering_step(
             return result, plan
         except StepDiscarded as e:
             if e.flags.failed:
+                # as it was before the step: a stop request may still save it
+                engine.discard_gradients()
+                restore_rng(start, engine.device)
                 raise
             why = parts.failed or "out of memory in the backward pass of another rank"
         except _AttemptFailed as e:

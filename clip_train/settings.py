@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -27,6 +28,7 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -42,6 +44,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from clip_train.errors import UserError
+from clip_train.places import expanded
 from clip_train.yaml_text import YamlError, dump_line
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"  # such as torch.optim.RMSprop
@@ -60,6 +63,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]
 """The path of a user's own code: my_package.module.name, or my_package.module:name."""
+Place = Annotated[str, AfterValidator(expanded)]
+"""A path or URL, or several joined by `::`; `~` and `$VARIABLES` are replaced."""
 Messages = Iterator[str]
 """What a rule yields for values that break it: field, value and remedy."""
 # Words that a key which is true or false accepts; for any other key they are texts.
@@ -289,6 +294,12 @@ def _kinds(annotation: Any) -> set[Any]:
 POSITIONAL = {"loss.kind": 5, "schedule.name": 3, "optim.name": 2, "data.aug_own": 1}
 
 
+def is_installed(package: str) -> bool:
+    """Also False for a mere folder of that name, which Python takes for a namespace."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def is_import_path(name: str) -> bool:
     """Whether a key that takes names or import paths has an import path."""
     return "." in name
@@ -427,7 +438,9 @@ def explain(
             lines[path] = f"{path} is missing; add it to the {within}{command}"
         elif each["type"] == "value_error":
             said = str(each["ctx"]["error"])
-            lines[said] = said if not keys or str(keys[0]) in said else f"{path}: {said}"
+            # a rule across keys names them itself
+            named = not keys or (path if len(keys) > 1 else str(keys[0])) in said
+            lines[said] = said if named else f"{path}: {said}"
         elif each["type"] in ("model_type", "model_attributes_type"):
             remedy = f"write {path}: and below it its keys, indented" if path else "see recipes/"
             lines[path] = f"{path or within} ({shown(value)}) must be a section; {remedy}"

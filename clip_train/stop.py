@@ -11,7 +11,16 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# TERM: preemption, scancel. USR1, USR2: a scheduler's warning before the time limit. XCPU: a limit on
+# CPU seconds (`ulimit -t`, SGE's soft limit). INT: Ctrl-C. HUP: a closed terminal.
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGINT,
+    signal.SIGHUP,
+)
 
 
 class StopRequest:
@@ -36,9 +45,11 @@ class StopRequest:
             return True
         return False
 
+    def asked(self) -> bool:
+        return self.look() is not None
+
     def listen(self) -> None:
-        """Handle TERM (preemption, scancel), USR1 (time limit near), INT, and HUP (a closed
-        terminal) unless nohup ignores it.
+        """Handle SIGNALS; HUP unless nohup ignores it.
 
         A second INT ends the process, as Ctrl-C always did. A second TERM or USR1 changes nothing:
         torchrun, Slurm and a batch script may each send one for the same event, and the save must
@@ -69,8 +80,9 @@ class StopRequest:
     def ignore(self) -> None:
         """Ignore further signals: everything is committed, so a launcher's signal must not look
         like a crash."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        for number in SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)

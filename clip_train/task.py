@@ -221,7 +221,9 @@ class Flags(NamedTuple):
     tensor around the ring separately.
     """
 
-    failed: bool = False  # an error, and no new batch: the step is discarded and the run ends
+    # An error, or a stop request while the data does not come. There is no new batch, so the step is
+    # discarded and the run ends.
+    failed: bool = False
     stop: bool = False  # it was asked to stop after this step
     again: bool = False  # out of memory in its backward pass: the step is discarded and repeated
     smaller: bool = False  # its micro-batch became smaller in this step

@@ -15,9 +15,15 @@ from clip_train.batch import BatchPlan, BatchSizes, shares
 from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
-from clip_train.data.loader import Prefetcher
+from clip_train.data.loader import Prefetcher, StoppedWaiting
 from clip_train.engine import Engine
-from clip_train.errors import CheckpointError, DataError, DivergedError, Preempted
+from clip_train.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    EvaluationStopped,
+    Preempted,
+)
 from clip_train.metrics.meters import peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
@@ -60,6 +66,9 @@ class Trainer:
     # an error of this rank alone; the other ranks learn of it in the next step
     failure: Exception | None = None
     last: Batch | None = None  # the newest batch from `batches`
+    starved: bool = False  # asked to stop while the next batch did not come
+    # during an evaluation: the step before it is saved, or its save has begun
+    saved_before_evaluation: bool = False
 
     def resume(self, resumed: Resumed) -> None:
         """Take weights, optimizer, random state and position from a checkpoint."""
@@ -101,7 +110,7 @@ class Trainer:
                 f"all {self.steps} steps are trained, but the last save failed (see above); "
                 f"{self.committed()}; run the same command again"
             )
-        evaluated = self._evaluate()
+        evaluated = self._evaluate(saved=True)
         dist.raise_agreed(self.failure)  # no later step would do so
         return evaluated
 
@@ -129,9 +138,10 @@ class Trainer:
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
         """The next batch.
 
-        A rank that has failed gets its previous batch again, because the other ranks need it in the
-        step's collectives. Its flag then makes all ranks discard the step. The first batch has no
-        previous one, so after it the ranks agree here, with a collective of its own.
+        A rank that has failed, or that was asked to stop while the data does not come, gets its
+        previous batch again, because the other ranks need it in the step's collectives. Its flag
+        then makes all ranks discard the step. The first batch has no previous one, so after it the
+        ranks agree here, with a collective of its own.
         """
         no_batch_yet = self.last is None
         if self.failure is None:
@@ -139,27 +149,35 @@ class Trainer:
                 self.last = next(batches)
             except StopIteration:
                 self.failure = DataError("the data ended, although it should repeat")
+            except StoppedWaiting:
+                self.starved = True
             except Exception as e:
                 self.failure = e
         if no_batch_yet:
             flags = self._flags()
             failed, stopped = dist.max_scalars(flags.failed, flags.stop)
             if failed:
-                self._end_failed()
+                self._end_discarded()
             if stopped:
                 self._end_preempted()
         assert self.last is not None
-        if self.failure is None:
+        if self.failure is None and not self.starved:
             return self.last
         samples_by_rank = shares(self.sizes.at(self.step), dist.world_size())
         return self.last.repeated(samples_by_rank[dist.rank()], tuple(samples_by_rank))
 
     def _flags(self) -> Flags:
-        return Flags(failed=self.failure is not None, stop=self.stop.reason is not None)
+        return Flags(
+            failed=self.failure is not None or self.starved,
+            stop=self.stop.reason is not None,
+        )
 
-    def _end_failed(self) -> NoReturn:
-        """Collective. The lowest rank that failed raises its own error; the others raise
-        `RemoteRankError`."""
+    def _end_discarded(self) -> NoReturn:
+        """Collective, after a step that a rank's flag has discarded. The lowest rank that failed
+        raises its own error; the others raise `RemoteRankError`. Without an error, a rank was asked
+        to stop while its data did not come."""
+        if not dist.any_rank(self.failure is not None):
+            self._end_preempted()
         self.call("on_error", self.failure)
         dist.raise_agreed(self.failure)
         raise AssertionError("no rank has failed")
@@ -167,7 +185,7 @@ class Trainer:
     def _step(self, batch: Batch, waited: float) -> bool:
         """One step, then a save and an evaluation if they are due. waited: seconds for the batch.
 
-        Returns True if any rank was asked to stop. This method then neither saves nor evaluates."""
+        Returns True if any rank was asked to stop. `run` then saves."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         try:
@@ -181,7 +199,7 @@ class Trainer:
                 flags=self._flags,
             )
         except StepDiscarded:
-            self._end_failed()
+            self._end_discarded()
         except DivergedError as e:
             self.checkpoints.settle()  # a pending save may become the last good checkpoint
             good = self.checkpoints.last_good
@@ -211,12 +229,15 @@ class Trainer:
             )
         if result.flags.stop or self.step == self.steps:
             return result.flags.stop  # `run` saves and evaluates at the end
-        save_due = self.checkpoints.due(self.step)
-        evaluation_due = self.step % (self.evaluate_every or self.steps) == 0
-        if save_due:
-            self._save()
+        evaluation_due = (
+            self.evaluate is not None and self.step % (self.evaluate_every or self.steps) == 0
+        )
+        save_due = self.checkpoints.due(self.step, evaluates=evaluation_due)
+        saved = save_due and self._save() is not Saved.FAILED
         if evaluation_due:
-            self._evaluate()
+            self._evaluate(saved=saved)
+            if dist.any_rank(self.stop.asked()):
+                return True
         if save_due or evaluation_due:
             self.step_start = time.perf_counter()  # neither counts as time of the next step
         return False
@@ -252,13 +273,21 @@ class Trainer:
         self._on_this_rank(lambda: record.update(self.checkpoints.poll()))
         return record
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, *, saved: bool) -> dict[str, float]:
+        """saved: this step is saved, or its save has begun. Preempted, on all ranks, if one of them
+        is asked to stop meanwhile."""
         if self.evaluate is None:
             return {}
+        self.saved_before_evaluation = saved
         self.call("phase", "evaluate")
-        evaluated = self.skipped.attempt(
-            "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
-        )
+        try:
+            evaluated = self.skipped.attempt(
+                "the evaluation", self.evaluate, remedy=EVALUATE_LATER, together=True
+            )
+        except EvaluationStopped:
+            self._end_preempted()
+        finally:
+            self.saved_before_evaluation = False
         if evaluated is None:
             release()  # the evaluation may have run out of memory: free what it held
             return {}
@@ -292,14 +321,23 @@ class Trainer:
             wait=wait,
         )
 
-    def _end_preempted(self) -> None:
+    def finish_save(self) -> str | None:
+        """From another thread, during an evaluation that does not end: finish the save that was
+        begun before it. The process must end then. The newest committed checkpoint, as part of a
+        message; None if there was no such save, so this process has steps to lose."""
+        if not self.saved_before_evaluation:
+            return None
+        self.checkpoints.close()
+        return self.committed()
+
+    def _end_preempted(self) -> NoReturn:
         """Collective. Save, then raise Preempted; CheckpointError if nothing could be committed."""
         all_reasons = dist.gather_objects(self.stop.reason)
         distinct_reasons = dict.fromkeys(reason for reason in all_reasons if reason is not None)
         reasons = ", ".join(distinct_reasons)
         step = self.step
         where = "before the first step"
-        remedy = "start"
+        remedy = "run the same command to start"
         if step > 0:
             saved = self._save(wait=True)
             good = self.checkpoints.last_good
@@ -311,10 +349,12 @@ class Trainer:
                     f"{self.committed()}"
                 )
             where = f"after step {step}: {self.committed()}"
-            remedy = "continue"
+            remedy = "run the same command to continue"
+            if self.checkpoints.config.resume == "never":
+                remedy = "run again with checkpoint.resume=auto to continue"
         file_removed = dist.any_rank(self.stop.remove_file())
         removed = ", and the STOP file was removed" if file_removed else ""
-        raise Preempted(f"stopped by {reasons} {where}{removed}; run the same command to {remedy}")
+        raise Preempted(f"stopped by {reasons} {where}{removed}; {remedy}")
 
     def committed(self) -> str:
         """The newest committed checkpoint, as part of a message."""

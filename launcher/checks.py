@@ -28,6 +28,7 @@ from clip_train.models.loading import (
     non_finite,
     trained_with,
 )
+from clip_train.places import broken_link
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
 from launcher.config.recipe import RunConfig
@@ -83,6 +84,12 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
 def check_disk(config: RunConfig) -> Iterator[Finding]:
     """Check that run.dir can be written and has enough space."""
     run_dir = config.run_dir.absolute()
+    link = broken_link(run_dir)
+    if link is not None:
+        yield error(
+            "disk", f"run.dir ({run_dir}) cannot be written: {link}", "mount it, or choose another"
+        )
+        return
     folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     probe = folder / f".doctor-{os.getpid()}"
     try:

@@ -23,6 +23,7 @@ from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engine import Engine, MovingAverage
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.examples import Examples
+from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, OwnModel, vocabulary_mistakes
@@ -228,17 +229,26 @@ def evaluation(
     architecture: AnyArchitecture,
     engine: Engine,
     examples: Examples | None = None,
+    asked_to_stop: Callable[[], bool] = never,
 ) -> Callable[[], dict[str, float]] | None:
     """A closure that evaluates on `data.val` and the labelled images, or None if there are
     neither.
 
-    examples: takes examples of `data.val`, or of its first set.
+    examples: takes examples of `data.val`, or of its first set. asked_to_stop: as in
+    `clip_train.evaluate.loop.evaluate`.
     """
     places = config.evaluated_on
     if not places:
         return None
     tokenizer = dist.agreed(tokenizer_of, architecture)
     without_classes = config.evaluate.model_copy(update={"zero_shot_classes": None})
+    measure = partial(
+        evaluate,
+        engine,
+        tokenize=tokenizer,
+        widths=config.loss.widths or (),
+        asked_to_stop=asked_to_stop,
+    )
 
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:
@@ -274,17 +284,15 @@ def evaluation(
             for key in places
         }
         val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
-        widths, out = config.loss.widths or (), dict[str, float]()
+        out = dict[str, float]()
         for key, loader in loaders.items():
             name = key.removeprefix("data.val.")
             if name != key:
-                metrics = evaluate(
-                    engine, loader, without_classes, tokenizer, None, widths, examples
-                )
+                metrics = measure(loader, without_classes, examples=examples)
                 examples = None  # only of the first set
                 out |= {f"{name}/{each}": value for each, value in metrics.items()}
         if val or labelled:
-            out |= evaluate(engine, val, config.evaluate, tokenizer, labelled, widths, examples)
+            out |= measure(val, config.evaluate, labelled=labelled, examples=examples)
         own = [sample for loader in loaders.values() for sample in loader.invalid]
         invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
         if invalid and dist.is_main():

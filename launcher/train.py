@@ -46,6 +46,8 @@ from clip_train.models.clip import count_parameters, forward_flops
 from clip_train.models.loading import silent
 from clip_train.models.weights import initial_weights
 from clip_train.optim.schedule import learning_rate
+from clip_train.places import broken_link
+from clip_train.processes import usable_cores
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
@@ -73,6 +75,7 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     verdict. stop: already catches signals; its handlers were installed before the slow imports.
     """
     env = environment.detect(os.environ)
+    environment.check_restarts(config.checkpoint.resume, os.environ, requeues=RUN_DIR in os.environ)
     environment.prepare(os.environ, config.engine.deterministic)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
     outcome.watchdog = watchdog = Watchdog(
@@ -135,8 +138,10 @@ def explain_write_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        link = broken_link(run_dir.absolute())
+        why = f"{link}: mount it" if link else str(e)
         raise RankError(
-            f"run.dir ({run_dir}) cannot be written on {node_name()}: {e}; choose another"
+            f"run.dir ({run_dir}) cannot be written on {node_name()}: {why}; choose another"
         ) from e
 
 
@@ -150,7 +155,7 @@ def describe_attempt(
         machine = torch.cuda.get_device_name(device)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+        machine = f"{platform.machine()}, {usable_cores()} cores, {memory:.0f} GiB"
     ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
     changed = redact(config.model_dump(mode="json", exclude_defaults=True))
     return {
@@ -283,7 +288,7 @@ def build_trainer(
     trainer = Trainer(
         engine=engine,
         objective=objective,
-        batches=Prefetcher(loader, device),
+        batches=Prefetcher(loader, device, asked_to_stop=stop.asked),
         plan=resolved.plan,
         sizes=config.batch.sizes,
         steps=config.steps,
@@ -291,7 +296,7 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=components.evaluation(config, architecture, engine, examples),
+        evaluate=components.evaluation(config, architecture, engine, examples, stop.asked),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
@@ -304,7 +309,7 @@ def build_trainer(
         skipped=skipped,
     )
     outcome.trainer = trainer
-    watchdog.committed = lambda: checkpoints.last_good.step if checkpoints.last_good else None
+    watchdog.watch(trainer)
     if resumed is not None:
         trainer.resume(resumed)
     if dist.is_main():

@@ -25,6 +25,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+from clip_train.stop import SIGNALS
 from tests import devices, jitter, processor
 
 PRELOAD = [
@@ -264,7 +265,7 @@ def own_fork_server() -> None:
         pid = os.fork()
         if pid == 0:
             os.close(alive_w)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             try:
                 forkserver.main(listener.fileno(), alive_r, [])

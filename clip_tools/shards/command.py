@@ -5,7 +5,6 @@ shards.
 import argparse
 import itertools
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from clip_tools.shards.convert import (
 from clip_tools.shards.index import run_index
 from clip_train.data.formats import SkippedFiles
 from clip_train.errors import DataError, UserError
+from clip_train.processes import usable_cores
 
 RECIPE = "recipes/small.yaml"
 LARGE_RECIPE = "recipes/vit_b32.yaml"
@@ -35,7 +35,7 @@ TEMPLATE = "a photo of a {}."
 
 def run(args: argparse.Namespace) -> int:
     source, folder = Path(args.source).expanduser(), Path(args.out).expanduser()
-    per_shard, workers = args.per_shard or 1000, args.workers or len(os.sched_getaffinity(0))
+    per_shard, workers = args.per_shard or 1000, args.workers or usable_cores()
     if per_shard < 1 or workers < 1:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
     caption_keys = args.caption_key.split(",") if args.caption_key else []

@@ -19,7 +19,6 @@ import glob
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
 from collections import Counter
@@ -48,6 +47,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import decode_image, is_transparent
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
+from clip_train.processes import fork_server
 
 IMAGE_KEYS = (
     "filepath", "file_name", "filename", "image_path", "image", "path", "file", "img", "jpg",
@@ -380,7 +380,7 @@ def make_shards(
     rows = iter(rows)
     groups = iter(lambda: list(itertools.islice(rows, per_shard)), [])
     write = partial(write_shard, folder, root, per_shard)
-    context = multiprocessing.get_context("forkserver")  # file systems do not survive a fork
+    context = fork_server()
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=quiet_pillow) as pool:
         numbered = enumerate(groups)

@@ -5,8 +5,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import multiprocessing
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +26,7 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
+from clip_train.processes import fork_server, usable_cores
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_storage
@@ -63,7 +62,7 @@ def run_index(
     found = look_up([shards], "auto", StorageConfig()).shared if check else None
     if not check:
         write_indexes({}, shards)  # raise UserError before hours of reading
-    workers = workers or max(2, min(16, len(os.sched_getaffinity(0))))
+    workers = workers or max(2, min(16, usable_cores()))
     indexed = index_shards(shards, caption_key=caption_key, workers=workers, quiet=quiet)
     num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
     samples = sum(entry.samples for entry in entries.values())
@@ -222,9 +221,7 @@ def index_shards(
     with contextlib.ExitStack() as stack:
         results: Iterable[Indexed] = map(read, todo)
         if workers > 1:
-            context = multiprocessing.get_context(
-                "forkserver"
-            )  # file systems do not survive a fork
+            context = fork_server()
             context.set_forkserver_preload([__name__])
             pool = ProcessPoolExecutor(workers, mp_context=context)
             stack.callback(pool.shutdown, cancel_futures=True)

@@ -12,7 +12,7 @@ from pydantic import Field
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
-from clip_train.settings import Messages, Settings, is_switch, rule
+from clip_train.settings import Messages, Place, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
@@ -32,7 +32,7 @@ class CheckpointConfig(Settings):
     every_minutes: float | None = Field(None, gt=0, le=1e6)
     """Save this many minutes after the last save, by rank 0's clock; null: never by time."""
 
-    remote: str | None = Field(None, min_length=1)
+    remote: Place | None = Field(None, min_length=1)
     """Where checkpoints are uploaded to: `s3://bucket/prefix`, or a folder on another disk. It
     belongs to this run alone. null: they stay under `<run.dir>/checkpoints`. Credentials come
     from the usual environment or profile.
@@ -50,7 +50,7 @@ class CheckpointConfig(Settings):
     at the step of a save count.
     """
 
-    resume: str = Field("auto", min_length=1)
+    resume: Place = Field("auto", min_length=1)
     """`auto` (the newest complete checkpoint, local or remote, else a fresh start), `must` (fail
     rather than start fresh), `never`, or a path or URL: a run's folder, its checkpoints, or one
     checkpoint in it. If it is another run's, this run starts there. Once it has a checkpoint of its

@@ -166,15 +166,19 @@ class CheckpointManager:
 
     # -- save
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, *, evaluates: bool = False) -> bool:
         """Whether to save after `step` (counted from 1); collective, once per step.
+
+        evaluates: an evaluation follows. Its steps are saved first, because it may take longer than
+        a preempted job has left.
 
         If a disk is still writing the previous snapshot, a save that is due is deferred. That is
         not a failure until it has lasted for `checkpoint.save_timeout_minutes`.
         """
         self._poll()
         every, minutes = self.config.every_steps, self.config.every_minutes
-        due = self._deferred is not None or (every is not None and step > 0 and step % every == 0)
+        due = self._deferred is not None or evaluates
+        due |= every is not None and step > 0 and step % every == 0
         if minutes is not None and step >= self._next_look:
             due |= self._look_at_the_clock(step, minutes)
         if not due:
@@ -343,7 +347,7 @@ class CheckpointManager:
 
     def _hear(self, message: Message) -> None:
         step, text, seconds = message.step, message.text, message.seconds
-        if message.event not in (Event.NOTE, Event.WRITTEN, Event.LOCAL):
+        if message.event not in (Event.NOTE, Event.WARNING, Event.WRITTEN, Event.LOCAL):
             # how an attempt has ended: the one that is pending, or one before it
             if step not in self._pending or self._pending[step].prefix != message.prefix:
                 return
@@ -351,6 +355,8 @@ class CheckpointManager:
         match message.event:
             case Event.NOTE:
                 self._log(text)
+            case Event.WARNING:
+                self._warn(text)
             case Event.WRITTEN:
                 self._writing = None
             case Event.LOCAL:

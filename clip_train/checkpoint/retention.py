@@ -4,17 +4,25 @@ import contextlib
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clip_train.checkpoint.commit import NO_LEASE, Lease, check, list_commits, prefix_of
+from clip_train.checkpoint.commit import (
+    NO_LEASE,
+    Lease,
+    check,
+    explain,
+    list_commits,
+    prefix_of,
+)
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import FETCHED, CommitRef, parse_prefix
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
 
+Failures = dict[str, str]  # what could not be removed, and why
 HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other writers
 
 
@@ -52,30 +60,40 @@ def apply_retention(
     policy: Policy,
     scores: dict[CommitRef, float],
     in_flight: Collection[str] = (),
-) -> None:
+) -> Failures:
     """Remove old checkpoints and orphans; rank 0's checkpoint writer, after a commit.
 
     scores: as in `kept`. in_flight: attempts that may still be committed in another store, from
-    their files here. OSError; FencedError.
+    their files here. Returns what could not be removed; all else was. OSError if nothing can be
+    listed, or if a remote store is down; FencedError.
 
     It removes the marker first and the data second, so a kill in between leaves an orphan, not a
     broken checkpoint. Never removes anything with a higher epoch than this writer's: the writer may
     have slept since it asked for its lease.
     """
     commits = list_commits(storage)
+    failures: Failures = {}
     if not commits:
-        return
+        return failures
     check(storage, policy.lease)
     stay = kept(commits, policy, scores)
     epoch = policy.lease.epoch
-    removed = [ref for ref in commits if ref not in stay and ref.epoch <= epoch]
-    for old in removed:
+    removed = set()
+    for old in commits:
+        if old in stay or old.epoch > epoch:
+            continue
         check(storage, policy.lease)
-        storage.delete(old.name)
+        with one_of_many(storage, old.name, failures):
+            storage.delete(old.name)
+            removed.add(old)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
     now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
-    named = {ref: prefix_of(storage, ref) for ref in commits if ref in stay}
-    for (ref, attempt), files in attempts(storage).items():
+    # by commit: the folder that its marker names
+    named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in stay)
+    for ref in named:
+        with one_of_many(storage, ref.name, failures):
+            named[ref] = prefix_of(storage, ref)
+    for (ref, attempt), files in attempts(storage, failures).items():
         # A successor or this process may still commit it. No rank still writes an attempt older
         # than this process's newest commit, because each rank writes its saves one at a time.
         pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
@@ -83,22 +101,47 @@ def apply_retention(
             continue
         grace = 0.0 if ref.epoch == epoch else orphan_grace
         modified = max(entry.modified for entry in files)
-        if ref not in removed:
-            if now - modified < grace:
-                continue
+        if ref not in removed and now - modified < grace:
+            continue
+        with one_of_many(storage, attempt, failures):
             # a marker may have appeared since the commits were listed
-            if storage.exists(ref.name) and is_named({ref: prefix_of(storage, ref)}, ref, attempt):
+            if (
+                ref not in removed
+                and storage.exists(ref.name)
+                and is_named({ref: prefix_of(storage, ref)}, ref, attempt)
+            ):
                 continue
-        _remove(storage, attempt)
+            _remove(storage, attempt)
+    return failures
 
 
-def attempts(storage: Storage) -> dict[tuple[CommitRef, str], list[Entry]]:
+@contextlib.contextmanager
+def one_of_many(storage: Storage, name: str, failures: Failures) -> Iterator[None]:
+    """An OSError inside the block is about `name` alone, and is noted: the others are removed.
+
+    In a remote store that holds for a denied request only. If the store is down, each further
+    request would be retried for minutes.
+    """
+    try:
+        yield
+    except OSError as e:
+        if not isinstance(storage, LocalStorage) and not isinstance(e, PermissionError):
+            raise
+        failures[name] = explain(e)
+
+
+def attempts(storage: Storage, failures: Failures) -> dict[tuple[CommitRef, str], list[Entry]]:
     """The files of each attempt, by commit marker and folder. Includes attempts that are still
-    being written. OSError.
+    being written. failures: gets the folders on a disk that cannot be listed. OSError.
     """
     files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
+    entries: list[Entry] = []
     if isinstance(storage, LocalStorage):
-        entries = storage.list("ckpt", unfinished=True) + storage.list(FETCHED)
+        for place in ("ckpt", f"{FETCHED}ckpt"):
+            for folder in sorted(storage.path(place).glob("*/*")):
+                name = folder.relative_to(storage.root).as_posix()
+                with one_of_many(storage, name, failures):
+                    entries += storage.list(name, unfinished=True)
     else:
         entries = storage.list("ckpt")
     for entry in entries:
@@ -122,11 +165,15 @@ def _remove(storage: Storage, attempt: str) -> None:
             storage.path(attempt).parent.rmdir()
 
 
-def remove_leftovers(storage: LocalStorage, epoch: int) -> None:
-    """On a disk that not all ranks share: remove what was written or fetched before. OSError."""
-    for ref, attempt in attempts(storage):
-        if ref.epoch < epoch and not storage.exists(ref.name):
-            _remove(storage, attempt)
+def remove_leftovers(storage: LocalStorage, epoch: int) -> Failures:
+    """On a disk that not all ranks share: remove what was written or fetched before. Returns what
+    could not be removed."""
+    failures: Failures = {}
+    for ref, attempt in attempts(storage, failures):
+        with one_of_many(storage, attempt, failures):
+            if ref.epoch < epoch and not storage.exists(ref.name):
+                _remove(storage, attempt)
+    return failures
 
 
 def check_space(folder: Path, needed: int) -> None:

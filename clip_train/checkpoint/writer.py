@@ -34,11 +34,13 @@ from clip_train.checkpoint.commit import (
 )
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.retention import (
+    Failures,
     Policy,
     apply_retention,
     remove_leftovers,
 )
 from clip_train.errors import CheckpointError
+from clip_train.stop import SIGNALS
 from clip_train.storage.base import Storage
 from clip_train.storage.local import LocalStorage, open_own
 from clip_train.storage.urls import open_storage
@@ -51,6 +53,7 @@ class Event(Enum):
     """A message from a checkpoint writer to its rank."""
 
     NOTE = auto()  # a line for the user
+    WARNING = auto()  # the same, about something that the user has to correct
     WRITTEN = auto()  # the snapshot is on the disk, or cannot be: the memory is free
     LOCAL = auto()  # committed on the local disk
     COMMITTED = auto()  # committed in the main store; not on rank 0: this rank's part is there
@@ -77,7 +80,7 @@ class Message:
 
 def main(connection_fd: int, memory_fd: int, parent: int) -> None:
     """Run the process until its rank asks it to finish, or has ended."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides when this ends
     os.nice(5)  # training comes first
     with contextlib.suppress(OSError, AttributeError):
@@ -111,6 +114,7 @@ class Writer:
         # one; that of a remote store may take as long as an outage.
         self._tidying = threading.Lock()
         self._active: set[str] = set()  # attempts that may still be committed
+        self._stuck: dict[str, set[str]] = {}  # by store: what could not be removed last time
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
         self._newest = 0  # the step that is uploaded next
@@ -233,13 +237,24 @@ class Writer:
         """
         try:
             with self._tidying if store is self.local else contextlib.nullcontext():
+                failures: Failures = {}
                 if store is self.local and not self.policy.shared:
-                    remove_leftovers(self.local, self.policy.lease.epoch)
+                    failures = remove_leftovers(self.local, self.policy.lease.epoch)
                 elif scores is not None:
-                    apply_retention(store, self.policy, scores, set(self._active))
+                    failures = apply_retention(store, self.policy, scores, set(self._active))
+            new = sorted(failures.keys() - self._stuck.get(store.url, set()))
+            self._stuck[store.url] = set(failures)
+            if new:
+                more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+                self._report(
+                    Event.WARNING,
+                    f"{store.url}: {new[0]}{more} could not be removed: {failures[new[0]]}. All "
+                    "other old checkpoints were. Each save tries again; remove it by hand, or it "
+                    "takes space",
+                )
         except Exception as e:  # saving continues, whatever it is
             text = f"{store.url}: old checkpoints could not be removed: {explain(e)}"
-            self._report(Event.NOTE, text)
+            self._report(Event.WARNING, text)
 
 
 # -- from memory to the disk, hashed once on the way

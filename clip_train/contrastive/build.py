@@ -15,6 +15,14 @@ from clip_train.errors import UserError
 from clip_train.settings import call_imported, import_path, is_import_path, shown
 from clip_train.task import Objective
 
+# Methods of a loss that has something to remember from step to step.
+STATE = ("after_step", "state_dict", "load_state_dict")
+
+
+def keeps_state(objective: Objective) -> bool:
+    """Whether it keeps something from step to step, by any of the methods for that."""
+    return any(getattr(type(objective), name) is not getattr(Objective, name) for name in STATE)
+
 
 def build_loss(
     config: LossConfig, teachers: Sequence[Teacher] = (), texts_per_image: int = 1
@@ -45,10 +53,10 @@ def build_loss(
         else:
             objective = FunctionLoss.named(config.kind, found, config.options, tile)
     views = config.widths is not None or texts_per_image > 1
-    if views and type(objective).after_step is not Objective.after_step:
+    if views and keeps_state(objective):
         raise UserError(
             f"loss.widths ({shown(config.widths)}) and data.texts_per_image ({texts_per_image}): "
-            f"loss.kind ({config.kind}) keeps features of one width and of one text from step to "
+            f"loss.kind ({config.kind}) keeps a state of one width and of one text from step to "
             "step; set loss.widths=null data.texts_per_image=1, or loss.kind=info_nce"
         )
     if texts_per_image > 1:

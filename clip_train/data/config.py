@@ -30,6 +30,7 @@ from clip_train.settings import (
     Allowed,
     ImportPath,
     Messages,
+    Place,
     Refused,
     Settings,
     Silent,
@@ -65,7 +66,7 @@ class DataConfig(Settings):
     """synthetic: noise with made-up captions instead of data.train, without any files, to measure
     speed; data.num_samples of them are an epoch (null: 1,000,000)."""
 
-    train: Annotated[str, Allowed("text", example="'shards/{00000..00099}.tar'")]
+    train: Annotated[Place, Allowed("text", example="'shards/{00000..00099}.tar'")]
     """WebDataset shards: a path with braces (`{00000..00099}.tar`) or globs, several sources joined
     by `::`."""
 
@@ -154,7 +155,7 @@ class DataConfig(Settings):
     of these widths. []: no features are read, and model.teacher may name teachers."""
 
     val: Annotated[
-        str | dict[SetName, Name] | None,
+        Place | dict[SetName, Annotated[Place, Field(min_length=1)]] | None,
         Allowed(
             "text, or texts by names of letters, digits, dashes and underscores, or null",
             example="'{coco: coco/*.tar, emoji: emoji/*.tar}'",

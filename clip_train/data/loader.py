@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import pickle
 import queue
@@ -35,17 +34,24 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
+from clip_train.processes import fork_server, usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
 from clip_train.task import Batch, text_lengths
 
 WAIT_SECONDS = 2.0  # between looks whether the loader was closed, while it waits for a worker
-CLOSE_SECONDS = 10.0  # for the prefetching thread to end
+CLOSE_SECONDS = 4.0  # for the prefetching thread to end
+WORKER_SECONDS = 3.0  # for all workers to end; one that hangs in a read is killed then
+STOP_SECONDS, LOOK_SECONDS = 1.0, 0.25  # a batch is waited for after a stop request; between looks
 # of remote shards, which workers that share streams keep in memory
 SAMPLE_BYTES = 1 << 16  # of most; larger ones are perhaps fetched twice
 SPARE_BLOCKS, MOST_BLOCKS = 8, 256  # of a stream; of a rank, each with an open file
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
+
+
+class StoppedWaiting(Exception):
+    """This rank was asked to stop, and its next batch does not come."""
 
 
 class WorkerTraceback(Exception):
@@ -115,7 +121,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self.order, files = make_order(config, index, storage, self._keys, own_seed)
         workers = config.workers
         if workers == "auto":
-            workers = resolve_workers(len(os.sched_getaffinity(0)), "cpu")
+            workers = resolve_workers(usable_cores(), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
@@ -245,7 +251,13 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         atexit.unregister(self.close)
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:
+            workers = pieces._workers  # type: ignore[attr-defined]
+            # torch waits up to 10 s for each, one after the other
+            killer = threading.Timer(WORKER_SECONDS, _kill, [workers])
+            killer.daemon = True
+            killer.start()
             pieces._shutdown_workers()  # type: ignore[attr-defined]
+            killer.cancel()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -266,7 +278,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             slots = max(SPARE_BLOCKS, min(window, budget // count))
             self._stream.caches = [BlockCache(slots) for _ in range(count)]
         self._stream.memory = shared_images(self._shape)
-        context = multiprocessing.get_context("forkserver")
+        context = fork_server()
         context.set_forkserver_preload(PRELOAD)
         _start_fork_server()
         # workers ignore the signals that `multiprocessing` would end them with, and it would wait
@@ -315,10 +327,19 @@ class Prefetcher(Iterator[Batch]):
     A thread takes them from the source. On a GPU it copies them from pinned memory on a stream of
     its own; the stream that computes waits for the copy, and the host waits for nothing. Errors of
     the source are raised here.
+
+    asked_to_stop: if it becomes true during a wait for a batch, StoppedWaiting is raised. The first
+    batch is always waited for.
     """
 
-    def __init__(self, source: TrainLoader, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: TrainLoader,
+        device: torch.device,
+        asked_to_stop: Callable[[], bool] | None = None,
+    ) -> None:
         self.source, self.device = source, device
+        self._asked_to_stop = asked_to_stop
         self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = (
             queue.SimpleQueue()
         )
@@ -335,7 +356,7 @@ class Prefetcher(Iterator[Batch]):
             self._ready.put(self._to_device(next(self.source)))
             self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
             self._thread.start()
-        ready = self._ready.get()
+        ready = self._wait()
         if isinstance(ready, BaseException):
             self.close()
             raise ready
@@ -349,6 +370,18 @@ class Prefetcher(Iterator[Batch]):
             # the copying stream may not reuse its memory before this stream is done with it
             tensor.record_stream(current)
         return batch
+
+    def _wait(self) -> tuple[Batch, torch.cuda.Event | None] | BaseException:
+        if self._asked_to_stop is None:
+            return self._ready.get()
+        patience = STOP_SECONDS  # from a stop request on, a batch may be about to come
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=LOOK_SECONDS)
+            if self._asked_to_stop():
+                patience -= LOOK_SECONDS
+            if patience <= 0:
+                raise StoppedWaiting
 
     def close(self) -> None:
         """Nothing more is given."""
@@ -377,6 +410,13 @@ class Prefetcher(Iterator[Batch]):
                 return batch.to(self.device), self._stream.record_event()
         except torch.OutOfMemoryError:  # during the step under way; between two there is room
             return batch, None
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
 
 def _start_fork_server() -> None:

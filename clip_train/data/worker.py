@@ -36,6 +36,7 @@ from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, RankError
 from clip_train.inputs import Input
+from clip_train.processes import usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.task import sample_ids
@@ -86,7 +87,7 @@ def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], rank
     """
     workers = data.workers
     if workers == "auto":
-        cores = len(os.sched_getaffinity(0)) // ranks
+        cores = usable_cores() // ranks
         workers = resolve_workers(cores, "cuda" if torch.cuda.is_available() else "cpu")
     parts = [Partition(sizes, int(data.lanes), rank, ranks) for rank in range(ranks)]
     shapes = [shared_shape(part.workers(workers), data.prefetch, row) for part in parts]

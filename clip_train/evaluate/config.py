@@ -8,6 +8,7 @@ from clip_train.settings import (
     Allowed,
     ImportPath,
     Messages,
+    Place,
     Settings,
     rule,
     shown,
@@ -31,13 +32,13 @@ class EvaluateConfig(Settings):
     rules."""
     val_loss: bool = True
     """OpenCLIP's clip_val_loss on data.val."""
-    zero_shot_classes: str | None = None
+    zero_shot_classes: Place | None = None
     """imagenet: OpenCLIP's 1000 names; or a JSON file with "classnames", "templates" and how
     samples are labeled. null: no zero-shot."""
     templates: Literal["openai", "simple"] | None = None
     """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
     own are openai."""
-    zero_shot_data: str | None = None
+    zero_shot_data: Place | None = None
     """Labeled images: a folder with a subfolder for each class, such as ImageNet's validation set,
     or shards with `.cls`. null: data.val."""
 

@@ -16,13 +16,17 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.data.validation import ValBatch
 from clip_train.engine import Engine
-from clip_train.errors import UserError
+from clip_train.errors import EvaluationStopped, UserError
 from clip_train.task import MicroBatch
 
 T = TypeVar("T")
 Labeller = Callable[
     [str, dict[str, Any]], int
 ]  # (first caption, metadata) -> class index, -1: none
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass
@@ -74,9 +78,14 @@ def encode(
     batch_size: int,
     *,
     with_text: bool,
+    asked_to_stop: Callable[[], bool] = never,
 ) -> Encoded:
-    """Collective: it calls the engine equally often on all ranks. Raises UserError on all ranks for
-    a bad label, or if no rank has a sample.
+    """Collective: it calls the engine equally often on all ranks.
+
+    asked_to_stop: whether this rank was asked to; then all ranks leave between two batches.
+
+    Raises UserError on all ranks for a bad label, or if no rank has a sample. EvaluationStopped on
+    all ranks.
     """
     source, device = iter(batches), engine.device
     image, text, texts = [], [], []
@@ -87,7 +96,11 @@ def encode(
         # a loader that fails, or a bad label, ends all ranks together
         batch, found = dist.agreed(partial(_next, source, label))
         rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
-        more, rounds = (int(most) for most in dist.max_scalars(batch is not None, rounds))
+        more, rounds, stopped = (
+            int(most) for most in dist.max_scalars(batch is not None, rounds, asked_to_stop())
+        )
+        if stopped:
+            raise EvaluationStopped("stopped during the evaluation")
         if not more:
             break
         blank = blank or _blank(batch, device)

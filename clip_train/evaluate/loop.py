@@ -1,6 +1,6 @@
 """Compute the metrics of each data set. It is encoded once, and every metric reads its features."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from clip_train.engine import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.examples import Examples
-from clip_train.evaluate.features import Encoded, encode, first_values, gather
+from clip_train.evaluate.features import Encoded, encode, first_values, gather, never
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
 from clip_train.settings import import_path
@@ -28,6 +28,7 @@ def evaluate(
     labelled: Iterable[ValBatch] | None = None,
     widths: Collection[int] = (),
     examples: Examples | None = None,
+    asked_to_stop: Callable[[], bool] = never,
 ) -> dict[str, float]:
     """The same numbers on every rank. All ranks must call it.
 
@@ -39,6 +40,7 @@ def evaluate(
         labelled: this rank's part of the images for zero-shot; None: `batches`.
         widths: each metric of whole features is also computed on their first values.
         examples: takes the captions that are ranked first for the first images of `batches`.
+        asked_to_stop: whether this rank was asked to; then all ranks leave between two batches.
 
     Returns:
         `num_samples` of the validation set; the results of `caption_metrics`, of
@@ -47,6 +49,7 @@ def evaluate(
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.
+        EvaluationStopped: a rank was asked to stop; on all ranks together.
     """
     classes = None
     if config.zero_shot_classes is not None:
@@ -56,6 +59,7 @@ def evaluate(
         if isinstance(labelled, ValLoader) and isinstance(labelled.files, ImageFolder):
             labelled.files = labelled.files.label_by(classes.classnames)
     label = classes.labeller() if classes is not None else None
+    encode_all = partial(encode, engine, batch_size=config.batch_size, asked_to_stop=asked_to_stop)
     sizes = {"": None} | {f"width_{width}/": width for width in widths}
     engine.train(False)
     try:
@@ -66,7 +70,7 @@ def evaluate(
             own = label if labelled is None else None
             if examples is not None:
                 batches = examples.watch(batches)
-            tested = encode(engine, batches, own, config.batch_size, with_text=with_text)
+            tested = encode_all(batches, own, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
                 whole, num_images, num_texts = gather(tested)
@@ -80,7 +84,7 @@ def evaluate(
             if config.functions:
                 out |= dist.on_main(own_metrics, config.functions, whole)
         if labelled is not None:
-            tested = encode(engine, labelled, label, config.batch_size, with_text=False)
+            tested = encode_all(labelled, label, with_text=False)
         if classes is not None and tested is not None:
             prompts = prompt_features(engine, tokenize, classes, config.batch_size)
             for prefix, width in sizes.items():

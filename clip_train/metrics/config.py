@@ -1,13 +1,12 @@
 """The recipe's `log` section."""
 
-from importlib.util import find_spec
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from clip_train.callbacks import Callback
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, ImportPath, Settings, import_path
+from clip_train.settings import Allowed, ImportPath, Settings, import_path, is_installed
 
 
 class LogConfig(Settings):
@@ -65,7 +64,7 @@ class LogConfig(Settings):
             f"log.{name} (true): {name} is not installed; pip install {name}, or set "
             f"log.{name}=false"
             for name in names
-            if find_spec(name) is None
+            if not is_installed(name)
         ]
         for path in self.callbacks:
             try:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from clip_train.callbacks import Callback
-from clip_train.errors import UserError
+from clip_train.errors import ClipTrainError, UserError
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.skipped import Skipped
 from clip_train.settings import import_path
@@ -18,7 +18,7 @@ def own_callbacks(config: LogConfig, skipped: Skipped) -> list[Callback]:
     """Those of the recipe, in its order. Their methods get views that they can only read.
 
     An error in one is a warning and a line in VERDICT; with `log.strict_callbacks` it ends the run
-    on all ranks in the next step. UserError.
+    on all ranks in the next step: a ClipTrainError as it is, any other as a UserError. UserError.
     """
     found = []
     for path in config.callbacks:
@@ -45,6 +45,8 @@ def _call(
         return
     try:
         action()
+    except ClipTrainError:  # it says itself what follows, and whether the node is to blame
+        raise
     except Exception as e:
         raise UserError(
             f"{where} failed: {type(e).__name__}: {e}; correct it, or set "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from clip_train import dist
-from clip_train.errors import ClipTrainError
+from clip_train.errors import ClipTrainError, EvaluationStopped
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Skipped:
         """
         try:
             return action()
+        except EvaluationStopped:  # a stop request is not a failure
+            raise
         except Exception as e:
             if together and not dist.is_agreed(e):
                 raise

@@ -37,6 +37,7 @@ from clip_train.settings import (
     MAX_LOGIT_SCALE,
     Allowed,
     Messages,
+    Place,
     Refused,
     Settings,
     broken,
@@ -235,7 +236,7 @@ def _without_lock(key: str, value: int, lock: str) -> str:
 class ModelConfig(Settings):
     """The recipe's `model` section."""
 
-    name: Annotated[str, Refused] = "ViT-B-32"
+    name: Annotated[Place, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
     (docs/models.md); or the import path of a function or class that builds one of your own
     (docs/extending.md)."""
@@ -273,24 +274,24 @@ class ModelConfig(Settings):
     """Freeze the text tower (OpenCLIP's --lock-text)."""
     lock_text_unlocked_layers: Annotated[NonNegativeInt, Refused] = 0
     """With lock_text, train this many groups at the tower's top, counted as in the image tower."""
-    init_from: str | None = None
+    init_from: Place | None = None
     """Start from these weights: a file in OpenCLIP's layout, an export, a run, each also at a URL:
     docs/weights.md."""
-    init_image_from: str | None = None
+    init_image_from: Place | None = None
     """Take only the image tower from these weights (of a whole model or of an image tower). The
     rest is initialized at random, or from `init_from`."""
-    init_text_from: str | None = None
+    init_text_from: Place | None = None
     """Take only the text tower from these weights (of a whole model or of a text tower). The rest
     is initialized at random, or from `init_from`."""
     teacher: Annotated[
-        str | Annotated[list[str], Field(min_length=1)] | None,
+        Place | Annotated[list[Place], Field(min_length=1)] | None,
         Allowed("a place, a list of places, or null"),
     ] = None
     """Learn from this frozen model as well (OpenCLIP's distillation loss), or from a list of
     models: weights from any place of `init_from`. They see the same images and texts, once per
     step; every rank holds all of them."""
     teacher_name: Annotated[
-        str | list[str | None] | None, Allowed("a name, a list of names, or null")
+        Place | list[Place | None] | None, Allowed("a name, a list of names, or null")
     ] = None
     """The teacher's architecture, as in `name`, or a list with one for each teacher. null: from its
     tag, or the open_clip_config.json in its folder."""

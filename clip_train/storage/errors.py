@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from typing import Literal
+from urllib.request import getproxies, proxy_bypass
 
 # again: another attempt may succeed. unreachable: nothing listens there, or the host's name is
 # unknown. expired: these credentials were valid once. denied: they are
@@ -161,6 +162,18 @@ def describe(error: BaseException) -> str:
     elif kind == "denied" and status is None:
         advice = _LOG_IN
     return "; ".join(filter(None, (": ".join(filter(None, (head, text))), advice)))
+
+
+def route(error: BaseException, server: str) -> str:
+    """The server and the proxy of a request that nobody has answered, as the end of a message;
+    empty if somebody has. server: its host, perhaps with the scheme and a port."""
+    if _answer(error)[0] is not None or meaning(error) not in ("again", "unreachable"):
+        return ""
+    host = server.rpartition("://")[2]
+    proxies = {} if proxy_bypass(host) else getproxies()
+    used = [f"{kind}_proxy={proxies[kind]}" for kind in ("http", "https", "all") if kind in proxies]
+    through = f", through a proxy ({', '.join(used)})" if used else ""
+    return f" (the server is {host}{through})"
 
 
 def _answer(error: BaseException) -> tuple[int | None, str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,10 +127,26 @@ class LocalStorage(Storage):
         target = self.path(prefix)
         if target == self.root:
             raise ValueError("delete_tree needs a folder below the root")
+        errors: list[OSError] = []
+
+        def note(function: Any, path: str, error: Any) -> None:
+            # another process may have removed a file meanwhile
+            error = error[1] if isinstance(error, tuple) else error
+            if not isinstance(error, FileNotFoundError):
+                errors.append(error)
+
+        if target.is_symlink():  # to another disk: what it leads to is not ours
+            self.delete(prefix)
+            return
+        # with a handler, it continues after a file that cannot be removed
+        if sys.version_info >= (3, 12):
+            shutil.rmtree(target, onexc=note)
+        else:
+            shutil.rmtree(target, onerror=note)
+        if errors:
+            raise errors[0]
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(target)
             _fsync(target.parent)
-        shutil.rmtree(target, ignore_errors=True)  # if another process removed a file meanwhile
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 
 
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
+servers: dict[str, str] = {}  # by bucket: where its client sends requests, if that is known
 _opening = threading.Lock()
 
 
@@ -53,6 +54,12 @@ class ObjectStorage(RemoteStorage):
             raise UserError(
                 f"{shown}: write {scheme}://bucket/prefix, and name the bucket without a pattern; "
                 "credentials come from the environment or a profile"
+            )
+        if "//" in path.rstrip("/"):  # obstore would write to another key than it lists
+            parts = "/".join(part for part in path.split("/") if part)
+            raise UserError(
+                f"{url} has an empty part (//), which no client of object stores keeps: write "
+                f"{scheme}://{parts}, and rename objects whose keys have one"
             )
         super().__init__(url, root, **limits)
         self.bucket = f"{scheme}://{bucket}"
@@ -74,6 +81,10 @@ class ObjectStorage(RemoteStorage):
                     client_options=options, retry_config={"max_retries": 0}
                 )
             return clients[self.bucket]
+
+    @property
+    def server(self) -> str:
+        return servers.get(self.bucket, super().server)
 
     def renew(self, kind: Meaning, again: bool) -> bool:
         # whoever renews credentials may be late, or just writing the file
@@ -180,6 +191,7 @@ class S3Storage(ObjectStorage):
         endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
         if endpoint is None and region.startswith("cn-"):  # obstore does not support these
             endpoint = f"https://s3.{region}.amazonaws.com.cn"
+        servers[self.bucket] = endpoint or f"s3.{region}.amazonaws.com"
         virtual = (scoped.get("s3") or {}).get("addressing_style") == "virtual"
         options["virtual_hosted_style_request"] = virtual
         if endpoint is not None:

@@ -31,6 +31,7 @@ from clip_train.storage.errors import (
     TransferError,
     describe,
     meaning,
+    route,
 )
 from clip_train.storage.redact import redact
 
@@ -143,6 +144,11 @@ class RemoteStorage(Storage):
     async def connect(self) -> None:
         """Called before each request: make sure that there is a client."""
 
+    @property
+    def server(self) -> str:
+        """The host that requests are sent to, for messages."""
+        return self.host.rpartition("@")[2]
+
     def renew(self, kind: Meaning, again: bool) -> bool:
         """Fetch credentials anew. Return whether another attempt may then succeed.
 
@@ -179,7 +185,8 @@ class RemoteStorage(Storage):
                 count = (
                     f", attempt {attempt} of {pace.attempts}" if pace.total_seconds is None else ""
                 )
-                message = redact(f"{self.url}: {what}{count}: {describe(e)}")
+                reason = describe(e) + route(e, self.server)
+                message = redact(f"{self.url}: {what}{count}: {reason}")
                 helps = kind == "again"
                 if kind == "unreachable":  # the URL may be wrong
                     helps = attempt < LOUD_ATTEMPT or self.host in reached

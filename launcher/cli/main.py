@@ -18,7 +18,7 @@ from clip_train.stop import StopRequest
 from launcher.cli.options import DRY_RUN, VERBS, build_parser
 from launcher.runtime.log import Redacting, Unfailing, configure
 from launcher.runtime.outcome import Outcome
-from launcher.runtime.verdict import end_process
+from launcher.runtime.verdict import OURS, SAFE_PATH, end_process
 from launcher.versions import too_old
 
 # What Python, torch and a loader's worker need at least: the limit, its name, the option of ulimit.
@@ -38,6 +38,7 @@ def entry() -> NoReturn:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # otherwise C++ stacks appear whenever another rank ends
+    os.environ.setdefault(SAFE_PATH, OURS)  # for fork servers, trackers and compilers
     # multiprocessing's tracker warns after the last message of a rank that ended early; it cleans
     # up all the same
     ignored = ["ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")]

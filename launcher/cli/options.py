@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clip_train import __version__
+from clip_train.errors import UserError
+from clip_train.places import expanded
 
 EPILOG = """\
 exit status: 0 done; 75 preempted after a commit (run the same line again); 130 interrupted twice;
@@ -454,7 +456,24 @@ VERBS = {
         positions=("shell",),
     ),
 }
-TYPES = {"N": int, "AREA": float}
+
+
+def place(text: str) -> str:
+    """The type of an argument that is a path or a URL."""
+    try:
+        return expanded(text)
+    except UserError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def places(text: str) -> str:
+    return ",".join(place(each) for each in text.split(","))
+
+
+TYPES = {"N": int, "AREA": float, "DIR": place, "FILE": place, "PLACE": place, "PLACES": places}
+for _name in ("recipe", "place", "source", "out", "shards", "run", "runs"):
+    POSITIONS[_name]["type"] = place
+POSITIONS["checkpoints"]["type"] = places
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -29,12 +29,14 @@ from clip_train.models.config import AnyArchitecture, ModelConfig, load_architec
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
+from clip_train.places import expanded
 from clip_train.settings import (
     IMPORT_PATH,
     LARGEST,
     Allowed,
     InvalidValueError,
     Messages,
+    Place,
     Refused,
     Settings,
     Silent,
@@ -64,7 +66,7 @@ class RunSection(Settings):
         Silent,
     ] = Field("clip", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Letters, digits, dots, dashes and underscores."""
-    dir: Annotated[str | None, Silent] = None
+    dir: Annotated[Place | None, Silent] = None
     """The folder for everything that the run writes; null: runs/<run.name>. All ranks must see
     it."""
     seed: Annotated[NonNegativeInt, Refused] = 0
@@ -372,6 +374,7 @@ def parse_value(text: str, where: str) -> Any:
 
 def read_recipe(path: str, what: str = "recipe") -> dict[str, Any]:
     """A recipe file, or another of its kind, as nested dicts, unchecked."""
+    path = expanded(path)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
@@ -472,12 +475,16 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
     return config
 
 
+def needs_samples(config: RunConfig) -> bool:
+    return config.run.epochs is not None and config.data.num_samples is None
+
+
 def with_samples(config: RunConfig) -> RunConfig:
     """Read data.num_samples from the index beside the shards if run.epochs needs it and the recipe
     lacks it. UserError.
     """
     data = config.data
-    if config.run.epochs is None or data.num_samples is not None:
+    if not needs_samples(config):
         return config
     counted = None
     if data.train_weights is None and not data.resampled:  # else no epoch has each sample once

@@ -38,7 +38,7 @@ from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
 from clip_train.settings import broken, is_import_path, shown
 from launcher.config.recipe import RunConfig, with_samples
-from launcher.engines import Facts, find_engine, linear, on_this_machine
+from launcher.engines import Facts, find_engine, mistakes_here, on_this_machine
 from launcher.engines.config import EngineConfig
 from launcher.weights import place_mistakes
 
@@ -198,7 +198,7 @@ def resolve(
     if is_rank:
         sizes_unknown = config.needs_limit and config.batch.memory_limit is None
         no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
-        here = [*linear.mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
+        here = [*mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
         problems += map(UserError, here)
     source, unlabelled = None, None
     if read_data:

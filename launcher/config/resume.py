@@ -2,6 +2,7 @@
 change (`AtResume`).
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ def changes(
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         default = list(default) if isinstance(default, tuple) else default  # as JSON has it
         before, after = then.get(section, {}).get(key, default), now[section][key]
+        if isinstance(before, str) and before.startswith("~"):  # of an earlier version
+            before = os.path.expanduser(before)
         if path == "model.name":  # a file may move; what is in it is compared instead
             kind, after = "reported", before if others else after
         else:

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from clip_train.settings import broken, is_installed
 from launcher.engines.config import EngineConfig
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -106,10 +106,35 @@ def on_this_machine(config: EngineConfig, world_size: int, per_node: int = 8) ->
     if not torch.cuda.is_available():
         return config.on(bf16=False)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    triton = find_spec("triton") is not None and torch.cuda.get_device_capability() >= (7, 0)
+    triton = is_installed("triton") and torch.cuda.get_device_capability() >= (7, 0)
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")  # for the launchers of its kernels
     compiles = triton and any(map(shutil.which, compilers))
     return config.on(bf16, world_size, per_node, compiles)
+
+
+def mistakes_here(config: EngineConfig) -> list[str]:
+    """What this machine lacks for the section. config: with values for `auto`."""
+    import torch
+
+    from launcher.engines import linear
+
+    gpu = torch.cuda.is_available()
+    no_fp16 = (
+        config.precision == "fp16" and not gpu and not computes_fp16(),
+        "engine.precision (fp16) needs a GPU, or a CPU with AVX512-FP16 or AMX-FP16, and this CPU "
+        "has neither: set engine.precision=bf16 or fp32",
+    )
+    return [*linear.mistakes_here(config), *broken([no_fp16])]
+
+
+def computes_fp16() -> bool:
+    """Whether this CPU does, as DeepSpeed asks."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):  # torch without oneDNN
+        return False
 
 
 def build(

@@ -8,6 +8,7 @@ from pydantic import Field
 from clip_train.settings import (
     Layout,
     Messages,
+    Place,
     Recompute,
     Rounding,
     Settings,
@@ -76,7 +77,7 @@ class EngineConfig(Settings):
     """On GPUs: the same bits in each run on the same GPUs and versions, at a cost in speed. PyTorch
     uses algorithms without atomics, also in attention, and raises an error for an operator that has
     none; NCCL sums in one order (a ring). docs/numerics.md describes the guarantees without it."""
-    ds_config: str | None = None
+    ds_config: Place | None = None
     """With engine.kind=deepspeed: a base JSON, a path or a name in ds_configs/. null:
     ds_configs/zero<stage>.json."""
 

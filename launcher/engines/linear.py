@@ -6,13 +6,12 @@ a weight has its own scale. So a sample's features and its part of a gradient do
 other samples of a micro-batch."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from clip_train.errors import UserError
-from clip_train.settings import broken
+from clip_train.settings import broken, is_installed
 from launcher.engines.config import EngineConfig
 
 MULTIPLE = 16  # of both sides of a weight: the tensor cores' tiles
@@ -35,7 +34,7 @@ def mistakes_here(config: EngineConfig) -> list[str]:
     return broken(
         [
             (
-                find_spec("torchao") is None,
+                not is_installed("torchao"),
                 f"engine.linear ({config.linear}) needs torchao: pip install "
                 "'clip-train[torchao]', or set engine.linear=null",
             ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError, UserError
+from clip_train.processes import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -247,7 +248,7 @@ def take_device(env: RankEnv, workers: int | Literal["auto"] = 0) -> tuple[torch
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    own = cores(env, os.environ, len(os.sched_getaffinity(0)))
+    own = cores(env, os.environ, usable_cores())
     number = resolve_workers(own, device.type) if workers == "auto" else workers
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(own, number if device.type == "cpu" else 0))
@@ -303,16 +304,29 @@ def require_usable_gpu(environ: Mapping[str, str], root: Path = ROOT) -> None:
 def gpu_index(env: RankEnv, visible: int, environ: Mapping[str, str]) -> int:
     """The index of this rank's GPU among those that the process sees."""
     chosen = environ.get(VISIBLE, "")
-    if visible == 1 and (env.found == SLURM_STEP or (chosen and "," not in chosen)):
+    # ours and torchrun give all ranks of a host the same variables
+    shared = LAUNCHER in environ or "TORCHELASTIC_RUN_ID" in environ
+    alone = env.found == SLURM_STEP or (chosen and "," not in chosen)
+    if visible == 1 and alone and not shared:
         # --gpus-per-task, --gpu-bind, or a launcher that does the same: each task sees its own GPU
-        # alone. (NCCL refuses two ranks on one GPU)
+        # alone. (`rendezvous.meet` makes sure of it)
         return 0
     if env.local_rank >= visible:
+        because = f" ({VISIBLE}={chosen})" if chosen else ""
         raise RankError(
-            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}; start one rank "
-            f"for each GPU"
+            f"LOCAL_RANK ({env.local_rank}) has no GPU: this host shows {visible}{because} to "
+            f"{env.local_world_size} ranks; start one rank for each GPU, or show one for each rank"
         )
     return env.local_rank
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The same for every process on this GPU, whatever number it has there; empty for a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def cores(env: RankEnv, environ: Mapping[str, str], usable: int) -> int:
@@ -333,6 +347,35 @@ def threads(cores: int, workers: int) -> int:
     20 times as long.
     """
     return max(1, cores // 2, cores - workers)
+
+
+def check_restarts(resume: str, environ: Mapping[str, str], *, requeues: bool = False) -> None:
+    """UserError if `checkpoint.resume` is never, and the same command is run again after a failure
+    or a preemption: each attempt would start from step 0.
+
+    requeues: by the controller of a batch job.
+    """
+    if resume != "never":
+        return
+    who = "the batch script" if requeues else ""
+    if _number(environ, "SLURM_RESTART_COUNT", 0) > 0:
+        who = f"Slurm (SLURM_RESTART_COUNT={environ['SLURM_RESTART_COUNT']})"
+    elif _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+        who = f"torchrun (--max-restarts={environ['TORCHELASTIC_MAX_RESTARTS']})"
+    if who:
+        raise UserError(
+            f"checkpoint.resume (never): {who} runs this command again after a failure or a "
+            "preemption, and every attempt would start from step 0; set checkpoint.resume=auto, "
+            "and choose a new run.name if the old run must not continue"
+        )
+
+
+def this_rank() -> RankEnv:
+    """`detect`, or a world of one where the launcher's variables are mistakes."""
+    try:
+        return detect(os.environ)
+    except UserError:
+        return detect({})
 
 
 def launcher_pid(environ: Mapping[str, str]) -> int | None:

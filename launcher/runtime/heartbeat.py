@@ -2,7 +2,8 @@
 
 Every BEAT_SECONDS, each rank writes a key through its own client: a counter, its node, a line for
 rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
-finds another one silent, writes `abort`, which all ranks poll.
+finds another one silent, writes `abort`, which all ranks poll. A rank that is asked to stop writes
+`stop`: one signal, or a STOP file that only rank 0 looks for, reaches ranks that wait for data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from launcher.runtime.verdict import Failure, node_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from clip_train.stop import StopRequest
 
 BEAT_SECONDS = 3.0
 SILENT_BEATS = 5  # a rank whose key has not changed in this many checks is lost: 15 to 18 s
@@ -54,6 +57,7 @@ class Heartbeat:
         self.all_joined = False  # from then on, silence means death
         self.is_open = False  # until then this rank is alone
         self.line = ""  # for rank 0
+        self.stop: StopRequest | None = None  # this rank's
         self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._claiming = threading.Lock()
@@ -61,6 +65,10 @@ class Heartbeat:
         # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
         self.beats: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
+        self._wake = threading.Event()  # for the thread: something cannot wait for the next beat
+        self._told = (
+            False  # the others know that this rank was asked to stop, or it knows from them
+        )
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
@@ -111,6 +119,7 @@ class Heartbeat:
         if self._closed.is_set() or not self.is_open:
             return
         self._closed.set()
+        self._wake.set()
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
         silent = sum(
@@ -137,13 +146,24 @@ class Heartbeat:
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
+    def tell_others(self) -> None:
+        """This rank was asked to stop: tell the others now rather than with the next beat."""
+        self._wake.set()
+
     # -- the thread
 
     def _run(self) -> None:
-        number = 0
-        while not self._closed.wait(self._beat_seconds):
-            number += 1
+        number, next_beat = 0, time.monotonic() + self._beat_seconds
+        while True:
+            self._wake.wait(max(next_beat - time.monotonic(), 0.0))
+            self._wake.clear()
+            if self._closed.is_set():
+                return
             try:
+                self._share_stop()
+                if time.monotonic() < next_beat:
+                    continue
+                number, next_beat = number + 1, time.monotonic() + self._beat_seconds
                 self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
                 self._poll()
                 self._look()
@@ -159,6 +179,17 @@ class Heartbeat:
             if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
                 self.aborted_at = time.monotonic()
                 self.abort = Failure(**json.loads(failure))
+
+    def _share_stop(self) -> None:
+        if self.stop is None or self._told:
+            return
+        reason = self.stop.look()
+        if reason is not None:
+            self._store.set("stop", reason)
+            self._told = True
+        elif self._store.check(["stop"]):
+            self.stop.ask(self._store.get("stop").decode())
+            self._told = True
 
     def _look(self) -> None:
         """Rank 0 reads all W keys, the others read rank 0's: nothing grows as W squared.

@@ -17,9 +17,11 @@ from types import FrameType
 
 from clip_train.errors import Preempted, UserError
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.config.recipe import load_config, with_samples
-from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port
-from launcher.runtime.watchdog import CLOSE_SECONDS
+from launcher.config.recipe import RunConfig, load_config, needs_samples, with_samples
+from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
+from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.verdict import OURS, SAFE_PATH
+from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
 # Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
@@ -27,13 +29,26 @@ TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 def run(args: argparse.Namespace) -> int:
     """The `train` verb. torch is imported below, after the mistakes of a recipe."""
-    config = with_samples(load_config(args.recipe, args.overrides))
+    config = counted(load_config(args.recipe, args.overrides), args)
     ranks = local_ranks(args.ranks, os.environ)
     if ranks > 1:
         return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
     from launcher.train import train
 
     return train(config, args.outcome, args.stop)
+
+
+def counted(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """`with_samples`, during which a stop request and a store that hangs end the process, as they
+    do later."""
+    if not needs_samples(config):
+        return config
+    watchdog = Watchdog(config.launch, args.stop, Heartbeat(this_rank(), args.outcome.publish))
+    watchdog.start()
+    try:
+        return with_samples(config)
+    finally:
+        watchdog.end()
 
 
 def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
@@ -63,6 +78,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         signal.SIG_BLOCK, handled
     )  # the ranks begin with them blocked too, until they listen
     world = {
+        **import_path_of_ranks(os.environ),
         LAUNCHER: str(os.getpid()),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port(candidates(str(os.getpid())))),
@@ -96,6 +112,21 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         for process in processes:
             process.kill()
+
+
+def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which `python -m launcher` imports from where this process does.
+
+    `-m` puts the working directory first, where a user's random.py or launcher/ would be taken for
+    Python's or ours.
+    """
+    variables = {SAFE_PATH: environ.get(SAFE_PATH) or OURS}
+    by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    if by_module and not getattr(sys.flags, "safe_path", False):  # as `python -m launcher`, too
+        variables["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [sys.path[0], environ.get("PYTHONPATH")])
+        )
+    return variables
 
 
 def wait(processes: Sequence[subprocess.Popen]) -> int:

@@ -24,11 +24,10 @@ from clip_train.errors import (
     OutOfMemoryError,
     RemoteRankError,
     RendezvousError,
-    UserError,
     Word,
 )
 from clip_train.storage.redact import redact
-from launcher.runtime.environment import detect
+from launcher.runtime.environment import this_rank
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
@@ -105,10 +104,7 @@ class Outcome:
         elif self.watchdog is not None:
             self.watchdog.phase("finish")
         if self.heartbeat is None:
-            env = detect({})  # a world of one
-            with contextlib.suppress(UserError):  # the error is about the launcher's variables
-                env = detect(os.environ)
-            self.heartbeat = Heartbeat(env, self.publish)
+            self.heartbeat = Heartbeat(this_rank(), self.publish)
         heartbeat, env = self.heartbeat, self.heartbeat.env
         failure, trace = self._describe(error, env.rank)
         # another rank has failed, or cannot be reached
@@ -194,12 +190,14 @@ class Outcome:
             prefix = f"[{where}] " if failure.rank and not failure.lost else ""
             log(f"{prefix}{failure.message}", logging.ERROR)
         if self.run_dir is not None and read_verdict(self.run_dir) is None:
+            reason = f"{where}: {failure.message}"
             if failure.lost or failure.word == "PREEMPTED":
-                where = ""  # the reason names the rank, or no rank caused it
+                # the message names the rank, or no rank caused it
+                where, reason = "", failure.message
             try:
                 self._write_verdict(
                     failure.word,
-                    failure.message,
+                    reason,
                     where=where,
                     blamed=failure.node if failure.node_suspect else "",
                     hardware=failure.hardware,
@@ -207,7 +205,7 @@ class Outcome:
                 )
             except OSError as e:
                 log(f"the verdict ({failure.word}) could not be written: {e}", logging.ERROR)
-            self._notify(failure.word, failure.message)
+            self._notify(failure.word, reason)
 
     def _write_verdict(self, word: Word, reason: str, **more: Any) -> None:
         assert self.run_dir is not None

@@ -25,8 +25,8 @@ import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from clip_train import dist
-from clip_train.errors import RemoteRankError, RendezvousError, UserError
-from launcher.runtime.environment import BACKENDS, SLURM_STEP, RankEnv
+from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserError
+from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
 from launcher.runtime.verdict import node_name
@@ -133,12 +133,24 @@ def meet(
     store: Store,
     seconds: float,
     recipe: dict[str, Any] | None = None,
+    gpu: str = "",
 ) -> None:
     """Returns once all ranks have joined with the same code and the same resolved recipe.
 
+    gpu: `gpu_identity` of this rank's device.
+
     RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank
-    differs from rank 0.
+    differs from rank 0, RankError if another rank has this one's GPU.
     """
+    if gpu:
+        # the first rank to ask has it
+        holder = int(store.compare_set(f"gpu/{gpu}", "", str(env.rank)))
+        if holder != env.rank:
+            raise RankError(
+                f"ranks {holder} and {env.rank} have the same GPU ({gpu}) on {node_name()}: "
+                f"{VISIBLE} is {os.environ.get(VISIBLE, 'not set')} for {env.local_world_size} "
+                "ranks there; start one rank for each GPU, or show each rank its own"
+            )
     end = time.monotonic() + seconds
     here = versions()
     for section, values in (recipe or {}).items():
@@ -262,9 +274,9 @@ def start(
     store: Store = torch_dist.HashStore()  # alone: no port to lose
     if env.world_size > 1:
         store = connect(env, heartbeat, rendezvous_seconds)
-        meet(env, heartbeat, store, rendezvous_seconds, recipe)
+        meet(env, heartbeat, store, rendezvous_seconds, recipe, gpu_identity(device))
     pool = futures.ThreadPoolExecutor(1)  # NCCL may wait for ever, and this thread must not
-    forming = pool.submit(form_group, env, device, store, group_seconds)
+    forming = pool.submit(form_group, env, device, store, group_seconds, timeout_seconds)
     start = time.monotonic()
     while not forming.done() and time.monotonic() < start + group_seconds + LATE_SECONDS:
         time.sleep(0.01)
@@ -297,8 +309,19 @@ def start(
     set_timeout(timeout_seconds)
 
 
-def form_group(env: RankEnv, device: torch.device, store: Store, seconds: float) -> float:
-    """Form the process group, and try it; bytes per second of an all-reduce."""
+def form_group(
+    env: RankEnv,
+    device: torch.device,
+    store: Store,
+    seconds: float,
+    later_seconds: float | None = None,
+) -> float:
+    """Form the process group, and try it; bytes per second of an all-reduce.
+
+    later_seconds: of the collectives after that, for `set_timeout`.
+    """
+    if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL and later_seconds is not None:
+        seconds = later_seconds  # it cannot be changed; the caller limits how long this takes
     torch_dist.init_process_group(
         BACKENDS[device.type],
         store=PrefixStore("group", store.clone()),  # type: ignore[attr-defined]
@@ -324,6 +347,15 @@ def measure_all_reduce(device: torch.device) -> float:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of every later collective in all groups."""
+    """Set the timeout of every later collective in all groups.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL a group checks each collective with a group of its own,
+    which keeps its first timeout: see `form_group`.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
     for group in list(torch_dist.distributed_c10d._world.pg_map):
-        torch_dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            # torch's `_set_pg_timeout` does nothing for a wrapped backend
+            backend = getattr(backend, "wrapped_pg", backend)
+            backend.set_timeout(timeout)

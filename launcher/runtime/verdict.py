@@ -22,7 +22,7 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
 
 # One word, then a JSON line with `step` and `reason`. Its other keys:
-#   where      the rank that failed, and its node
+#   where      the rank that failed, and its node; the reason begins with it
 #   blamed     a node that may be the cause; with `hardware` it certainly is
 #   room       after out of memory: the bytes that the next attempt's activations may take
 #   skipped    parts that only observe the run, and failed
@@ -38,6 +38,9 @@ PROGRESS_FILE = "PROGRESS"  # there too: the newest committed step
 # In the environment, by the batch script's controller: the run directory, without an old VERDICT.
 RUN_DIR = "CLIP_TRAIN_RUN_DIR"
 ROOM = "CLIP_TRAIN_ACTIVATION_BYTES"  # there too, after out of memory: `Failure.room`
+# With it, a Python process that this one starts does not import from the working directory. OURS: its
+# value unless the user has set it, so that `log.notify` does not inherit it.
+SAFE_PATH, OURS = "PYTHONSAFEPATH", "clip-train"
 # Shorter than the other ranks and the launcher wait for the failed rank.
 NOTIFY_SECONDS = 20.0
 Verdict = tuple[str, dict[str, Any]]  # the word, and the JSON line
@@ -96,6 +99,8 @@ def notify(
         "STEP": str(step),
         "REASON": reason,
     }
+    if environ.get(SAFE_PATH) == OURS:
+        del environ[SAFE_PATH]
     try:
         subprocess.run(
             ["sh", "-c", command],

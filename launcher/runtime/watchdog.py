@@ -7,6 +7,8 @@ limit. Then it logs every thread's stack, and whether this rank was waiting for 
 itself.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import faulthandler
@@ -21,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from clip_train.callbacks import Callback
 from clip_train.settings import Seconds, Settings
@@ -31,12 +34,16 @@ from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process, node_name
 
+if TYPE_CHECKING:
+    from clip_train.trainer import Trainer
+
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
 # For a rank to end by itself once another one has failed.
 GRACE_SECONDS = 5.0
 CLOSE_SECONDS = 300.0  # for a checkpoint that is under way when another rank fails
-# From a stop during the start: the main thread may come to the first step by itself.
-EARLY_SECONDS = 3.0
+# From a stop request during the start or an evaluation: the main thread may end by itself.
+STOP_SECONDS = 3.0
+CLAIM_SECONDS = 5.0  # for rank 0, which knows what is committed, to say why all ranks end
 
 
 class Phase(str, enum.Enum):
@@ -109,20 +116,30 @@ class Watchdog(Callback):
         self.config, self.stop, self.run_dir = config, stop, run_dir
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
+        # `Trainer.finish_save`, once there is one
+        self.finish_save: Callable[[], str | None] = lambda: None
         self._heartbeat = heartbeat or Heartbeat(detect({}))
+        self._heartbeat.stop = stop
+        self._leaving = False  # this thread ends the process: the main thread may do nothing more
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
         self.limit = config.hang_start_seconds  # of the phase: from then on it counts as a hang
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
-        self._asked: float | None = None  # when a stop was asked for during the start
+        self._asked: float | None = None  # when a stop was asked for
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def watch(self, trainer: Trainer) -> None:
+        """There is something to save from now on."""
+        saves = trainer.checkpoints
+        self.committed = lambda: saves.last_good.step if saves.last_good else None
+        self.finish_save = trainer.finish_save
 
     def end(self) -> None:
         """The rank ends; also writes the last PROGRESS. A second call does nothing."""
@@ -134,6 +151,8 @@ class Watchdog(Callback):
 
     def phase(self, name: str) -> None:
         """A phase begins, or the next step: a value of `Phase`."""
+        while self._leaving and threading.current_thread() is not self._thread:
+            time.sleep(1.0)
         now, phase = time.monotonic(), Phase(name)
         if self._phase is Phase.START and phase is Phase.STEP and not self._begun:
             self._begun = True
@@ -163,24 +182,19 @@ class Watchdog(Callback):
                 self.stop.ask(f"the file {self.stop.file}")
         if self._launcher is not None and os.getppid() != self._launcher:
             self.stop.ask("its launcher's death")
-        if self._phase is Phase.START and not self._begun and self.stop.look():
-            self._asked = self._asked or now
-            if now - self._asked > EARLY_SECONDS:
-                # there is nothing to save, and the other ranks may have ended
-                removed = ", which was removed," if self.stop.remove_file() else ""
-                stopped = Failure(
-                    self._heartbeat.env.rank,
-                    node_name(),
-                    f"stopped by {self.stop.reason}{removed} before the first step",
-                    word="PREEMPTED",
-                    status=75,
-                )
-                self._exit(self._heartbeat.claim(stopped))
+        if self.stop.look():
+            if self._asked is None:
+                self._asked = now
+                self._heartbeat.tell_others()
+            if now - max(self._asked, self._since) > STOP_SECONDS:
+                self._end_stopped()
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None:
             # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
             closes = self._phase is Phase.END and not abort.lost
             grace = CLOSE_SECONDS if closes else GRACE_SECONDS
+            if self._phase is Phase.EVALUATE and abort.word == "PREEMPTED":
+                grace = 0.0  # `_end_stopped` on another rank, after the save before the evaluation
             if self._phase is not Phase.FINISH and now - self._heartbeat.aborted_at > grace:
                 self._exit(abort)
         self._write_progress()
@@ -188,6 +202,33 @@ class Watchdog(Callback):
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
             self._fire(now - self._since)
+
+    def _end_stopped(self) -> None:
+        """A stop was asked for, and the main thread does not come to it. End the process if no step
+        is lost by that: during the start, and during an evaluation before which the run was
+        saved."""
+        when = "before the first step"
+        if self._phase is Phase.EVALUATE:
+            self._leaving = True
+            committed = self.finish_save()
+            if committed is None:
+                self._leaving = False
+                return
+            self._write_progress()
+            when = f"during an evaluation: {committed}; run the same command to continue"
+            if self._heartbeat.env.rank > 0:
+                self._heartbeat.wait(CLAIM_SECONDS)
+        elif self._phase is not Phase.START:
+            return
+        removed = ", which was removed," if self.stop.remove_file() else ""
+        stopped = Failure(
+            self._heartbeat.env.rank,
+            node_name(),
+            f"stopped by {self.stop.reason}{removed} {when}",
+            word="PREEMPTED",
+            status=75,
+        )
+        self._exit(self._heartbeat.claim(stopped))
 
     def _exit(self, abort: Failure) -> None:
         """End the process at once, also if the main thread or the store hangs."""

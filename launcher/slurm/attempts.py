@@ -144,6 +144,8 @@ def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, 
     if word == "PREEMPTED" and status > 128 and not why["step"]:
         # srun sends TERM to the other ranks, and ends with the status of the one that was killed
         return "CRASHED", f"a rank was killed before the first step (status {status})", ()
-    reason = f"{why['where']}: {why['reason']}" if "where" in why else why["reason"]
+    reason, where = why["reason"], why.get("where", "")
+    if not reason.startswith(where):  # of an earlier version
+        reason = f"{where}: {reason}"
     blamed = (why["blamed"],) if "blamed" in why else ()
     return word, reason, blamed * (2 if why.get("hardware") else 1)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from clip_train.errors import UserError
 from clip_train.storage.redact import redact
-from launcher.runtime.environment import candidates, free_port
+from launcher.runtime.environment import candidates, check_restarts, free_port
 from launcher.runtime.verdict import (
     PROGRESS_FILE,
     ROOM,
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     # before anything else: Slurm may kill the job soon
     signal.signal(signal.SIGTERM, lambda number, frame: terminated.set())
     # --signal=B:USR1, to this script alone
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        signal.signal(number, lambda number, frame: None)
     from launcher.config.recipe import load_config, with_samples
 
     line = list(arguments)
@@ -75,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             raise UserError(NO_ARRAY)
         split = line.index("--")
-        config = with_samples(load_config(line[0], line[1:split]))
+        config = load_config(line[0], line[1:split])
+        check_restarts(config.checkpoint.resume, os.environ, requeues=True)
+        config = with_samples(config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         return Controller(config, terminated).run([*line[split + 1 :], *config.counted])
     except UserError as e:

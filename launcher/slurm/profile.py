@@ -9,11 +9,12 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from clip_train.errors import UserError
-from clip_train.settings import Settings, explain, validated
+from clip_train.places import expanded
+from clip_train.settings import Place, Settings, explain, validated
 from launcher.config.recipe import read_recipe
 
 ENV = "CLIP_TRAIN_SITE"
-HOME = Path("~/.config/clip-train/site.yaml")
+HOME = "~/.config/clip-train/site.yaml"
 
 
 class Site(Settings):
@@ -43,7 +44,7 @@ class Site(Settings):
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an
     option without a value, such as `exclusive: true`; `yes` is passed on as a word."""
-    local_paths: list[str] = Field(
+    local_paths: list[Place] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
     """Node-local folders, which must not hold a run directory."""
@@ -61,7 +62,7 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     options: the arguments of `submit`; those that are not None override keys of the same name.
     """
     named = path or os.environ.get(ENV)
-    file = Path(named) if named else HOME.expanduser()
+    file = Path(expanded(named or HOME))
     raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}
     flags = {
         name: value

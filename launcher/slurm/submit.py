@@ -24,6 +24,7 @@ from clip_train.yaml_text import dump_yaml
 from launcher.checks import check_places, require_places
 from launcher.config.recipe import RunConfig, load_config, with_samples
 from launcher.config.resolve import resolve
+from launcher.runtime.environment import check_restarts
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, load_site
@@ -50,13 +51,12 @@ def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
             f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
             "rank for each GPU; leave it out",
         ),
-        (
-            config.checkpoint.resume == "never",
-            "checkpoint.resume (never): every requeued attempt would start from step 0; set "
-            "checkpoint.resume=auto, and choose a new run.name if the old run must not continue",
-        ),
     ]
     problems: list[str | UserError] = [*broken(rules)]
+    try:
+        check_restarts(config.checkpoint.resume, {}, requeues=True)
+    except UserError as e:
+        problems.append(e)
     if job.tasks:
         try:
             resolve(config, job.nodes * job.tasks, read_data=not offline)
@@ -191,14 +191,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the script (--dry-run), or write, freeze and submit it."""
     config = with_samples(load_config(args.recipe, args.overrides))
     job = load_site(args.site, vars(args))
-    check_submission(config, job, offline=args.offline)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
     script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
     if args.dry_run:
-        print(script, end="")
+        print(script, end="", flush=True)  # also if a check refuses it
+    check_submission(config, job, offline=args.offline)
+    if args.dry_run:
         # the error message of sbatch; None without sbatch, empty if it accepts the script
         refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
         if refused and not OUTAGE.search(refused):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.errors import UserError
+from clip_train.errors import EvaluationStopped, UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
@@ -127,6 +127,28 @@ def _on_rank(ends: tuple[int, ...], classes: str | None) -> tuple[dict[str, floa
     mine = batches(samples(NUM), start, ends[dist.rank()], 3)
     config = EvaluateConfig(zero_shot_classes=classes, batch_size=4)
     return evaluate(engine, mine, config, tokenize), engine.calls
+
+
+def _stopped_on_rank_1() -> list[str]:
+    """The calls of the engine until rank 1, which was asked to stop after its first batch, leaves."""
+    engine: Any = FakeEngine()
+    asked = iter([False, dist.rank() == 1])
+    with pytest.raises(EvaluationStopped):
+        evaluate(
+            engine,
+            batches(samples(NUM), 0, NUM, 3),
+            EvaluateConfig(),
+            tokenize,
+            asked_to_stop=lambda: next(asked),
+        )
+    assert engine.training
+    return engine.calls
+
+
+@pytest.mark.distributed
+def test_all_ranks_leave_between_the_same_two_batches():
+    calls = run_ranks(_stopped_on_rank_1, 2)
+    assert calls[0] == calls[1] and calls[0].count("image") == 1
 
 
 @pytest.mark.distributed

@@ -149,7 +149,7 @@ def test_the_cause(found, status, verdict, nodes, reason, publish, tmp_path):
 def test_the_first_failure_of_an_attempt_is_its_verdict(publish, tmp_path):
     publish(report(), "a traceback")
     publish(DIVERGED)
-    assert read_verdict(tmp_path)[1]["reason"] == "CUDA error"
+    assert read_verdict(tmp_path)[1]["reason"] == "rank 1 on n2: CUDA error"
 
 
 def test_no_secret_is_in_what_an_attempt_leaves(tmp_path):

@@ -16,12 +16,14 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from launcher.runtime.rendezvous import OPEN_FILES
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import (
     ENDLESS,
     PATIENCE,
+    ROOT,
     clean_environment,
     finish,
     free_port,
@@ -307,3 +309,53 @@ def test_a_run_alone_has_no_door(recipe, tmp_path):
             assert [address for address in listening if not address.startswith(loopback)] == []
     finally:
         kill(process)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_imported_from_the_working_directory(recipe, tmp_path, ranks):
+    """Neither by one rank nor by several, nor by their loaders: a user's files there have the names of Python's
+    modules and of ours, and wandb's own folder is no package."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("random", "signal", "socket", "tempfile", "queue", "yaml", "numpy"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the folder')\n")
+    for name in ("launcher", "clip_train", "wandb"):
+        (folder / name).mkdir()
+        (folder / name / "notes.txt").touch()
+    script = Path(sys.executable).parent / "clip-train"
+    line = [script, "train", recipe, "run.steps=2", "schedule.warmup_steps=0", "data.workers=1"]
+    environ = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*line, f"--ranks={ranks}"],
+        env=environ, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_verdict(tmp_path / "run")[0] == "DONE"
+
+
+def test_a_folder_does_not_pass_for_wandb(recipe, tmp_path):
+    (tmp_path / "wandb").mkdir()
+    process = start_cold(recipe, "log.wandb=true", environ={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    status, out = finish(process)
+    assert status == 2 and "wandb is not installed" in out, out
+
+
+def test_a_temporary_folder_with_a_long_path(recipe, tmp_path):
+    """A socket's path has at most 107 bytes, and a cluster's job may have a longer TMPDIR than that."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    table = tmp_path / "table.jsonl"
+    table.write_text('{"image": "a.png", "text": "a"}\n' * 4)
+    for line in (
+        ["train", recipe, "run.steps=2", "schedule.warmup_steps=0", "data.workers=1"],
+        ["shards", table, tmp_path / "shards", "--workers=2", "--per-shard=2"],
+        ["index", tmp_path / "shards/*.tar", "--workers=2"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", *map(str, line)],
+            env=clean_environment() | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.glob("pymp-*")) == []

@@ -384,3 +384,13 @@ def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_pat
 def test_a_damaged_verdict_says_nothing(tmp_path, text):
     (tmp_path / "VERDICT").write_bytes(text.encode("latin-1"))
     assert read_verdict(tmp_path) is None
+
+
+def test_a_run_that_would_start_over_at_each_requeue_is_refused(recipe, bin, tmp_path):
+    """Before the ranks start, as `submit` does: sbatch by hand."""
+    process = start(
+        recipe, bin, "touch", str(tmp_path / "ranks"), overrides=["checkpoint.resume=never"]
+    )
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and "set checkpoint.resume=auto" in out, out
+    assert not (tmp_path / "ranks").exists() and not requeued(bin)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from clip_train.data.config import resolve_workers
+from launcher import engines
 from launcher.cli.main import main
 from launcher.config.recipe import check_config
 from launcher.engines import Facts, find_engine
@@ -183,3 +185,15 @@ def test_the_buffers_that_deepspeed_sends(stage, precision, reduce_dtype, each):
     elements = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
     bucket = int(float(elements["zero_optimization"].get("reduce_bucket_size", 5e8)))
     assert needed.buffers == each * bucket
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or engines.computes_fp16(), reason="this machine computes in fp16"
+)
+@pytest.mark.parametrize("line", [("--dry-run",), ()])
+def test_fp16_on_a_cpu_without_it_is_a_mistake(recipe, capsys, line):
+    """Before an engine is built, whose library would raise."""
+    status = main(["train", str(recipe), "engine.precision=fp16", *line])
+    err = capsys.readouterr().err
+    assert status == 2 and "engine.precision (fp16) needs a GPU, or a CPU with AVX512-FP16" in err
+    assert "set engine.precision=bf16 or fp32" in err and "Traceback" not in err

@@ -13,7 +13,9 @@ import torch
 
 from clip_train.errors import RankError, UserError
 from launcher.runtime import environment as env_module
-from launcher.runtime.environment import detect, first_host
+from launcher.runtime.environment import RankEnv, detect, first_host
+from launcher.runtime.verdict import RUN_DIR
+from tests.launcher.conftest import finish, start, start_cold
 
 TORCHRUN = {
     "RANK": "5",
@@ -123,6 +125,17 @@ def test_a_task_that_sees_one_gpu_takes_it():
     assert env_module.gpu_index(detect(SLURM), 4, {}) == 2
     with pytest.raises(UserError, match=r"LOCAL_RANK \(1\) has no GPU: this host shows 1"):
         env_module.gpu_index(detect(TORCHRUN), 1, {})
+
+
+@pytest.mark.parametrize("launcher", ["CLIP_TRAIN_LAUNCHER", "TORCHELASTIC_RUN_ID"])
+def test_ranks_that_were_shown_one_gpu_together_do_not_share_it(launcher):
+    """CUDA_VISIBLE_DEVICES=0 in the shell: each of four ranks sees one GPU, the same."""
+    environ = {"CUDA_VISIBLE_DEVICES": "0", launcher: "1"}
+    ranks = [RankEnv(rank, 4, rank, 4, "127.0.0.1", 1, "RANK and WORLD_SIZE") for rank in range(4)]
+    assert env_module.gpu_index(ranks[0], 1, environ) == 0
+    for rank in ranks[1:]:
+        with pytest.raises(UserError, match=r"shows 1 \(CUDA_VISIBLE_DEVICES=0\) to 4 ranks"):
+            env_module.gpu_index(rank, 1, environ)
 
 
 def test_variables_that_srun_itself_was_told_to_set_agree():
@@ -278,3 +291,30 @@ def test_a_gpu_that_a_newer_torch_cannot_use(environ, device, said, tmp_path, mo
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     with contextlib.nullcontext() if said is None else pytest.raises(RankError, match=said):
         env_module.require_usable_gpu(environ, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "environ, who",
+    [
+        ({"SLURM_RESTART_COUNT": "1"}, "Slurm (SLURM_RESTART_COUNT=1)"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, "torchrun (--max-restarts=3)"),
+        ({RUN_DIR: "{tmp}"}, "the batch script"),
+        ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}, ""),
+    ],
+)
+def test_a_command_that_is_repeated_must_resume(recipe, tmp_path, environ, who):
+    """A launcher or a scheduler that starts it again would make it start over each time."""
+    environ = {name: value.replace("{tmp}", str(tmp_path)) for name, value in environ.items()}
+    line = ("checkpoint.resume=never", "run.steps=2", "schedule.warmup_steps=0")
+    status, out = finish(start(recipe, *line, environ=environ))
+    assert status == (2 if who else 0), out
+    if who:
+        assert f"{who} runs this command again" in out and "set checkpoint.resume=auto" in out
+
+
+@pytest.mark.full
+def test_torchrun_itself_says_that_it_restarts(recipe):
+    more = ("--standalone", "--nproc-per-node=1", "--max-restarts=2", "-m", "launcher")
+    process = start_cold(recipe, "checkpoint.resume=never", module=("torch.distributed.run", *more))
+    _, out = finish(process)
+    assert "torchrun (--max-restarts=2) runs this command again" in out, out

@@ -22,7 +22,7 @@ from clip_train.contrastive.build import build_loss
 from clip_train.contrastive.config import LossConfig
 from clip_train.contrastive.exchange import share_counts
 from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.errors import UserError
+from clip_train.errors import DataError, RankError, UserError
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.skipped import Skipped
@@ -32,10 +32,10 @@ from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
 from examples.losses import hard_negatives
 from examples.towers import Towers, byte_tokens
 from launcher.cli.main import main
-from launcher.runtime.verdict import read_verdict
+from launcher.runtime.verdict import node_name, read_verdict
 from tests import tolerances
 from tests.documents import ROOT
-from tests.launcher.conftest import metrics, run
+from tests.launcher.conftest import finish, metrics, run, start
 
 MODEL = "model.name=examples.towers.Towers"
 LOSS = f"loss.kind={__name__}.Distance"
@@ -509,6 +509,52 @@ def test_a_callback_that_is_none_is_refused():
     assert "Wide) is not a subclass of clip_train.callbacks.Callback" in mistake
     with pytest.raises(UserError, match=r"Needy\) cannot be made: .*'argument'"):
         own_callbacks(LogConfig(callbacks=[f"{__name__}.Needy"]), Skipped())
+
+
+class Thermometer(Callback):
+    """Ends the run where this node is too hot, or where OVER says so."""
+
+    def after_step(self, record, keys, invalid):
+        if record["step"] == 2 and os.environ.get("RANK", "0") == "1":
+            raise RankError("the GPU has 95 degrees")
+        if record["step"] == 2 and "OVER" in os.environ:
+            raise DataError("these shards are used up")
+
+
+@pytest.mark.engine
+def test_a_callback_ends_a_run_by_an_error_that_says_what_follows(recipe, tmp_path):
+    """It blames the node, and Slurm requeues; or it is an error that another attempt may not have."""
+    strict = (f"log.callbacks=[{__name__}.Thermometer]", "log.strict_callbacks=true")
+    status, out = finish(start(recipe, *strict, ranks=2))
+    word, why = read_verdict(tmp_path / "run")
+    assert status == 2 and word == "FAILED" and why["blamed"] == node_name(), out
+    assert why["reason"] == f"rank 1 on {node_name()}: the GPU has 95 degrees"
+    status, out = finish(
+        start(recipe, *strict, f"run.dir={tmp_path / 'other'}", environ={"OVER": "1"})
+    )
+    word, why = read_verdict(tmp_path / "other")
+    assert (status, word) == (1, "FAILED") and "blamed" not in why, out
+
+
+class Counting(InfoNCE):
+    """Keeps a number from step to step, by `state_dict` alone."""
+
+    def state_dict(self):
+        return {"seen": torch.zeros(1)}
+
+
+class Restoring(InfoNCE):
+    def load_state_dict(self, tensors, device):
+        pass
+
+
+@pytest.mark.parametrize("loss", [Counting, Restoring])
+@pytest.mark.parametrize("views", [{"widths": {8: 1.0}}, {}])
+def test_a_loss_with_a_state_has_one_view(loss, views):
+    """Its state would be lost."""
+    config = LossConfig(kind=f"{__name__}.{loss.__name__}", **views)
+    with pytest.raises(UserError, match="keeps a state of one width"):
+        build_loss(config, texts_per_image=1 if views else 2)
 
 
 def test_a_schedule_follows_the_warm_up():

@@ -122,6 +122,38 @@ def test_a_rank_that_differs_learns_in_what(monkeypatch, theirs, told) -> None:
         beat.leave()
 
 
+@pytest.mark.parametrize("gpus", [("GPU-a", "GPU-b"), ("GPU-a", "GPU-a"), ("", "")])
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch, gpus) -> None:
+    """Whatever launcher has given both the same one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    port = free_port()
+    envs = [world(rank, port) for rank in range(2)]
+    beats, stores = joining(envs)
+    errors: dict[int, UserError] = {}
+
+    def come(rank: int) -> None:
+        try:
+            meet(envs[rank], beats[rank], stores[rank], PATIENCE, {}, gpus[rank])
+        except RemoteRankError:
+            pass
+        except UserError as e:
+            errors[rank] = e
+            beats[rank].claim(Failure(rank, "n", str(e)))
+
+    ranks = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE)
+    assert len(errors) == (gpus == ("GPU-a", "GPU-a"))
+    for error in errors.values():
+        assert "have the same GPU (GPU-a)" in str(error) and "CUDA_VISIBLE_DEVICES is 0" in str(
+            error
+        )
+    for beat in reversed(beats):
+        beat.leave()
+
+
 def job(rank: int) -> RankEnv:
     """A task of a Slurm step on one machine, to which no port was given."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711"}

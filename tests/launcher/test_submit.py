@@ -139,7 +139,7 @@ def test_shells_accept_it(script):
         (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which is local to each node"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
-        (["checkpoint.resume=never"], "every requeued attempt would start from step 0"),
+        (["checkpoint.resume=never"], "the batch script runs this command again"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
         (["--site=bad.yaml"], "known keys: partition"),
         (
@@ -294,3 +294,10 @@ def test_a_dry_run_asks_sbatch(here, tmp_path, monkeypatch, capsys):
         done, script, err = dry_run(capsys)
         assert done == expected and "#SBATCH" in script
         assert says in err and ("refuses" in err) == (expected == 2)
+
+
+def test_a_dry_run_shows_the_script_that_it_refuses(here, capsys):
+    """Whoever looks for the mistake wants to see it."""
+    status, script, err = dry_run(capsys, "run.dir=/dev/shm/run")
+    assert status == 2 and "under /dev/shm, which is local to each node" in err
+    assert "#SBATCH --nodes" in script and "launcher.slurm.controller" in script

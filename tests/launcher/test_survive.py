@@ -73,7 +73,7 @@ def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
     assert (word, why["step"], why["reason"]) == (
         "FAILED",
         5,
-        "RuntimeError: broken on purpose",
+        f"rank 1 on {node_name()}: RuntimeError: broken on purpose",
     )
     if fault == "evaluate:1":
         assert (tmp_path / "run" / "PROGRESS").read_text() == "5\n"
@@ -104,9 +104,18 @@ def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     status, out = finish(process)
     assert status == 1 and "no progress for" not in out, out
     word, why = read_verdict(tmp_path / "run")
-    assert (word, why["reason"]) == ("FAILED", "RuntimeError: broken on purpose")
+    assert word == "FAILED"
+    assert why["reason"] == f"rank 1 on {node_name()}: RuntimeError: broken on purpose"
     assert seconds_to_verdict(tmp_path / "run") < PROMPT
     assert list((tmp_path / "run" / "checkpoints" / "commit").glob("*.json")), out
+
+
+def test_a_notice_names_the_rank_and_the_node(recipe, tmp_path):
+    """log.notify's REASON, which is all that a message on a phone shows."""
+    notice = f"log.notify='echo \"$VERDICT: $REASON\" > {tmp_path}/notice'"
+    status, out = finish(start(recipe, *ENDLESS, notice, ranks=2, fault="raise:1"))
+    said = (tmp_path / "notice").read_text()
+    assert said == f"FAILED: rank 1 on {node_name()}: RuntimeError: broken on purpose\n", out
 
 
 def test_an_error_in_a_save_is_published_while_uploads_are_pending(recipe, tmp_path):
@@ -128,7 +137,8 @@ def test_an_error_in_a_save_is_published_while_uploads_are_pending(recipe, tmp_p
     status, out = finish(process)
     assert status == 1 and "no progress for" not in out, out
     word, why = read_verdict(run_dir)
-    assert (word, why["reason"]) == ("FAILED", "RuntimeError: broken on purpose")
+    assert word == "FAILED"
+    assert why["reason"] == f"rank 1 on {node_name()}: RuntimeError: broken on purpose"
     assert why["step"] >= 60 and seconds_to_verdict(run_dir) < PROMPT
     assert len(list(store.glob("commit/*.json"))) > before, out
 

@@ -3,6 +3,7 @@ already."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from clip_train import dist
 from clip_train.errors import DataError
 from clip_train.stop import StopRequest
 from clip_train.trainer import Trainer
+from launcher.runtime.environment import RankEnv
 from launcher.runtime.outcome import is_lost_contact
-from launcher.runtime.rendezvous import set_timeout
+from launcher.runtime.rendezvous import form_group, set_timeout
 from tests.launcher.conftest import until
 from tests.ranks import run_ranks
 
@@ -38,6 +40,28 @@ def late_rank(awake: Path) -> bool | None:
         given_up.touch()
         return is_lost_contact(e) and not late
     return False
+
+
+def slower_than_the_start(folder: Path) -> bool:
+    """The group forms within 2 s, and later collectives may take 60: rank 1 comes 4 s late to one."""
+    env = RankEnv(dist.rank(), 2, dist.rank(), 2, "127.0.0.1", 0, "this test")
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+    torch_dist.set_debug_level_from_env()  # as torch does when it is imported
+    store = torch_dist.FileStore(str(folder / "store"), 2)
+    form_group(env, torch.device("cpu"), store, 2.0, 60.0)
+    set_timeout(60.0)
+    if dist.rank() == 1:
+        time.sleep(4)
+    return dist.sum_scalars(1) == [2.0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_a_slow_collective_is_waited_for(tmp_path, monkeypatch, level):
+    """Under DETAIL, which one sets to look for a hang, each collective is checked by another group."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    assert run_ranks(slower_than_the_start, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.distributed

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from clip_train import dist
 from clip_train.errors import Preempted, UserError
-from clip_train.stop import StopRequest
+from clip_train.stop import SIGNALS, StopRequest
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.launch import launch_local, local_ranks
@@ -188,15 +188,12 @@ def test_a_rank_that_waits_for_the_others_to_come_waits(missing):
         beat.leave()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_before_there_are_ranks_starts_none(tmp_path, monkeypatch, number):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     stop = StopRequest()
     stop.ask(number.name)
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
-    }
+    before = {number: signal.getsignal(number) for number in SIGNALS if number != signal.SIGINT}
     try:
         with pytest.raises(Preempted, match=number.name) as caught:
             launch_local(2, ["train", "nowhere.yaml"], stop)
@@ -217,13 +214,11 @@ def test_a_number_of_ranks_that_cannot_be():
 
 def test_signals_are_flags_and_a_second_term_does_not_kill():
     stop = StopRequest()
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         stop.listen()
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        again = (signal.SIGTERM, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
+        for number in (signal.SIGUSR1, signal.SIGTERM, *again):
             os.kill(os.getpid(), number)
         assert stop.reason == "SIGUSR1"  # the first
         with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,45 @@
+"""Paths and URLs as users write them: `~`, `$VARIABLES` and links.
+
+`clip_train.settings.Place` is the type of a recipe's key that holds one; `launcher.cli.options` has
+the arguments of a command line.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from clip_train.errors import UserError
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+def expanded(place: str) -> str:
+    """`place` with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell would; each source, if
+    several are joined by `::`.
+
+    A `$` that belongs to the name of an existing file stays. UserError for a variable that is not
+    set.
+    """
+    if "$" in place and not os.path.lexists(place):
+        place = _VARIABLE.sub(_value, place)
+    sources = place.split("::")
+    return "::".join(os.path.expanduser(source) for source in sources)
+
+
+def _value(variable: re.Match[str]) -> str:
+    value = os.environ.get(variable[1] or variable[2])
+    if not value:
+        raise UserError(
+            f"{variable.string!r} has the variable {variable[0]}, which is not set here; set it, or "
+            "write the path"
+        )
+    return value
+
+
+def broken_link(path: Path) -> str | None:
+    """A message if `path` or a folder above it is a link that leads nowhere, as to a disk that is
+    not mounted; None otherwise."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            return f"{place} is a link to {os.readlink(place)}, which does not exist on this node"
+    return None
