@@ -97,6 +97,8 @@ def features_and_gradients(monkeypatch, joined, **options):
     architecture = small_architecture(quick_gelu=quick_gelu).model_copy(update={"lora": lora})
     torch.manual_seed(2)
     model = build_model(architecture, **options).double().train()
+    for module in model.modules():
+        module.own_kernels = True
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     images, texts, seeds = inputs(5)
@@ -135,6 +137,8 @@ def test_a_layer_with_a_hook_is_called(monkeypatch):
     monkeypatch.setattr(blocks, "compiles_to_kernels", lambda x: True)
     cfg = VisionConfig(image_size=16, patch_size=8, width=32, head_width=16, layers=2)
     block = Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0)
+    assert not block._can_join_passes(torch.zeros(2, 5, 32))
+    block.own_kernels = True
     assert block._can_join_passes(torch.zeros(2, 5, 32))
     block.mlp.c_fc.register_forward_pre_hook(lambda *_: None)
     assert not block._can_join_passes(torch.zeros(2, 5, 32))
