@@ -79,6 +79,7 @@ BROUGHT_BY = {
     "pydantic_core": "pydantic",
     "open_clip": "open_clip_torch",
     "timm": "open_clip_torch",
+    "triton": "torch",  # its builds for GPUs
     "aiohttp": "fsspec",  # its extra `http` is declared
 }
 

@@ -312,8 +312,9 @@ class Block(nn.Module):
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
         [P, 1, width] takes the place of [b, L, width]."""
-        if token is None and self._can_join_passes(x):
-            return self._with_joined_passes(x, packing)
+        kernels = self.own_kernels and compiles_to_kernels(x)
+        if kernels and token is None and self.has_plain_layers():
+            return self.with_joined_passes(x, packing)
         attended = self.attn(self.ln_1(x), self.causal, token, packing)
         if token is not None:
             x = at(x, token, packing)
@@ -322,21 +323,19 @@ class Block(nn.Module):
         x = x + self.drop_1(attended, sample_seeds, token)
         return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds, token)
 
-    def _can_join_passes(self, x: Tensor) -> bool:
-        """Whether `_with_joined_passes` applies: compiled on a GPU, without dropout, and no layer
-        has been replaced or has hooks, as by adapters, 8-bit products or ZeRO 3."""
-        dropout = self.training and (self.drop_1.dropped or self.drop_2.dropped)
-        if dropout or not self.own_kernels or not compiles_to_kernels(x):
-            return False
+    def has_plain_layers(self) -> bool:
+        """Whether `with_joined_passes` computes what `forward` does: no dropout, and no layer has
+        been replaced or has hooks, as by adapters, 8-bit products or ZeRO 3."""
         linears: list[Any] = [self.attn.out_proj, self.mlp.c_fc, self.mlp.c_proj]
         layers: list[nn.Module] = [self.attn, self.ln_1, self.ln_2, self.mlp, *linears]
         return (
-            type(self.attn) is Attention
+            not (self.training and (self.drop_1.dropped or self.drop_2.dropped))
+            and type(self.attn) is Attention
             and all(type(layer) is Linear for layer in linears)
             and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
         )
 
-    def _with_joined_passes(self, x: Tensor, packing: Packing | None) -> Tensor:
+    def with_joined_passes(self, x: Tensor, packing: Packing | None) -> Tensor:
         """`forward` in pieces whose backward is one pass each. Two biases are added after their
         products, by the operation that follows."""
         out_proj: Linear = self.attn.out_proj

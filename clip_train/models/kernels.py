@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.testing import do_bench
 
-from clip_train.models import one_pass
+from clip_train.models import plain_passes
 
 PROGRAMS = 2048  # of the kernels over tiles; an H100 has 132 multiprocessors
 NORM_PROGRAMS = 528  # four for each of them
@@ -209,7 +209,7 @@ def check(
     for C, dtype in [(C, torch.bfloat16) for C in widths] + [(widths[0], torch.float32)]:
         for R in num_rows:
             for name, inputs in _inputs(device, R, C, dtype):
-                kernel, plain = _KERNELS[name], getattr(one_pass, f"plain_{name}")
+                kernel, plain = _KERNELS[name], getattr(plain_passes, name)
                 errors = _errors(kernel, plain, inputs)
                 times: list[float | None] = [None, None]
                 if C in timed and max(num_rows) == R and dtype == torch.bfloat16:

@@ -10,8 +10,8 @@ three passes where a sum over rows follows an operation on elements or on column
   their gradients are joined.
 
 The forwards are plain torch, which inductor fuses. Each backward is a Triton kernel
-(`clip_train.models.kernels`) on a GPU, and a plain version elsewhere and in float64. `R` rows
-(tokens), `C` columns (features), `S` partial sums.
+(`clip_train.models.kernels`) on a GPU, and plain torch (`clip_train.models.plain_passes`) elsewhere
+and in float64. `R` rows (tokens), `C` columns (features), `S` partial sums.
 """
 
 from importlib.util import find_spec
@@ -20,6 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from clip_train.models import plain_passes
+from clip_train.models.plain_passes import wide
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -62,12 +65,12 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, quick: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.quick = quick
-        return plain_gelu(_wide(x) + bias, quick).to(x.dtype)
+        return plain_passes.gelu(wide(x) + bias, quick).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        backward = plain_gelu_backward
+        backward = plain_passes.gelu_backward
         if _served(x):
             from clip_train.models.kernels import gelu_backward as backward
         dx, sums = backward(dy.contiguous(), x, bias, ctx.quick)
@@ -84,7 +87,7 @@ class _LinearSplit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
         x, weight = ctx.saved_tensors
-        backward = plain_join
+        backward = plain_passes.join
         if _served(x):
             from clip_train.models.kernels import join as backward
         joined, sums = backward(dq.contiguous(), dk.contiguous(), dv.contiguous())
@@ -96,7 +99,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        skip = (_wide(x) + y + y_bias).to(x.dtype)
+        skip = (wide(x) + y + y_bias).to(x.dtype)
         normed, mean, rstd = torch.native_layer_norm(skip, weight.shape, weight, bias, eps)
         ctx.save_for_backward(skip, mean.flatten(), rstd.flatten(), weight)
         return skip, normed
@@ -124,42 +127,8 @@ class _ForkNorm(torch.autograd.Function):
 
 def _norm_gradients(saved: Any, dskip: Tensor, dnormed: Tensor) -> tuple[Tensor, ...]:
     x, mean, rstd, weight = saved
-    backward = plain_norm_backward
+    backward = plain_passes.norm_backward
     if _served(x):
         from clip_train.models.kernels import norm_backward as backward
     dx, sums = backward(dskip.contiguous(), dnormed.contiguous(), x, mean, rstd, weight)
     return dx, *sums.sum(0).to(weight.dtype).unbind()
-
-
-def plain_gelu(z: Tensor, quick: bool) -> Tensor:
-    return z * torch.sigmoid(1.702 * z) if quick else F.gelu(z)
-
-
-def plain_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, quick: bool) -> tuple[Tensor, Tensor]:
-    z = _wide(x) + bias
-    if quick:
-        sigmoid = torch.sigmoid(1.702 * z)
-        gradient = dy * sigmoid * (1 + 1.702 * z * (1 - sigmoid))
-    else:
-        gradient = torch.ops.aten.gelu_backward(dy.to(z.dtype), z)
-    return gradient.to(x.dtype), gradient.sum(0, keepdim=True)
-
-
-def plain_join(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    joined = torch.cat([dq, dk, dv], dim=1)
-    return joined, _wide(joined).sum(0, keepdim=True)
-
-
-def plain_norm_backward(
-    dskip: Tensor, dnormed: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    g, z = _wide(dnormed), (_wide(x) - mean[:, None]) * rstd[:, None]
-    of_weight, of_bias = (g * z).sum(0), g.sum(0)
-    g = g * weight
-    centered = g - g.mean(1, keepdim=True) - z * (g * z).mean(1, keepdim=True)
-    dx = dskip + rstd[:, None] * centered
-    return dx.to(x.dtype), torch.stack([of_weight, of_bias, dx.sum(0)])[None]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clip_train.models import blocks, one_pass
-from clip_train.models.blocks import Block
+from clip_train.models import one_pass
 from clip_train.models.clip import build_model
-from clip_train.models.config import VisionConfig
 from clip_train.models.lora import Lora
-from tests.models.small import inputs, small_architecture
+from tests.models.small import small_architecture
+
+LAYERS = ("in_proj_weight", "out_proj", "c_fc", "c_proj")
 
 
 def draw(*shape, seed=0):
@@ -85,59 +85,45 @@ def test_layer_norm_and_what_goes_on_beside_it(added):
     same_gradients(ours, plain, tensors, [draw(3, 5, C, seed=5), draw(3, 5, C, seed=6)])
 
 
-def features_and_gradients(monkeypatch, joined, **options):
-    """Of a small model in float64 whose blocks are computed as in compiled code on a GPU, or not."""
-    used = []
-    join_passes = Block._with_joined_passes
-    monkeypatch.setattr(blocks, "compiles_to_kernels", lambda x: joined)
-    monkeypatch.setattr(
-        Block, "_with_joined_passes", lambda *args: used.append(1) or join_passes(*args)
-    )
-    lora, quick_gelu = options.pop("lora", None), options.pop("quick_gelu", False)
-    architecture = small_architecture(quick_gelu=quick_gelu).model_copy(update={"lora": lora})
+def a_block(lora=None, **options):
+    """The first of an image tower, in float64."""
+    changes = {"quick_gelu": options.pop("quick_gelu", False)}
+    architecture = small_architecture(**changes).model_copy(update={"lora": lora})
     torch.manual_seed(2)
-    model = build_model(architecture, **options).double().train()
-    for p in model.parameters():
+    block = build_model(architecture, **options).double().train().visual.transformer.resblocks[0]
+    for p in block.parameters():
         p.data += 0.1 * torch.randn_like(p)
-    images, texts, seeds = inputs(5)
-    image, text, *_ = model(images, texts, seeds)
-    weights = draw(*image.shape)
-    ((image + 2 * text) * weights).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    monkeypatch.undo()
-    return len(used), (image, text, gradients)
+    return block
 
 
-@pytest.mark.parametrize("options", [{}, {"quick_gelu": True}, {"activation_checkpointing": True}])
-def test_a_model_of_joined_passes(monkeypatch, options):
-    _, plain = features_and_gradients(monkeypatch, False, **options)
-    used, joined = features_and_gradients(monkeypatch, True, **options)
-    assert used  # all blocks but the last of each tower
-    torch.testing.assert_close(joined, plain, rtol=1e-10, atol=1e-13)
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_a_block_of_joined_passes(quick_gelu):
+    block = a_block(quick_gelu=quick_gelu)
+    assert block.has_plain_layers()
+    (x,) = leaves(draw(3, 5, 32))
+    inputs = (x, *block.parameters())
+    joined, plain = block.with_joined_passes(x, None), block(x, None)
+    for each in (joined, plain):
+        gradients = torch.autograd.grad(each, inputs, draw(3, 5, 32, seed=1))
+        if each is joined:
+            found = gradients
+    torch.testing.assert_close((joined, found), (plain, gradients), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout": 0.3},
-        *({"lora": Lora(rank=2, on=(on,))} for on in ("c_fc", "c_proj", "out_proj")),
-    ],
+    "options", [{"dropout": 0.3}, *({"lora": Lora(rank=2, on=(on,))} for on in LAYERS)]
 )
-def test_blocks_that_cannot_be_joined_stay_as_they_are(monkeypatch, options):
-    _, plain = features_and_gradients(monkeypatch, False, **options)
-    used, joined = features_and_gradients(monkeypatch, True, **options)
-    assert not used
-    torch.testing.assert_close(joined, plain, rtol=1e-10, atol=1e-13)
+def test_blocks_that_must_stay_as_they_are(options):
+    assert not a_block(**options).has_plain_layers()
+    assert a_block(dropout=0.3).eval().has_plain_layers()
 
 
-def test_a_layer_with_a_hook_is_called(monkeypatch):
+@pytest.mark.parametrize("layer", ["ln_1", "attn", "attn.out_proj", "ln_2", "mlp.c_fc"])
+def test_a_layer_with_a_hook_must_be_called(layer):
     """ZeRO 3 gathers a layer's parameters by hooks."""
-    monkeypatch.setattr(blocks, "compiles_to_kernels", lambda x: True)
-    cfg = VisionConfig(image_size=16, patch_size=8, width=32, head_width=16, layers=2)
-    block = Block(cfg, quick_gelu=False, dropout=0.0, dropout_id=0)
-    assert block._can_join_passes(torch.zeros(2, 5, 32))
-    block.mlp.c_fc.register_forward_pre_hook(lambda *_: None)
-    assert not block._can_join_passes(torch.zeros(2, 5, 32))
+    block = a_block()
+    block.get_submodule(layer).register_forward_pre_hook(lambda *_: None)
+    assert not block.has_plain_layers()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -9,7 +9,7 @@ from torch.nn.attention import varlen
 from clip_train.models.blocks import Packing
 from clip_train.models.clip import build_model
 from clip_train.models.lora import Lora
-from tests.models.small import inputs, small_architecture
+from tests.models.small import small_architecture
 
 CONTEXT = 20
 LENGTHS = [3, 8, 1, 5, 20, 2, 8]
@@ -39,42 +39,45 @@ def each_text(q, k, v, starts_q, starts_k, max_q, max_k, *, window_size):
 
 
 @pytest.fixture(autouse=True)
-def a_gpu_would_take_flash_attention(monkeypatch):
+def no_gpu(monkeypatch):
     calls.clear()
-    of = Packing.of
-    monkeypatch.setattr(Packing, "of", lambda *args: of(*args[:-1], flash=True))
     monkeypatch.setattr(varlen, "varlen_attn", each_text)
 
 
-def texts_of(lengths):
-    texts = torch.arange(len(lengths) * CONTEXT).view(len(lengths), CONTEXT) % 97 + 1
-    texts[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = 99
-    texts[torch.arange(CONTEXT) >= torch.tensor(lengths)[:, None]] = 0
-    return texts
-
-
-def features_and_gradients(texts, num_tokens, lora, checkpointing):
+def transformed(packed, lora=None, checkpointing=False):
+    """The features of texts, those of their last tokens, and all gradients."""
     architecture = small_architecture(text_cfg=TEXT).model_copy(update={"lora": lora})
     torch.manual_seed(3)
-    model = build_model(architecture, dropout=0.3, activation_checkpointing=checkpointing).double()
+    model = build_model(architecture, dropout=0.3, activation_checkpointing=checkpointing)
+    model = model.double().train()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
-    _, _, seeds = inputs(len(texts))
-    features = model.train()(None, texts, seeds, num_tokens)[1]
-    (features * torch.linspace(-1, 1, features.numel()).view_as(features)).sum().backward()
-    return features, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    seeds = torch.arange(len(LENGTHS)) + 70
+    token = torch.tensor(LENGTHS) - 1
+    x = torch.randn(len(LENGTHS), CONTEXT, 20, dtype=torch.float64, requires_grad=True)
+    out = x
+    packing = None
+    if packed:
+        packing = Packing.of(token, CONTEXT, sum(LENGTHS), seeds, flash=True)
+        out = packing.packed(x)
+    out = model.transformer(out, seeds, token, packing)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    gradients = {
+        name: p.grad for name, p in model.transformer.named_parameters() if p.grad is not None
+    }
+    return out, x.grad, gradients
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, on=("attention", "mlp"))])
 def test_packed_texts_give_the_features_and_gradients_of_padded_ones(lora, checkpointing):
-    texts = texts_of(LENGTHS)
-    padded = features_and_gradients(texts, None, lora, checkpointing)
+    padded = transformed(False, lora, checkpointing)
     assert not calls
-    packed = features_and_gradients(texts, sum(LENGTHS), lora, checkpointing)
+    packed = transformed(True, lora, checkpointing)
+    assert calls
     torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-13)
 
 
 def test_the_last_block_has_one_query_a_text():
-    features_and_gradients(texts_of(LENGTHS), sum(LENGTHS), None, False)
+    transformed(True)
     assert calls == [(CONTEXT, sum(LENGTHS)), (1, len(LENGTHS))]
