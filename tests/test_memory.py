@@ -92,7 +92,7 @@ def test_a_wrong_size_is_told(text):
         check_config({**NO_RUN, "batch": {"memory_limit": text}}, "test")
 
 
-def clip(checkpointing: bool = False) -> CLIP:
+def clip(checkpointing: bool | str = False) -> CLIP:
     torch.manual_seed(0)
     return CLIP(ARCHITECTURE, dropout=0.1, activation_checkpointing=checkpointing)
 
@@ -125,7 +125,7 @@ def test_fake_tensors_predict_what_autograd_holds():
     assert predicted.graph == pytest.approx(saved, rel=0.03)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, "pointwise", True])
 @pytest.mark.parametrize(
     ("vision", "locked"),
     [({}, None), ({"image_size": 64}, "image"), ({}, "text")],
@@ -163,3 +163,18 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
 def test_checkpointing_holds_less():
     place = partial(micro_batch, ARCHITECTURE, torch.device("cpu"))
     assert fake_profile(partial(clip, True), place).graph < 0.4 * fake_profile(clip, place).graph
+
+
+def test_pointwise_recomputation_holds_five_eighths_of_a_block():
+    """Of 16 widths a token: not two norms' outputs, and not GELU's four."""
+    held = {}
+    for layers in (2, 3):
+        for kind in (False, "pointwise"):
+            architecture = Architecture.model_validate(
+                {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "layers": layers}}
+            )
+            make = partial(CLIP, architecture, activation_checkpointing=kind)
+            place = partial(micro_batch, architecture, torch.device("cpu"))
+            held[layers, kind] = fake_profile(make, place).graph
+    block = held[3, False] - held[2, False]
+    assert held[3, "pointwise"] - held[2, "pointwise"] == pytest.approx(block * 10 / 16, rel=0.05)

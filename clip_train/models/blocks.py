@@ -6,7 +6,7 @@ features.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from clip_train.models.one_pass import (
     fork_norm,
     linear_split,
 )
+from clip_train.settings import Recompute
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 _HAS_ONEDNN = (
@@ -172,6 +173,21 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def recomputed(
+    pointwise: Callable[[Tensor], Tensor], product: Callable[..., Any], x: Tensor, *more: Any
+) -> Any:
+    """product(pointwise(x), *more), whose backward computes pointwise(x) again, not the product.
+
+    A product keeps its input for the backward. So checkpointing both keeps x alone, and computes
+    again up to the point at which the product would keep its input: it stops there.
+    """
+
+    def both(x: Tensor) -> Any:
+        return product(pointwise(x), *more)
+
+    return checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with the parameters of `nn.MultiheadAttention`.
 
@@ -195,24 +211,40 @@ class Attention(nn.Module):
         self.out_proj = Linear(width, width, projection_std, zero_bias=True)
 
     def forward(
-        self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
+        self,
+        x: Tensor,
+        causal: bool,
+        token: Tensor | None = None,
+        packing: Packing | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
         """[b, L, width] -> [b, L, width]; with `token`, int64 [b]: only that token's, [b, 1,
         width]. With `packing`, [P, 1, width] takes the place of [b, L, width].
+
+        norm: applied to x first, and computed again in the backward.
         """
-        return self.out_proj(self.values(x, causal, token, packing))
+        return self.out_proj(self.values(x, causal, token, packing, norm))
 
     def values(
-        self, x: Tensor, causal: bool, token: Tensor | None = None, packing: Packing | None = None
+        self,
+        x: Tensor,
+        causal: bool,
+        token: Tensor | None = None,
+        packing: Packing | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
         """`forward` without its last product."""
+        if norm is None:
+            parts = self._projected(x, token, packing)
+        else:
+            parts = recomputed(norm, self._projected, x, token, packing)
         if packing is not None and packing.starts is not None:
-            return self._values_of_packed(x, token, packing, packing.starts)
+            return self._values_of_packed(parts, token, packing, packing.starts)
         visible = None
         if token is None:
-            q, k, v = (self._heads(part, packing) for part in self._projected(x))
+            q, k, v = (self._heads(part, packing) for part in parts)
         else:
-            query, *others = self._projected_for(x, token, packing)
+            query, *others = parts
             q, (k, v) = self._heads(query), (self._heads(part, packing) for part in others)
             if causal:
                 visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
@@ -225,18 +257,16 @@ class Attention(nn.Module):
         return out if packing is None or token is not None else packing.packed(out)
 
     def _values_of_packed(
-        self, x: Tensor, token: Tensor | None, packing: Packing, starts: Tensor
+        self, parts: list[Tensor], token: Tensor | None, packing: Packing, starts: Tensor
     ) -> Tensor:
-        """[P, 1, width] -> [P, 1, width], or [b, 1, width] with `token`: attention within each
-        text, without padding."""
+        """Queries, keys and values -> [P, 1, width], or [b, 1, width] with `token`: attention
+        within each text, without padding."""
         from torch.nn.attention.varlen import varlen_attn  # it imports much
 
         if token is None:
-            parts = self._projected(x)
             queries, longest, window = starts, packing.length, (-1, 0)  # causal
         else:  # a text's last token sees all of its tokens
-            parts = self._projected_for(x, token, packing)
-            queries = torch.arange(len(starts), dtype=torch.int32, device=x.device)
+            queries = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
             longest, window = 1, (-1, -1)
         q, k, v = (part.squeeze(1).unflatten(1, (self.heads, -1)) for part in parts)
         out: Any = varlen_attn(
@@ -244,24 +274,24 @@ class Attention(nn.Module):
         )  # [P, heads, width / heads], or [b, ...]
         return out.flatten(1).unsqueeze(1)
 
-    def _projected(self, x: Tensor) -> list[Tensor]:
-        """[..., width] -> queries, keys and values of all tokens, [..., width] each.
+    def _projected(self, x: Tensor, token: Tensor | None, packing: Packing | None) -> list[Tensor]:
+        """[..., width] -> queries, keys and values of all tokens, [..., width] each. With `token`
+        queries are those of one token of each sample, [b, 1, width].
 
         The backward of a split writes the gradient once, in the layout of the product. Those of
         selections are filled with zeros and added: a sixth of a compiled step on an H100."""
+        if token is not None:
+            query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
+            query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
+            keys_and_values = self.project(x, key_value, key_value_bias, 1, 3)
+            return [
+                self.project(at(x, token, packing), query, query_bias, 0, 1),
+                *keys_and_values.split(self.width, dim=-1),
+            ]
         if self.own_kernels and type(self) is Attention and compiles_to_kernels(x):
             return linear_split(x, self.in_proj_weight, self.in_proj_bias)
         joined = self.project(x, self.in_proj_weight, self.in_proj_bias, 0, 3)
         return [*joined.split(self.width, dim=-1)]
-
-    def _projected_for(self, x: Tensor, token: Tensor, packing: Packing | None) -> list[Tensor]:
-        """The query of one token of each sample, [b, 1, width], and keys and values of all."""
-        query, key_value = self.in_proj_weight.split([self.width, 2 * self.width])
-        query_bias, key_value_bias = self.in_proj_bias.split([self.width, 2 * self.width])
-        return [
-            self.project(at(x, token, packing), query, query_bias, 0, 1),
-            *self.project(x, key_value, key_value_bias, 1, 3).split(self.width, dim=-1),
-        ]
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
         """[..., width] -> [..., (last - first) width]: the chosen ones of queries, keys and
@@ -278,6 +308,7 @@ class Block(nn.Module):
     """x + attention(ln(x)), then x + mlp(ln(x))."""
 
     own_kernels = False  # as in `Attention`
+    recomputes = False  # the outputs of GELU and of the norms, in the backward
 
     def __init__(
         self, cfg: TowerConfig, *, quick_gelu: bool, dropout: float, dropout_id: int
@@ -312,16 +343,24 @@ class Block(nn.Module):
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
         [P, 1, width] takes the place of [b, L, width]."""
-        kernels = self.own_kernels and compiles_to_kernels(x)
+        kernels = self.own_kernels and not self.recomputes and compiles_to_kernels(x)
         if kernels and token is None and self.has_plain_layers():
             return self.with_joined_passes(x, packing)
-        attended = self.attn(self.ln_1(x), self.causal, token, packing)
+        if self.recomputes:
+            attended = self.attn(x, self.causal, token, packing, self.ln_1)
+        else:
+            attended = self.attn(self.ln_1(x), self.causal, token, packing)
         if token is not None:
             x = at(x, token, packing)
         elif packing is not None:  # each token gets the same mask as in its unpacked sample
             sample_seeds, token = packing.seeds, packing.places
         x = x + self.drop_1(attended, sample_seeds, token)
-        return x + self.drop_2(self.mlp(self.ln_2(x)), sample_seeds, token)
+        if self.recomputes:
+            c_fc, gelu, c_proj = self.mlp
+            fed = recomputed(gelu, c_proj, recomputed(self.ln_2, c_fc, x))
+        else:
+            fed = self.mlp(self.ln_2(x))
+        return x + self.drop_2(fed, sample_seeds, token)
 
     def has_plain_layers(self) -> bool:
         """Whether `with_joined_passes` computes what `forward` does: no dropout, and no layer has
@@ -350,12 +389,19 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of blocks, each recomputed in the backward pass if `activation_checkpointing`."""
+    """A stack of blocks.
 
-    def __init__(self, blocks: Iterable[Block], activation_checkpointing: bool) -> None:
+    activation_checkpointing: what the backward computes again: nothing, the outputs of GELU and of
+    the norms, or whole blocks.
+    """
+
+    def __init__(self, blocks: Iterable[Block], activation_checkpointing: Recompute) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(blocks)
-        self.activation_checkpointing = activation_checkpointing
+        for block in self.resblocks:
+            assert isinstance(block, Block)
+            block.recomputes = activation_checkpointing == "pointwise"
+        self.activation_checkpointing = activation_checkpointing is True
 
     def forward(
         self,
@@ -450,7 +496,7 @@ class VisionTower(nn.Module):
         *,
         dropout: float,
         patch_dropout: float,
-        activation_checkpointing: bool,
+        activation_checkpointing: Recompute,
     ) -> None:
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
