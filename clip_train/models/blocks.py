@@ -343,7 +343,7 @@ class Block(nn.Module):
         """[b, L, width], int64 [b] -> [b, L, width]; with `token`, int64 [b]: only that token's,
         [b, 1, width], for which the others are needed only as keys and values. With `packing`,
         [P, 1, width] takes the place of [b, L, width]."""
-        kernels = self.own_kernels and not self.recomputes and compiles_to_kernels(x)
+        kernels = self.own_kernels and compiles_to_kernels(x)
         if kernels and token is None and self.has_plain_layers():
             return self.with_joined_passes(x, packing)
         if self.recomputes:

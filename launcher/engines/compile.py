@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clip_train.models.blocks import Attention, Block, PatchEmbedding, Transformer
+from clip_train.models.blocks import Block, PatchEmbedding, Transformer
 from clip_train.task import Task
 
 # Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. With a
@@ -89,8 +89,8 @@ def compile_units(model: nn.Module, own_kernels: bool = False) -> None:
     own_kernels: `engine.own_kernels`.
     """
     for module in model.modules():
-        if isinstance(module, Block | Attention):
-            module.own_kernels = own_kernels
+        if isinstance(module, Block):
+            module.own_kernels = module.attn.own_kernels = own_kernels and not module.recomputes
     # sizes that happen to be equal need not stay so
     torch.fx.experimental._config.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)

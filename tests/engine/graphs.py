@@ -114,6 +114,35 @@ def count(model: Any, backend: str = "eager", pack: bool = False) -> dict[str, i
         torch.compiler.reset()
 
 
+def growth(model: CLIP, pack: bool) -> tuple[int, int]:
+    """Graphs after ten steps and an evaluation, and after twenty more steps and another one.
+
+    Each step has other text lengths, and some a shorter last micro-batch."""
+    torch.compiler.reset()
+    counters.clear()
+    default = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend("eager")
+    compile_units(model)
+    engine = PlainEngine(model, torch.optim.SGD(model.parameters(), 1e-3))
+    seen = []
+    try:
+        for step in range(30):
+            n, longest = 8 + step % 4, 3 + 7 * step % 21
+            batch = batch_for(model.architecture, n, longest, pack)
+            train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1 + step % 3, lr=1e-3)
+            if step in (9, 29):
+                engine.train(False)
+                with torch.no_grad():
+                    engine.encode("image", batch.images)
+                    engine.encode("text", batch_for(model.architecture, 5 + step, 8).texts)
+                engine.train(True)
+                seen.append(counters["stats"]["unique_graphs"])
+    finally:
+        torch.compiler.set_default_backend(default)
+        torch.compiler.reset()
+    return seen[0], seen[1]
+
+
 def native(dropout: float = 0.0) -> CLIP:
     text = {"context_length": 24, "vocab_size": 600, "width": 20, "heads": 2, "layers": 3}
     vision = {"image_size": 16, "layers": 3, "width": 32, "head_width": 16, "patch_size": 4}
