@@ -129,6 +129,13 @@ def parameter_groups(
             is_matrix = len(shapes[name]) >= 2
             key = (is_matrix and name not in without, factors[name], name in matrices)
             groups.setdefault(key, {})[name] = p
+    parts = [
+        (key, names)
+        for key, found in sorted(groups.items())
+        for names in aligned({name: math.prod(shapes[name]) for name in found})
+    ]
+    # ZeRO 3 joins all groups: those that end with an odd size come last
+    parts.sort(key=lambda part: math.prod(shapes[part[1][-1]]) % ALIGNED != 0)
     return [
         {
             "params": [named[name] for name in names],
@@ -137,8 +144,7 @@ def parameter_groups(
             "muon": by_muon,
             "shapes": {name: shapes[name] for name in names},
         }
-        for (decays, factor, by_muon), found in sorted(groups.items())
-        for names in aligned({name: math.prod(shapes[name]) for name in found})
+        for (decays, factor, by_muon), names in parts
     ]
 
 

@@ -98,6 +98,13 @@ def local_shards(
     return shards
 
 
+def aligned(gradient: Tensor) -> Tensor:
+    """A gradient is a part of the tensor that a unit's reduction returned. After an odd size it may
+    start anywhere in it; kernels want multiples of 16 bytes."""
+    offset = gradient.storage_offset() * gradient.element_size()
+    return gradient if offset % 16 == 0 else gradient.clone()
+
+
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
@@ -210,7 +217,7 @@ class FSDPEngine(Engine):
     @torch.no_grad()
     def _sum_and_clip(self, flags: Tensor) -> tuple[Tensor, Tensor]:
         for p, shard in self.shards.items():
-            shard.grad = None if p.grad is None else local(p.grad)
+            shard.grad = None if p.grad is None else aligned(local(p.grad))
             p.grad = None
         squares = self._squares()  # of gradients that FSDP has summed in the last backward
         if self.mesh.ndim == 2 and self.mesh.get_local_rank(
