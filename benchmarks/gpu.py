@@ -676,7 +676,7 @@ def main() -> int:
     args = arguments.parse_args()
     first_stages = first().STAGES
     if args.stages == ["first"]:
-        args.stages, args.ranks = [*first_stages], args.ranks or 1
+        args.stages, args.ranks = [*first().FIRST], args.ranks or 1
     unknown = [stage for stage in args.stages if stage not in {*STAGES, *first_stages}]
     if unknown:
         arguments.error(f"no stage {unknown[0]}: choose of {names}")

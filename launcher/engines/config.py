@@ -68,7 +68,8 @@ class EngineConfig(Settings):
     Triton and a C compiler are installed."""
     own_kernels: Annotated[bool, Rounding] = False
     """With engine.compile on GPUs, in clip-train's own models without dropout: compute the gradients
-    of norms, GELU and biases in one pass each, by Triton kernels of clip-train's own."""
+    of norms, GELU and biases in one pass each, by Triton kernels of clip-train's own. They move 30%
+    fewer bytes, and were 3% slower on an H200."""
     pack_texts: Annotated[bool, Rounding] = True
     """Compute texts without their padding. Texts stay padded with engine.linear, for models that
     are not clip-train's own, and where the text tower (or a teacher's) reads more than a text up to

@@ -142,7 +142,7 @@ def test_a_section_that_is_none(section, value):
         ("engine.zero_stage=4", "engine.zero_stage (4) must be 0, 1, 2 or 3"),
         (
             "engine.activation_checkpointing=8",
-            "must be a valid boolean, unable to interpret input or 'auto'; set",
+            "must be a valid boolean, unable to interpret input or 'pointwise' or 'auto'; set",
         ),
         ("data.verify=on", "data.verify ('on') must be "),
         ("checkpoint.every_steps=0", "must be greater than or equal to 1; set"),
