@@ -156,7 +156,8 @@ class Engine(abc.ABC):
         self.low_precision = low_precision
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         self.trained_groups = set(groups(self.task, trained).values())
-        self.optimizer_steps = 0
+        self.optimizer_steps = 0  # of this optimizer
+        self.updates = 0  # of any: another optimizer may have begun the run
         self._masters: dict[str, Tensor] = {}  # of the task's scalars, in low precision only
         self._reduced = False  # the step's last backward has been seen
         self._by_group = [
@@ -230,10 +231,11 @@ class Engine(abc.ABC):
         measured, skipped = self._update(self.optimizer)
         if not skipped:
             self.optimizer_steps += 1
+            self.updates += 1
             with torch.no_grad():
                 self._clamp_scalars()
                 if self.ema is not None:
-                    self.ema.update(self.optimizer_steps)
+                    self.ema.update(self.updates)
             self._read_masters()
         norm, *others = norms or measured.cpu().tolist()
         by_group = {
@@ -350,10 +352,20 @@ class Engine(abc.ABC):
                 )
 
     @torch.no_grad()
-    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
-        """Take this rank's part of a checkpoint, whatever engine, stage and ranks wrote it."""
-        self.optimizer_steps = int(extra.get("optimizer_steps", 0))
+    def load_fragments(
+        self, source: FragmentSource, extra: dict[str, Any], *, new_optimizer: bool = False
+    ) -> None:
+        """Take this rank's part of a checkpoint, whatever engine, stage and ranks wrote it.
+
+        new_optimizer: another one wrote it. Its state is left out: slots of one name, such as
+        exp_avg, mean other things to another optimizer.
+        """
+        steps = int(extra.get("optimizer_steps", 0))
+        self.optimizer_steps = 0 if new_optimizer else steps
+        self.updates = int(extra.get("updates", steps))
         stored = {piece.name: source.slots(piece.name) for piece in (*self.pieces, *self.buffers)}
+        if new_optimizer:
+            stored = {name: slots & {"param", EMA} for name, slots in stored.items()}
         if self.optimizer is not None:
             self._start_optimizer(self.optimizer, stored)
         if self.ema is not None:
@@ -439,7 +451,7 @@ class Engine(abc.ABC):
 
     def extra_state(self) -> dict[str, Any]:
         """Small JSON-able state beside the fragments: optimizer steps taken, loss scale."""
-        return {"optimizer_steps": self.optimizer_steps}
+        return {"optimizer_steps": self.optimizer_steps, "updates": self.updates}
 
     def close(self) -> None:  # noqa: B027  torch's own need nothing
         """Free resources that the garbage collector does not."""

@@ -70,10 +70,13 @@ class Trainer:
     # during an evaluation: the step before it is saved, or its save has begun
     saved_before_evaluation: bool = False
 
-    def resume(self, resumed: Resumed) -> None:
-        """Take weights, optimizer, random state and position from a checkpoint."""
+    def resume(self, resumed: Resumed, *, new_optimizer: bool = False) -> None:
+        """Take weights, optimizer, random state and position from a checkpoint.
+
+        new_optimizer: another one wrote it, and its state is left out.
+        """
         state = resumed.state
-        self.engine.load_fragments(resumed.reader, state["engine"])
+        self.engine.load_fragments(resumed.reader, state["engine"], new_optimizer=new_optimizer)
         self.step, self.samples = state["step"], state["samples"]
         self.skipped.step = self.step
         if resumed.rank_tensors is not None:

@@ -56,7 +56,7 @@ from launcher import components, engines
 from launcher.config.memory import choose_layout, memory_limit
 from launcher.config.recipe import RunConfig
 from launcher.config.resolve import Resolved, resolve
-from launcher.config.resume import compare_with
+from launcher.config.resume import compare_with, optimizer_changed
 from launcher.runtime import environment, rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
@@ -311,7 +311,7 @@ def build_trainer(
     outcome.trainer = trainer
     watchdog.watch(trainer)
     if resumed is not None:
-        trainer.resume(resumed)
+        trainer.resume(resumed, new_optimizer=optimizer_changed(config, resumed))
     if dist.is_main():
         describe_start(resolved, engine, resumed, notes)
     return trainer

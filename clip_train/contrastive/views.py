@@ -63,6 +63,7 @@ class WeightedViews(Objective):
         leaves = {name: x.detach().requires_grad_() for name, x in features.items()}
         total: Any = 0.0
         unsafe: Any = None
+        metrics: dict[str, Any] = {}
         prepared = context.prepared
         for weight, view in self.views:
             with torch.enable_grad():
@@ -72,12 +73,17 @@ class WeightedViews(Objective):
             output = self.objective({name: x.detach() for name, x in viewed.items()}, context)
             total += weight * output.loss
             unsafe = output.unsafe if unsafe is None else unsafe | output.unsafe
+            for name, value in output.metrics.items():
+                if name.endswith("_loss"):  # a part of the loss: weighted as the loss is
+                    metrics[name] = metrics.get(name, 0.0) + weight * value
+                else:  # of the first view, such as a number of samples
+                    metrics.setdefault(name, value)
             weighted = [weight * gradient for gradient in output.gradients.values()]
             torch.autograd.backward([viewed[name] for name in output.gradients], weighted)
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
         }
-        return LossOutput(total, gradients, unsafe=unsafe)
+        return LossOutput(total, gradients, metrics=metrics, unsafe=unsafe)
 
 
 def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> WeightedViews:

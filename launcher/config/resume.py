@@ -28,6 +28,12 @@ def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
     )
 
 
+def optimizer_changed(config: RunConfig, resumed: Resumed) -> bool:
+    """Whether another optimizer wrote the checkpoint, so that its state means nothing here."""
+    then = resumed.state["recipe"].get("optim", {}).get("name")
+    return then is not None and then != config.optim.name
+
+
 @dataclass(frozen=True)
 class Change:
     """One key that differs from the recipe in the checkpoint."""
@@ -131,6 +137,8 @@ def compare_with(
     lines.append(f"  samples seen   {samples:,}{epochs}")
     lines += [f"  changed since  {change}" for change in reported]
     lines += [f"  WARNING        this is a different run now: {change}" for change in another]
+    if optimizer_changed(config, resumed):
+        lines.append(f"  optimizer      the state of {config.optim.name} starts anew")
     return lines
 
 

@@ -51,6 +51,9 @@ def test_float64_equals_autograd(name):
     for key, x in {"image": I, "text": T, "logit_scale": s}.items():
         assert relative(out.gradients[key], x.grad) < 1e-12
     assert torch.equal(out.gradients["caption_loss"], torch.zeros(N, 2))
+    if name == "a teacher":  # both parts of the loss, over all widths
+        parts = out.metrics["clip_loss"] + out.metrics["distill_loss"]
+        assert float(parts) == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_what_cannot_be_cut_is_refused_by_name():

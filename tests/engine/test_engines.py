@@ -505,3 +505,69 @@ def unusual_case(kind, what):
 def test_a_parameter_that_cannot_be_held_is_refused_by_name(kind, what, remedy):
     for message in run_ranks(unusual_case, 2, kind, what):
         assert message is not None and remedy in message
+
+
+def with_another_optimizer(layout: str, before: str, after: str, saved: dict) -> tuple:
+    """Three steps by `after` from weights, and from a checkpoint that `before` wrote."""
+    out = []
+    for new_optimizer in (True, False):
+        engine = make(layout, optim=after, lr=1e-2)
+        slots = saved if new_optimizer else {k: {"param": v["param"]} for k, v in saved.items()}
+        extra = {"optimizer_steps": 5} if new_optimizer else {}
+        engine.load_fragments(Source(slots), extra, new_optimizer=new_optimizer)
+        told = steps(engine, 0, 3, 7, 1, lr=1e-2)
+        state = engine.extra_state()
+        out.append((told, pieces(engine), state["optimizer_steps"], state["updates"]))
+        engine.close()
+    return tuple(out)
+
+
+@pytest.mark.parametrize(
+    "before, after", [("sgd", "adamw"), ("adamw", "lion_pytorch.Lion"), ("adamw", "sgd")]
+)
+@pytest.mark.parametrize("layout", ["zero 1", "fsdp 2", "plain 0"])
+def test_another_optimizer_starts_its_state_anew(layout, before, after):
+    if "." in after:
+        pytest.importorskip("lion_pytorch")
+    first = run_ranks(run_case, 1, layout, "fp32", before, 7, 1, "none", 1e-2)
+    saved = assemble([first[0][1]])
+    resumed, fresh = run_ranks(with_another_optimizer, 1, layout, before, after, saved)[0]
+    assert resumed[0] == fresh[0]
+    left, right = assemble([resumed[1]]), assemble([fresh[1]])
+    assert {name: set(slots) for name, slots in left.items()} == {
+        name: set(slots) for name, slots in right.items()
+    }
+    for name, slots in left.items():
+        for slot, value in slots.items():
+            assert torch.equal(value, right[name][slot]), (name, slot)
+    assert (resumed[2], resumed[3]) == (3, 8)
+    assert (fresh[2], fresh[3]) == (3, 3)
+
+
+def frozen_scale() -> ToyCLIP:
+    torch.manual_seed(5)
+    model = ToyCLIP(logit_scale=4.7215)  # above the ceiling, ln 100
+    model.logit_scale.requires_grad_(False)
+    return model
+
+
+def scale_after_a_step(layout: str) -> tuple[float, float]:
+    """The factor that the loss sees in the next step, and the parameter in a checkpoint."""
+    engine = engine_at(layout, frozen_scale, OptimConfig(name="sgd", lr=LR), clip=None)
+    steps(engine, 0, 1, 12, 1)
+    batch = share(toy_batch(N), dist.rank(), dist.world_size())
+    with torch.no_grad():
+        features = engine.forward(batch.micro_batches(N)[0])
+    saved = {
+        f.name: f.tensors["param"] for f in engine.state_fragments() if f.name == "logit_scale"
+    }
+    out = features["logit_scale"].item(), saved["logit_scale"].item()
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_frozen_scale_is_not_clamped(layout):
+    factor, saved = run_ranks(scale_after_a_step, 1, layout)[0]
+    assert factor == pytest.approx(math.exp(4.7215), rel=1e-6)
+    assert saved == pytest.approx(4.7215, rel=1e-6)

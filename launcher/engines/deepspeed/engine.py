@@ -374,8 +374,10 @@ class DeepSpeedEngine(Engine):
                 wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
         super()._masters_changed()
 
-    def load_fragments(self, source: FragmentSource, extra: dict[str, Any]) -> None:
-        super().load_fragments(source, extra)
+    def load_fragments(
+        self, source: FragmentSource, extra: dict[str, Any], *, new_optimizer: bool = False
+    ) -> None:
+        super().load_fragments(source, extra, new_optimizer=new_optimizer)
         if self.engine.fp16_enabled():
             vars(self.engine.optimizer.loss_scaler).update(extra.get("loss_scaler", {}))
 
