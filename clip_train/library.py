@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -82,6 +83,7 @@ def contrastive_step(
             f"{type(loss).__name__}: other losses need the trainer"
         )
     objective = as_objective(loss)
+    parts = Parts.of(model)
     by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
@@ -123,7 +125,7 @@ def contrastive_step(
             scaler is not None and hasattr(model, "coalesce_grad_reduction"),
             f"scaler: {type(model).__name__} scales the loss itself; remove scaler",
         ),
-        *wrapper_rules(model),
+        *wrapper_rules(model, parts),
     ]
     for message in broken(rules):
         raise ValueError(message)
@@ -142,7 +144,7 @@ def contrastive_step(
         positional: Any = [pieces.pop(i) for i in range(len(inputs))]
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
     own_names = isinstance(objective, WeightedViews) and objective.own_names
-    engine = ModuleEngine(model, inputs, named, len(micro_batches), scaler, own_names)
+    engine = ModuleEngine(model, parts, inputs, named, len(micro_batches), scaler, own_names)
     context = Context(
         counts, ids=None if ids is None else torch.as_tensor(ids, device=engine.device)
     )
@@ -170,10 +172,39 @@ def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
     return sizes
 
 
-def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
+@dataclass
+class Parts:
+    """The modules of a model, found by one walk: it is made in every step."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    ddp: list[DistributedDataParallel]
+    sharded: list[Any]  # by `fully_shard`
+
+    @classmethod
+    def of(cls, model: Callable[..., Any]) -> "Parts":
+        """Of a function: nothing. Sharded modules that are whole, as after an evaluation, are
+        sharded again: their parameters are others then."""
+        modules = [*model.modules()] if isinstance(model, nn.Module) else []
+        sharded: list[Any] = [module for module in modules if is_sharded(module)]
+        for module in sharded:
+            module.reshard()
+        parameters = dict.fromkeys(
+            p for module in modules for p in module._parameters.values() if p is not None
+        )
+        return cls(
+            modules,
+            [*parameters],
+            [module for module in modules if isinstance(module, DistributedDataParallel)],
+            sharded,
+        )
+
+
+def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[bool, str]]:
     """Conditions under which `model`, or a module in it, cannot be stepped, each with its
     message."""
     engine: Any = model
+    ranks = dist.world_size()
     if hasattr(model, "set_gradient_accumulation_boundary"):
         yield (
             not hasattr(model, "coalesce_grad_reduction")
@@ -183,23 +214,20 @@ def wrapper_rules(model: Callable[..., Any]) -> Iterator[tuple[bool, str]]:
             "coalesce_grad_reduction and managed_gradient_accumulation to true, and make all "
             "ranks data-parallel",
         )
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        name, ranks = type(module).__name__, dist.world_size()
+    for module in parts.modules:
         yield (
             is_sharded(module, "FullyShardedDataParallel")
             or (module is not model and hasattr(module, "set_gradient_accumulation_boundary")),
-            f"model holds {name}, which reduces gradients differently: wrap the plain module "
-            "with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
+            f"model holds {type(module).__name__}, which reduces gradients differently: wrap the "
+            "plain module with DistributedDataParallel or fully_shard, or give a ZeRO engine as it "
+            "is",
         )
-        if is_sharded(module):
-            cast(Any, module).reshard()  # an evaluation may have left it whole
-            parameters: Any = module.parameters()
-            meshes = {p.device_mesh for p in parameters if hasattr(p, "device_mesh")}
-            yield (
-                any(mesh.size() != ranks for mesh in meshes),
-                f"model holds {name} that is sharded over {[m.size() for m in meshes]} of "
-                f"{ranks} ranks: give fully_shard a mesh of all ranks",
-            )
+    meshes = {p.device_mesh for p in parts.parameters if hasattr(p, "device_mesh")}
+    yield (
+        any(mesh.size() != ranks for mesh in meshes),
+        f"model is sharded over {[mesh.size() for mesh in meshes]} of {ranks} ranks: give "
+        "fully_shard a mesh of all ranks",
+    )
 
 
 def is_sharded(module: nn.Module, kind: str = "FSDPModule") -> bool:
@@ -250,6 +278,7 @@ class ModuleEngine:
     def __init__(
         self,
         model: Callable[..., Any],
+        parts: Parts,
         inputs: Any,
         named: Any,
         k: int,
@@ -259,13 +288,10 @@ class ModuleEngine:
         self.model = model
         self.own_names = own_names
         self.scaler = scaler
-        module = model if isinstance(model, nn.Module) else nn.Module()
-        parameters = list(module.parameters())
+        parameters = parts.parameters
         held = [x for x in (*parameters, *tree_leaves((inputs, named))) if isinstance(x, Tensor)]
         self.device = held[0].device if held else torch.device("cpu")
-        modules = list(module.modules())
-        self.ddp = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self.sharded = [m for m in modules if is_sharded(m)]
+        self.ddp, self.sharded = parts.ddp, parts.sharded
         self.zero: Any = model if hasattr(model, "coalesce_grad_reduction") else None
         inside = {p for m in self.ddp for p in m.parameters()}
         inside |= {p for p in parameters if hasattr(p, "device_mesh")}

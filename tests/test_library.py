@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.library import ModuleEngine, contrastive_step
+from clip_train.library import ModuleEngine, Parts, contrastive_step
 from clip_train.step import restore_rng, rng_state
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks
@@ -400,6 +400,9 @@ def test_a_function_around_ddp_is_refused(compiled):
 
 
 def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a_function():
+    def function(i, t):
+        return i, t
+
     images, texts = (torch.empty(4, 2, device="meta") for _ in range(2))
     for pair in (
         (images, texts),
@@ -407,9 +410,10 @@ def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a
         (list(images), list(texts)),
         (["a"] * 4, {"b": texts}),
     ):
-        assert ModuleEngine(lambda i, t: (i, t), *pair, 2).device.type == "meta"
-    assert ModuleEngine(lambda i, t: (i, t), "abcd", "abcd", 2).device.type == "cpu"
-    assert ModuleEngine(Towers(), images, texts, 2).device.type == "cpu"
+        assert ModuleEngine(function, Parts.of(function), *pair, 2).device.type == "meta"
+    assert ModuleEngine(function, Parts.of(function), "abcd", "abcd", 2).device.type == "cpu"
+    towers = Towers()
+    assert ModuleEngine(towers, Parts.of(towers), images, texts, 2).device.type == "cpu"
 
 
 @pytest.mark.parametrize("micro_size, kept", [(2, 1), (6, 1), (4, 2)])
