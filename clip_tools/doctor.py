@@ -308,7 +308,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     yield ok(
         "shards",
         f"data.train ({config.data.train}): the first sample is {source.first_key}: "
-        f"{source.first_caption[:60]!r}",
+        f"{source.caption_start!r}",
     )
     yield warning_if(
         bool(source.index.without) and config.data.verify != "off",
@@ -338,7 +338,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
     yield warning_if(
         bool(pairs) and config.loss.groups is None,
         "captions",
-        f"by {len(shards)} of {num} shards, {pairs or 'few samples have equal captions'}",
+        f"from {len(shards)} of {num} shards: {pairs or 'few samples have equal captions'}",
         "set loss.groups=caption, and such pairs are not negatives of each other",
     )
     transparent, looked = count_transparent(shards[0])

@@ -167,7 +167,7 @@ def dry_run(args: argparse.Namespace) -> int:
         print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks, digests)]))
     source = resolved.source
     assert source is not None  # read_data
-    print(f"data.train: {source.index.describe()}; the first caption: {source.first_caption!r}")
+    print(f"data.train: {source.index.describe()}; the first caption: {source.caption_start!r}")
     print("nothing was started or written; run the same command without --dry-run to train")
     return 0
 

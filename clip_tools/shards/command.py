@@ -6,7 +6,9 @@ import argparse
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -84,7 +86,15 @@ def run(args: argparse.Namespace) -> int:
             f"{transparent:,} images have transparent pixels: data.alpha=white (the default) "
             "blends them with white; OpenCLIP ignores the transparency, as data.alpha=drop does"
         )
-    _describe_repeats(np.frombuffer(digests, np.uint64))
+    several_lines = sum(shard.get("several_lines", 0) for shard in stats)
+    if several_lines:
+        print(
+            f"{several_lines:,} captions have several lines: training reads all lines as one text. "
+            "If only the first line is the caption, remove the others; if each line is a caption, "
+            "put them into a table as a list (docs/your_data.md)"
+        )
+    names = read_rows(source, args.image_key, caption_keys, None, [], out=folder)
+    _describe_repeats(np.frombuffer(digests, np.uint64), (row.image for row in names))
     run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
@@ -100,18 +110,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_repeats(digests: np.ndarray) -> None:
-    """Print how many rows have the image and captions of an earlier one. digests: uint64 [rows], 0
-    for a row that is left out."""
-    ordered = np.sort(digests)
-    repeats = np.trim_zeros(ordered[1:][ordered[1:] == ordered[:-1]], "f")
-    if repeats.size:
-        first, again = np.flatnonzero(digests == repeats[0])[:2]
-        print(
-            f"{repeats.size:,} rows are identical to an earlier one, such as {again:09d} to "
-            f"{first:09d}: they would be negatives of each other; remove them from the table, or "
-            "train with loss.groups=caption"
-        )
+def _describe_repeats(digests: np.ndarray, images: Iterator[Any]) -> None:
+    """Print how many rows have the image and captions of an earlier one, and an example.
+
+    Args:
+        digests: uint64 [rows], 0 for a row that is left out.
+        images: of the same rows; read up to the example, if there is one.
+    """
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    repeats = order[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)]
+    if not repeats.size:
+        return
+    again = int(repeats.min())
+    first = int(np.flatnonzero(digests == digests[again])[0])
+    names = []
+    for number, image in enumerate(itertools.islice(images, again + 1)):
+        if number in (first, again):
+            place = f" ({image})" if isinstance(image, str) else ""
+            names.append(f"{number:09d}{place}")
+    print(
+        f"{repeats.size:,} rows are identical to an earlier one, such as {names[1]} to "
+        f"{names[0]}: they would be negatives of each other; remove them from SOURCE, or "
+        "train with loss.groups=caption"
+    )
 
 
 def _describe_labels(

@@ -57,8 +57,9 @@ CAPTION_KEYS = ("title", "caption", "captions", "text", "txt", "TEXT", "descript
 DELIMITERS = "\t,;|"  # of a table: the first of these in its head
 SIDECARS = (".txt", ".caption")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# In place of .tar: `count`, `successes`, `left_out` (image, reason), `transparent` images, how often
-# each label and template occurs, and `digests`, one of each row's image and captions.
+# In place of .tar: `count`, `successes`, `left_out` (image, reason), `transparent` images, captions of
+# `several_lines`, how often each label and template occurs, and `digests`, one of each row's image
+# and captions.
 STATS_SUFFIX = "_stats.json"
 SETTINGS = "shards.json"  # the inputs that the shards of a folder were made from
 READABLE = "a .csv, .tsv, .jsonl, .parquet, a pattern such as 'train-*.parquet', or a folder"
@@ -401,7 +402,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
     samples, left_out, digests = [], [], []
     labels: Counter[str] = Counter()
     templates: Counter[str] = Counter()
-    transparent = 0
+    transparent = several_lines = 0
     for i, row in enumerate(rows, number * per_shard):
         try:
             members = sample_of(row, root)
@@ -410,6 +411,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
             templates[template_of(members["txt"], row.label)] += 1
             image = next(iter(members.values()))
             transparent += is_transparent(image)
+            several_lines += "\n" in members["txt"]
             compared = image + repr(row.captions).encode()
             digests.append(blake2b(compared, digest_size=len(NO_DIGEST) // 2).hexdigest())
         except ValueError as e:
@@ -426,6 +428,7 @@ def write_shard(folder: Path, root: Path, per_shard: int, number: int, rows: lis
         "successes": len(samples),
         "left_out": left_out,
         "transparent": transparent,
+        "several_lines": several_lines,
         "labels": labels,
         "templates": dict(templates.most_common(TEMPLATES)),
         "digests": "".join(digests),

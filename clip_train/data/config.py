@@ -43,6 +43,7 @@ from clip_train.storage.urls import is_remote, local_path
 
 SHARDS_TRIED = 3  # before training, until one can be used
 CAPTIONS_MEASURED = 100  # before training
+SHOWN_CHARACTERS = 60  # of a caption in a message
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
@@ -394,6 +395,13 @@ class SourceSummary:
     index: ShardIndex  # of data.train
     # the median of the first captions; 0: only one was read
     caption_characters: int = 0
+
+    @property
+    def caption_start(self) -> str:
+        """The first caption, shortened for a message."""
+        if len(self.first_caption) <= SHOWN_CHARACTERS:
+            return self.first_caption
+        return self.first_caption[: SHOWN_CHARACTERS - 1] + "…"
 
 
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:

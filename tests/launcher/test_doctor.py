@@ -28,7 +28,7 @@ from clip_tools.doctor import (
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
 from launcher.checks import PLACES, Finding, check_store, error, require_places
-from launcher.cli.main import entry
+from launcher.cli.main import entry, main
 from launcher.config.recipe import load_config
 from tests.data.shards import jpeg, write_shard
 from tests.data.test_equal import counted, told
@@ -225,10 +225,24 @@ def test_equal_captions_are_counted_over_the_shards(recipe, tmp_path, shards):
     train = f"data.train={tmp_path}/*.tar"
     size = load_config(str(recipe), []).batch.global_size
     found = findings(recipe, "captions", train)
-    assert f"by {shards} of {shards} shards" in found.message
+    assert f"from {shards} of {shards} shards" in found.message
     assert told(found.message) == pytest.approx([counted(captions, size)], abs=0.5)
     assert found.level == "warning"
     assert findings(recipe, "captions", train, "loss.groups=caption").level == "ok"
+
+
+def test_a_long_caption_is_shortened_in_messages(recipe, tmp_path, capsys):
+    """In the doctor's line and in that of a dry run; a short one is shown as it is."""
+    write_texts(tmp_path / "long.tar", ["a frog\n" + "translated " * 100, "x"])
+    write_texts(tmp_path / "short.tar", ["a frog"])
+    for name, shown in (
+        ("long", r"'a frog\ntranslated translated translated translated translat…'"),
+        ("short", "'a frog'"),
+    ):
+        train = f"data.train={tmp_path}/{name}.tar"
+        assert findings(recipe, "shards", train).message.endswith(f": {shown}")
+        assert main(["train", str(recipe), "--dry-run", "--ranks", "1", train]) == 0
+        assert f"the first caption: {shown}\n" in capsys.readouterr().out
 
 
 def test_many_shards_are_read_from_the_whole_list(recipe, tmp_path):
@@ -238,7 +252,7 @@ def test_many_shards_are_read_from_the_whole_list(recipe, tmp_path):
         write_texts(tmp_path / f"{number:02d}.tar", captions[number * 10 : number * 10 + 10])
     found = findings(recipe, "captions", f"data.train={tmp_path}/*.tar")
     size = load_config(str(recipe), []).batch.global_size
-    assert "by 8 of 24 shards" in found.message
+    assert "from 8 of 24 shards" in found.message
     assert told(found.message) == pytest.approx([counted(captions, size)], rel=0.3)
 
 

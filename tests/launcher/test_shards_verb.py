@@ -367,12 +367,40 @@ def test_rows_that_are_identical_are_counted_and_one_is_named(tmp_path, capsys):
     line = ["shards", str(table), str(folder), "--per-shard", "2", "--workers", "2"]
     table.write_text("\n".join(["image,caption", *rows, "3.jpg,x"]))
     out, _ = typed(line, capsys)
-    assert "1 rows are identical to an earlier one, such as 000000006 to 000000002: " in out
+    example = "such as 000000006 (copy.jpg) to 000000002 (1.jpg): "
+    assert f"1 rows are identical to an earlier one, {example}" in out
     (folder / "00003.tar").unlink()
     assert "1 rows are identical" in typed(line, capsys)[0]
     (tmp_path / "y.csv").write_text("\n".join(["image,caption", *rows[:-1]]))
     out, _ = typed(["shards", str(tmp_path / "y.csv"), f"{folder}2"], capsys)
     assert "rows were left out" in out and "rows are identical" not in out
+
+
+def test_the_example_of_identical_images_in_a_folder_names_their_files(tmp_path, capsys):
+    """The first image that repeats another one, whatever its contents are."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    for folder in ("a", "b", "c"):
+        for name in images(photos / folder, 3):
+            (photos / folder / name).with_suffix(".txt").write_text(f"picture {name}")
+    (photos / "a" / "0.txt").unlink()
+    printed, _ = typed(["shards", str(photos), str(out), "--workers", "1"], capsys)
+    example = "such as 000000004 (b/1.jpg) to 000000001 (a/1.jpg): "
+    assert f"5 rows are identical to an earlier one, {example}" in printed
+
+
+def test_captions_of_several_lines_are_counted(tmp_path, capsys):
+    """Also by a later run, which finds the shards written."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    for name in images(photos, 4):
+        (photos / name).with_suffix(".txt").write_text("\na frog\n")
+    line = ["shards", str(photos), str(out), "--workers", "1", "--per-shard", "2"]
+    assert "several lines" not in typed(line, capsys)[0]
+    for name in ("0.txt", "3.txt"):
+        (photos / name).write_text("a frog\nde.utf8=ein Frosch\n")
+    line[2] = f"{out}2"
+    for _ in range(2):
+        assert "2 captions have several lines: training reads all lines" in typed(line, capsys)[0]
+    assert members(Path(line[2]))["000000003.txt"] == b"a frog\nde.utf8=ein Frosch"
 
 
 def test_quiet_draws_nothing(tmp_path, capsys):
