@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
             "If only the first line is the caption, remove the others; if each line is a caption, "
             "put them into a table as a list (docs/your_data.md)"
         )
-    names = read_rows(source, args.image_key, caption_keys, None, [], out=folder)
-    _describe_repeats(np.frombuffer(digests, np.uint64), (row.image for row in names))
+    again = read_rows(source, args.image_key, caption_keys, None, [], out=folder)
+    _describe_repeats(np.frombuffer(digests, np.uint64), (row.image for row in again))
     run_index([*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=args.quiet)
     if args.label_key:
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())

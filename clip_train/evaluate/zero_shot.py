@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 from torch import Tensor
 
 from clip_train import dist
@@ -34,6 +35,7 @@ from clip_train.evaluate.retrieval import Groups, ranks_of_matches
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
 
+EXAMPLE = '{"classnames": ["owl", "red fox"], "templates": ["a photo of a {}."]}'
 LOOK_AT = 200  # samples of the first shard whose labels are checked before training
 
 
@@ -94,10 +96,8 @@ class ZeroShotClasses(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as e:
-            mistakes = [
-                f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in e.errors()
-            ]
-            raise UserError(f"{field}: " + "; ".join(mistakes)) from None
+            mistakes = "; ".join(map(_explain, e.errors(include_url=False)))
+            raise UserError(f"{field}: {mistakes}; such as {EXAMPLE}") from None
 
     def prompts(self, index: int) -> list[str]:
         return [t.replace("{}", self.classnames[index]) for t in self.templates]
@@ -138,6 +138,25 @@ class ZeroShotClasses(BaseModel):
             return number
         which = f"the name of {named}" if named else "none"
         raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
+
+
+def _explain(error: ErrorDetails) -> str:
+    """A mistake in the file of classes."""
+    path = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{path} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"{path} is not a key of this file; its keys are {', '.join(ZeroShotClasses.model_fields)}"
+    if error["type"] == "value_error":
+        return f"{path}: {error['ctx']['error']}"
+    found = type(error["input"]).__name__
+    kinds = {
+        "model_type": f"the file must hold an object ({{...}}), found {found}",
+        "list_type": f"{path} must be a list, found {found}",
+        "string_type": f"{path} must be text, found {found}",
+        "too_short": f"{path} must have at least one entry",
+    }
+    return kinds.get(error["type"], f"{path}: {error['msg']}")
 
 
 def _imagenet() -> dict[str, Any]:

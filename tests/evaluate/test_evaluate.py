@@ -370,15 +370,19 @@ def test_blocks_change_nothing():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"classnames": []}, "classnames List should have at least 1 item"),
+        ({"classnames": []}, "classnames must have at least one entry; such as"),
         ({"classnames": ["a"], "templates": ["a photo"]}, "'a photo' has not"),
-        ({"classnames": ["a"], "captions": {}}, "captions Extra inputs are not permitted"),
-        ({"classnames": ["a"], "names": []}, "names Extra inputs are not permitted"),
+        (
+            {"classnames": ["a"], "captions": {}},
+            "captions is not a key of this file; its keys are classnames, ",
+        ),
+        ({"names": ["a"]}, "classnames is missing; names is not a key of this file; its keys are"),
+        (["a", "b"], r"the file must hold an object \({...}\), found list; such as {\"class"),
+        ({"classnames": "owl"}, "classnames must be a list, found str; such as"),
+        ({"classnames": ["owl", 3]}, "classnames.1 must be text, found int; such as"),
     ],
 )
-def test_mistakes_in_the_classes_are_explained(
-    tmp_path: Path, content: dict[str, Any], message: str
-):
+def test_mistakes_in_the_classes_are_explained(tmp_path: Path, content: Any, message: str):
     path = tmp_path / "classes.json"
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
