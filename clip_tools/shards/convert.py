@@ -220,15 +220,24 @@ def _folder_rows(folder: Path, skipped: SkippedFiles, out: Path | None) -> Itera
     paths = list(_files_of(folder, out))
     images = [path for path in paths if is_image(path)]
     stems = {os.path.splitext(path)[0] for path in images}
+    sidecars: dict[
+        str, str
+    ] = {}  # by stem and suffix in lower case: cameras and Windows write .TXT
     for path in paths:
         stem, suffix = os.path.splitext(path)
-        if not is_image(path) and not (suffix in SIDECARS and stem in stems):
+        if suffix.lower() in SIDECARS and stem in stems:
+            if (folder / path).is_file():  # not a link to nothing
+                sidecars[stem + suffix.lower()] = path
+        elif not is_image(path):
             skipped.add(path)
     for path in images:
-        sides = [(folder / path).with_suffix(suffix) for suffix in SIDECARS]
-        texts = [each.read_text("utf-8", "replace") for each in sides if each.is_file()]
-        captioned = captioned or bool(texts)
-        yield Row(path, {"txt": texts[0] if texts else None})
+        stem = os.path.splitext(path)[0]
+        beside = [sidecars[stem + suffix] for suffix in SIDECARS if stem + suffix in sidecars]
+        text = None
+        if beside:
+            captioned = True
+            text = (folder / beside[0]).read_text("utf-8", "replace")
+        yield Row(path, {"txt": text})
     if not captioned:
         others = f"; skipped {skipped}" if skipped.counts else ""
         raise UserError(

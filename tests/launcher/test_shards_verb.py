@@ -388,6 +388,21 @@ def test_the_example_of_identical_images_in_a_folder_names_their_files(tmp_path,
     assert f"5 rows are identical to an earlier one, {example}" in printed
 
 
+def test_a_caption_beside_an_image_may_have_a_suffix_in_capitals(tmp_path, capsys):
+    """As the image's may. `.txt` comes before `.TXT`, and both before `.caption`."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    for i, name in enumerate(images(photos, 3)):
+        (photos / name).rename(photos / f"{i}.JPG")
+    files = {"0.TXT": "a", "1.Caption": "b", "2.TXT": "x", "2.caption": "y", "2.txt": "c"}
+    for name, text in files.items():
+        (photos / name).write_text(text)
+    (photos / "1.txt").symlink_to("a file that was removed")
+    printed, _ = typed(["shards", str(photos), str(out), "--workers", "1"], capsys)
+    found = members(out)
+    assert [found[f"{i:09d}.txt"] for i in range(3)] == [b"a", b"b", b"c"]
+    assert "left out" not in printed and "skipped" not in printed
+
+
 def test_captions_of_several_lines_are_counted(tmp_path, capsys):
     """Also by a later run, which finds the shards written."""
     photos, out = tmp_path / "photos", tmp_path / "out"
