@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -125,7 +126,9 @@ def rendezvous(run: Run) -> Process:
     port = free_port()
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     process = run.start(**world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return run.wait(lambda: listeners(port), process)
+    run.wait(lambda: listeners(port), process)
+    time.sleep(1.0)  # from its store to its wait for rank 1
+    return process
 
 
 def group(run: Run) -> Process:
@@ -347,7 +350,6 @@ def measure(phase: Phase, run: Run) -> tuple[dict[str, Any], list[str]]:
     """The row, and what fell short."""
     run.write()
     process = phase.reach(run)
-    steps = run.steps()
     begin = time.monotonic()
     to = process.ranks[1] if phase.to == "rank 1" else process
     to.send_signal(phase.signal)
@@ -355,8 +357,7 @@ def measure(phase: Phase, run: Run) -> tuple[dict[str, Any], list[str]]:
     try:
         out, _ = process.communicate(timeout=LEFT_AFTER)
         seconds, status = time.monotonic() - begin, process.wait(0)
-    except Exception as e:
-        print(f"{phase.name}: {type(e).__name__}", file=sys.stderr)
+    except subprocess.TimeoutExpired:
         out = "still running"
     finally:
         kill(process)
