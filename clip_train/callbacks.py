@@ -16,7 +16,7 @@ class Callback:
 
     def phase(self, name: str) -> None:
         """The rank begins a "step", a "save" or an "evaluate"; "end": it has left the loop;
-        "finish": an error is about to be printed."""
+        "close": the last save has ended; "finish": an error is about to be printed."""
 
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]

@@ -133,6 +133,7 @@ class Trainer:
         self.failure = None  # from here on: the first error of closing
         self.call("phase", "end")
         self.checkpoints.close()
+        self.call("phase", "close")
         self.call("close")
         self._on_this_rank(self.batches.close)
         if self.failure is not None:

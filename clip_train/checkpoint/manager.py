@@ -224,7 +224,8 @@ class CheckpointManager:
         shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
         checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. Waits for a
         previous snapshot that is still being written; `due` does not let a save begin before. A
-        step that is committed already is not saved again.
+        step that is committed already is not saved again; with `wait`, neither is one whose save is
+        under way.
 
         CheckpointError after `max_failed_saves` failures in a row, or when another process has
         taken over.
@@ -233,8 +234,14 @@ class CheckpointManager:
         self._poll()
         end = time.monotonic() + self.config.grace_seconds
         self._end = end if wait else None
-        if self._step == step and dist.broadcast_object(self._saved == step):
-            return Saved.COMMITTED
+        if self._step == step:
+            known = (self._saved == step, step in self._pending)
+            is_saved, under_way = dist.broadcast_object(known)
+            # a stop request during an evaluation: its save has begun before
+            if is_saved or (wait and under_way and self._finish(step, end)):
+                return Saved.COMMITTED
+            if dist.broadcast_object(time.monotonic() >= end):
+                return Saved.FAILED
         if not self._wait_together(lambda: self._writing is not None, end):
             self._abandon(step, f"; {self._still_writing()}")
             return Saved.FAILED

@@ -76,6 +76,8 @@ class Outcome:
 
         assert self.run_dir is not None and self.trainer is not None
         self.trainer.close()
+        # from here on, a stop request does not end this rank: the run is done
+        self.trainer.call("phase", "end")
         if dist.is_main():
             self._write_verdict("DONE", DONE)  # the report shows it
         with contextlib.suppress(RuntimeError):  # the run is done, even if a rank is gone by now

@@ -43,6 +43,12 @@ GRACE_SECONDS = 5.0
 CLOSE_SECONDS = 300.0  # for a checkpoint that is under way when another rank fails
 # From a stop request during the start or an evaluation: the main thread may end by itself.
 STOP_SECONDS = 3.0
+# For rank 0, which holds the store, to wait after a stop request for ranks that have not joined
+# yet. A scheduler signals all ranks, so each of them ends by itself.
+LEAVE_STOPPED_SECONDS = 5.0
+# For callbacks to close after a stop request, when everything is committed: a logging service may
+# need a few seconds, or may not answer at all.
+STOP_CLOSE_SECONDS = 8.0
 CLAIM_SECONDS = 5.0  # for rank 0, which knows what is committed, to say why all ranks end
 
 
@@ -53,7 +59,8 @@ class Phase(str, enum.Enum):
     STEP = "step"
     SAVE = "save"
     EVALUATE = "evaluate"
-    END = "end"  # the loop has ended, the run is being closed
+    END = "end"  # the loop has ended, the last save is being finished
+    CLOSE = "close"  # the callbacks and the loader are being closed
     FINISH = "finish"  # an error is being reported
 
 
@@ -64,6 +71,7 @@ LIMITS = {
     Phase.SAVE: "hang_save_seconds",
     Phase.EVALUATE: "hang_evaluate_seconds",
     Phase.END: "hang_save_seconds",
+    Phase.CLOSE: "hang_save_seconds",
 }
 FINISH_SECONDS = 300.0  # until FINISH counts as a hang
 
@@ -118,6 +126,8 @@ class Watchdog(Callback):
         self.committed: Callable[[], int | None] = lambda: None
         # `Trainer.finish_save`, once there is one
         self.finish_save: Callable[[], str | None] = lambda: None
+        # `Trainer.committed`, once there is one
+        self.describe_committed: Callable[[], str] = lambda: "nothing is committed"
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._heartbeat.stop = stop
         self._leaving = False  # this thread ends the process: the main thread may do nothing more
@@ -140,6 +150,7 @@ class Watchdog(Callback):
         saves = trainer.checkpoints
         self.committed = lambda: saves.last_good.step if saves.last_good else None
         self.finish_save = trainer.finish_save
+        self.describe_committed = trainer.committed
 
     def end(self) -> None:
         """The rank ends; also writes the last PROGRESS. A second call does nothing."""
@@ -186,12 +197,13 @@ class Watchdog(Callback):
             if self._asked is None:
                 self._asked = now
                 self._heartbeat.tell_others()
-            if now - max(self._asked, self._since) > STOP_SECONDS:
+            patience = STOP_CLOSE_SECONDS if self._phase is Phase.CLOSE else STOP_SECONDS
+            if now - max(self._asked, self._since) > patience:
                 self._end_stopped()
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None:
             # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
-            closes = self._phase is Phase.END and not abort.lost
+            closes = self._phase in (Phase.END, Phase.CLOSE) and not abort.lost
             grace = CLOSE_SECONDS if closes else GRACE_SECONDS
             if self._phase is Phase.EVALUATE and abort.word == "PREEMPTED":
                 grace = 0.0  # `_end_stopped` on another rank, after the save before the evaluation
@@ -205,8 +217,8 @@ class Watchdog(Callback):
 
     def _end_stopped(self) -> None:
         """A stop was asked for, and the main thread does not come to it. End the process if no step
-        is lost by that: during the start, and during an evaluation before which the run was
-        saved."""
+        is lost by that: during the start, during an evaluation before which the run was saved, and
+        while callbacks are closed."""
         when = "before the first step"
         if self._phase is Phase.EVALUATE:
             self._leaving = True
@@ -218,6 +230,11 @@ class Watchdog(Callback):
             when = f"during an evaluation: {committed}; run the same command to continue"
             if self._heartbeat.env.rank > 0:
                 self._heartbeat.wait(CLAIM_SECONDS)
+        elif self._phase is Phase.CLOSE:
+            self._leaving = True
+            self._write_progress()
+            committed = self.describe_committed()
+            when = f"while the run was closed: {committed}; run the same command to finish"
         elif self._phase is not Phase.START:
             return
         removed = ", which was removed," if self.stop.remove_file() else ""
@@ -234,7 +251,8 @@ class Watchdog(Callback):
         """End the process at once, also if the main thread or the store hangs."""
         leaving = threading.Thread(target=self._heartbeat.leave, daemon=True)
         leaving.start()
-        leaving.join(LEAVE_SECONDS + 1)
+        early = abort.word == "PREEMPTED" and not self._heartbeat.all_joined
+        leaving.join(LEAVE_STOPPED_SECONDS if early else LEAVE_SECONDS + 1)
         end_process(abort.status)
 
     def _write_progress(self) -> None:

@@ -391,6 +391,23 @@ def test_uploads_that_are_slower_than_saves_are_no_failures(
     assert_whole(store, {1, 4})
 
 
+def test_a_save_that_is_under_way_is_waited_for_and_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop request during an evaluation: the step was saved before it."""
+    gate = Gate(tmp_path / "commit/e000000-s0000000001.json", tmp_path / "gate", monkeypatch)
+    run = Run(tmp_path, orphan_grace_minutes=60.0)
+    assert run.start(1)
+    run.until(gate.reached)
+    opening = threading.Timer(0.5, gate.open)
+    opening.start()
+    assert run.start(1, wait=True)
+    opening.join()
+    run.manager.close()
+    assert len(list((tmp_path / "ckpt").glob("*/*"))) == 1, run.said
+    assert_whole(tmp_path, {1})
+
+
 def held_run(tmp_path: Path, hold: str) -> tuple[Run, Path]:
     """A run with step 1 in its store, which then holds up what `hold` says; and the file that does."""
     store = tmp_path / "store"

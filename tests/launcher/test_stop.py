@@ -19,16 +19,11 @@ import pytest
 from clip_train.storage.remote import RemoteStorage
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import ENDLESS, finish, metrics, run, start, wait_for, wait_for_step
+from tests.launcher.slow import SLEEPS, sleep
 
 pytestmark = pytest.mark.engine
 
 ENDS_WITHIN = 120.0  # of 1,000: on a machine that is busy
-SLEEPS = "SLEEPS"  # in the environment: a file that a sleeping rank makes
-
-
-def sleep() -> None:
-    Path(os.environ[SLEEPS]).touch()
-    time.sleep(1000)
 
 
 def slow_numbers(encoded: Any) -> dict[str, float]:
@@ -183,3 +178,28 @@ def test_a_save_is_finished(recipe, tmp_path):
         process.send_signal(signal.SIGTERM)
     out, why = preempted(recipe, process)
     assert f"step {why['step']} is committed" in out, out
+
+
+def test_a_model_whose_building_does_not_end_is_left(recipe):
+    own = ("model.name=tests.launcher.slow.SlowTowers", "model.dropout=0")
+    process = started(recipe, *own, "model.patch_dropout=null")
+    wait_for(lambda: sleeps(recipe), "the model is not built", process)
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process, ENDS_WITHIN)
+    assert status == 75 and "stopped by SIGTERM before the first step" in out, out
+
+
+@pytest.mark.parametrize("steps", [6, 100000])
+def test_a_callback_that_does_not_close_is_left(recipe, tmp_path, steps):
+    """After the last step, and after a stop request in a step, as where a logging service does not answer."""
+    callback = "log.callbacks=[tests.launcher.slow.SlowClose]"
+    process = started(recipe, f"run.steps={steps}", "schedule.name=constant", callback)
+    wait_for_step(tmp_path / "run", 6, process)
+    if steps == 6:
+        wait_for(lambda: sleeps(recipe), "the run is not closed", process)
+    process.send_signal(signal.SIGTERM)
+    out, why = preempted(recipe, process)
+    assert f"step {why['step']} is committed" in out, out
+    more = ("schedule.name=constant", f"run.steps={max(why['step'], 6)}")
+    status, out = run(recipe, *more)
+    assert status == 0 and read_verdict(tmp_path / "run")[0] == "DONE", out
