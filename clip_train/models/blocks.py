@@ -86,7 +86,8 @@ class Packing(NamedTuple):
     ) -> "Packing":
         """token: int64 [b], where each text ends. The host does not wait for the device."""
         visible = torch.arange(length, device=token.device) <= token[:, None]  # [b, L]
-        rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1)
+        # a copy: compiled blocks would each copy a view
+        rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1).clone()
         ends = (token + 1).cumsum(0)
         starts = F.pad(ends, (1, 0)).int() if flash else None
         seeds = None if seeds is None else seeds[rows // length]
