@@ -106,9 +106,10 @@ def test_watch_knows_that_a_run_was_killed(recipe, capsys):
     assert main(["watch", str(folder), "--once"]) == 0
     out = capsys.readouterr().out
     assert "run  ended  step " in out and "no problems" not in out and " left" not in out, out
+    unwrapped = " ".join(out.split())
     assert re.search(
-        r"error: ended without a verdict: process \d+ .* last step 0:0\d:\d\d ago", out
-    )
+        r"error: ended without a verdict: process \d+ .* last step 0:0\d:\d\d ago", unwrapped
+    ), out
     assert main(["report", str(folder)]) == 0
     assert "state ended" in (folder / "report.html").read_text()
 

@@ -204,12 +204,15 @@ def test_a_plan_complains_of_initial_weights_that_do_not_exist(
     line = [
         "plan",
         str(recipe),
+        "model.name=tiny",
         f"model.init_image_from={tmp_path}/no.pt",
         "optim.lr_multipliers={nothing: 2}",
     ]
     assert main(line) == 2
     err = capsys.readouterr().err  # with all other mistakes
-    assert f"model.init_image_from ({tmp_path}/no.pt) does not exist" in err and "2 mistakes" in err
+    assert (
+        f"model.init_image_from ({tmp_path}/no.pt) does not exist" in err and "2 mistakes" in err
+    ), err
     line.pop()
     save_run(tmp_path / "run", ARCHITECTURE, steps=(1,))  # continues from it
     assert main(line) == 0

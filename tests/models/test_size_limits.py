@@ -53,6 +53,7 @@ def test_a_size_beyond_its_limit_is_named(tower, key, value):
 def test_a_size_of_a_captioner_beyond_its_limit_is_named(part, key, value):
     decoder = {"context_length": 76, "width": 64, "heads": 2, "layers": 1, "dim_head": 32}
     model = {"custom_text": True, **json.loads(json.dumps(MODEL)), "multimodal_cfg": decoder}
+    model["text_cfg"]["width"] = decoder["width"]  # it reads the tokens of both towers
     described = parse_openclip(model, "coca.json").model_dump(exclude_unset=True)
     assert described["multimodal_cfg"] == decoder  # nothing is added to it
     model[part][key] = value

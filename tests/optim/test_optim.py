@@ -23,7 +23,8 @@ def test_gains_biases_and_the_temperature_do_not_decay():
     with torch.device("meta"):
         model = CLIP(load_architecture("tiny"))
     named = dict(model.named_parameters())
-    without, with_decay = parameter_groups(OptimConfig(), named.items())
+    # the group with an odd size, that of the scale, comes last
+    with_decay, without = parameter_groups(OptimConfig(), named.items())
     name_of = {id(p): name for name, p in named.items()}
     decayed = {name_of[id(p)] for p in with_decay["params"]}
     spared = {name_of[id(p)] for p in without["params"]}
