@@ -295,7 +295,7 @@ def test_what_differs_is_said(capsys):
     [
         ("A{000..899}.tar::B{000..099}.tar", "1::3", [900, 300]),
         ("A{0..1}{0..4}.tar::B{08,15}.tar::C.tar", "0.5::2::7", [5, 4, 7]),
-        ("pipe:cat A::C{0..3}.tar", "1::3", [1, 12]),
+        ("A*.tar::C{0..3}.tar", "1::3", [1, 12]),
     ],
 )
 def test_a_source_weighs_as_its_shards_weigh_in_openclip(capsys, sources, factors, weights):
@@ -304,7 +304,7 @@ def test_a_source_weighs_as_its_shards_weigh_in_openclip(capsys, sources, factor
     recipe, text = imported(capsys, f"{line} --train-data-upsampling-factors {factors}")
     assert recipe["data"]["train_weights"] == pytest.approx(weights)
     unknown = re.search(r"# --train-data-upsampling-factors: CHECK.* is not known here", text)
-    assert bool(unknown) == ("$" in sources)
+    assert bool(unknown) == ("*" in sources)
 
 
 def test_a_factor_without_a_source_is_refused(capsys):
