@@ -82,7 +82,8 @@ FEW = [("plain 0", 1), ("fsdp 2", 2), ("zero 1", 2)]
     ("layout", "world_size"),
     [
         case if case in FEW else pytest.param(*case, marks=pytest.mark.full)
-        for case in [(layout, w) for layout in ALL for w in (1, 2, 8)]
+        # FSDP 3 refuses a tower of one large parameter
+        for case in [(layout, w) for layout in ALL for w in (1, 2, 8) if layout != "fsdp 3"]
     ],
 )
 def test_the_norm_of_a_large_tensor_does_not_depend_on_its_shards(layout, world_size):

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "caption open_clip:": OPENCLIP,
     "epoch_32.pt": "needs weights and a data set of clip_benchmark: tests/launcher/test_inspect.py",
     "/data/imagenet": "needs the 1000 classes of ImageNet: tests/evaluate",
+    "my_package.losses": "a module of your own: tests/launcher/test_own_code.py",
     "my_package.stores": "needs a server of the reader: tests/storage/test_urls.py",
     "--format peft": "needs a run with adapters: tests/launcher/test_lora.py",
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
@@ -121,6 +122,7 @@ def as_tried(line: str, home: Path) -> list[str]:
     here = [
         f"data.train={home}/shards/*.tar",
         "data.val=null",
+        "data.num_samples=600",  # that of these shards
         "engine.precision=fp32",
         "engine.linear=null",
     ]
