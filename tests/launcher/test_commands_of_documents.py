@@ -122,11 +122,11 @@ def as_tried(line: str, home: Path) -> list[str]:
     here = [
         f"data.train={home}/shards/*.tar",
         "data.val=null",
-        "data.num_samples=600",  # that of these shards
         "engine.precision=fp32",
         "engine.linear=null",
     ]
     if verb in ("train", "submit"):
+        here += ["run.epochs=null", "run.steps=10000"]  # epochs of these few samples are short
         here += ["model.init_from=null", "model.init_image_from=null", "model.init_text_from=null"]
         more = ["--offline", "--site", "site.yaml"] if verb == "submit" else []
         here.append("run.dir=new-runs")  # the run that is there is done: a dry run says so
