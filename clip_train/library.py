@@ -144,7 +144,9 @@ def contrastive_step(
         positional: Any = [pieces.pop(i) for i in range(len(inputs))]
         micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
     own_names = isinstance(objective, WeightedViews) and objective.own_names
-    engine = ModuleEngine(model, parts, inputs, named, len(micro_batches), scaler, own_names)
+    engine = ModuleEngine(
+        model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
+    )
     context = Context(
         counts, ids=None if ids is None else torch.as_tensor(ids, device=engine.device)
     )

@@ -266,7 +266,9 @@ def build_trainer(
         config.data.num_texts,
     )
     recomputed = RECOMPUTED[config.engine.recompute]
-    utilization = Utilization(flops_of_forward, device, skipped, recomputed)
+    measurers: list[Callback] = []
+    if dist.is_main():
+        measurers.append(Utilization(flops_of_forward, device, skipped, recomputed))
     profilers: list[Callback] = []
     profiled_steps = config.log.profile_steps
     if profiled_steps and max(profiled_steps) > start:
@@ -276,7 +278,7 @@ def build_trainer(
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
         *([BatchDigest()] if config.log.batch_digest else []),
-        *([utilization] if dist.is_main() else []),
+        *measurers,
         *([SlowRank(heartbeat)] if env.world_size > 1 else []),
         *profilers,
         *dist.agreed(own_callbacks, config.log, skipped),

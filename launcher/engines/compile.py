@@ -1,4 +1,4 @@
-"""Repeated blocks: the units of FSDP, and what both engines compile."""
+"""Repeated blocks: the units of FSDP, and what all engines compile."""
 
 import math
 from collections import Counter

@@ -64,7 +64,7 @@ class EngineConfig(Settings):
     the bytes, and a sum whose error grows with the number of ranks (4e-3 at 8, 2e-2 at 512). If
     precision auto becomes fp32 (on a CPU), this becomes fp32 too."""
     compile: Annotated[bool | Literal["auto"], Rounding] = "auto"
-    """torch.compile each block of both towers (inductor), on either engine. auto: on GPUs, where
+    """torch.compile each block of both towers (inductor), on every engine. auto: on GPUs, where
     Triton and a C compiler are installed."""
     own_kernels: Annotated[bool, Rounding] = False
     """With engine.compile on GPUs, in clip-train's own models without dropout: compute the gradients

@@ -137,7 +137,17 @@ class UnshardedEngine(Engine):
                 held, offset = masters[name].master, masters[name].offset
             else:  # frozen: its fp32 weights are needed only for checkpoints and exports
                 held, offset = torch.zeros(numel), 0
-            pieces.append(Piece(name, shape, 0, numel, held, offset, saved_here))
+            pieces.append(
+                Piece(
+                    name,
+                    shape,
+                    start=0,
+                    numel=numel,
+                    held=held,
+                    offset=offset,
+                    saved_here=saved_here,
+                )
+            )
         return pieces
 
     # -- computing
