@@ -219,14 +219,14 @@ def peak(run: Callable[[], Any]) -> float:
 
 
 def our_loss(image: Tensor, text: Tensor) -> None:
-    from clip_train.contrastive.function import FunctionLoss
+    from clip_train.losses.function import FunctionLoss
     from clip_train.task import named_features
 
     FunctionLoss(one_direction, {})(named_features(image, text, torch.tensor([SCALE])))
 
 
 def our_info_nce(image: Tensor, text: Tensor) -> None:
-    from clip_train.contrastive.info_nce import InfoNCE
+    from clip_train.losses.info_nce import InfoNCE
     from clip_train.task import named_features
 
     InfoNCE()(named_features(image, text, torch.tensor([SCALE])))

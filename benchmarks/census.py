@@ -68,7 +68,7 @@ from triton.backends.compiler import GPUTarget
 from clip_train.models.blocks import Packing
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
-from launcher.engines.compile import compile_units
+from clip_train.engines.compile import compile_units
 
 MOST = {"pixels": 30, "cat": 20, "stack": 20}  # SASS instructions an element
 BACKWARD_MB = 2450  # of an image block's own kernels, for 1,024 images of ViT-B/32

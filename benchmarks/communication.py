@@ -20,18 +20,17 @@ import torch.distributed as torch_dist
 from common import base_ds_config, finish, parser, small_clip
 from torch import Tensor
 
-from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train import dist, engines
+from clip_train.engines import describe
+from clip_train.engines.base import PlainEngine
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher import engines
-from launcher.engines import describe
-from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()
@@ -113,7 +112,7 @@ class Counting:
         """Whose bytes these are: the loss's by who called, an engine's by what it does."""
         frame = sys._getframe(2)
         while frame is not None:
-            if "clip_train/contrastive/" in frame.f_code.co_filename:
+            if "clip_train/losses/" in frame.f_code.co_filename:
                 matrix = max(t.dim() for t in tensors_in(operands)) == 2
                 return "features" if name in GATHERS and matrix else "sums"
             frame = frame.f_back

@@ -16,13 +16,13 @@ import torch
 from common import finish, parser
 from step import our_model
 
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engines import build, describe
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
-from launcher.engines import build, describe
-from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
 W, N, K = 2, 64, 4

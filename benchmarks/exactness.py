@@ -46,12 +46,14 @@ from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 from torch.func import functional_call
 
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.distillation import Distillation, Teacher
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.ring import RingInfoNCE
+from clip_train.engines import build, describe
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
+from clip_train.losses.distillation import Distillation, Teacher
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.memory_bank import MemoryBank
+from clip_train.losses.ring import RingInfoNCE
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
@@ -63,11 +65,9 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch, Features, MicroBatch, Objective, named_features
 from launcher.components import run_teacher, stored_teacher
-from launcher.engines import build, describe
-from launcher.engines.config import EngineConfig
 from tests import tolerances
-from tests.contrastive.oracle import siglip
-from tests.contrastive.oracles import (
+from tests.losses.oracle import siglip
+from tests.losses.oracles import (
     averaged_teachers_loss,
     banked_loss,
     distill_loss,
@@ -124,7 +124,7 @@ OWN = {  # by the name of the row: the import path of the function, and the name
         f"own: {name}": f"examples.losses.{name}"
         for name in ("nt_xent", "decoupled", "hard_negatives", "siglip")
     },
-    "own: uniformity": "tests.contrastive.test_function.uniformity",
+    "own: uniformity": "tests.losses.test_function.uniformity",
 }
 GROUPS = {  # by the name of the row: the loss, and what the samples of a group are of each other
     f"groups: {kind}, {role}": (kind, role)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from common import finish, parser, small_clip
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer

@@ -44,8 +44,10 @@ from torch import Tensor  # noqa: E402
 
 from clip_train import dist  # noqa: E402
 from clip_train.batch import BatchPlan  # noqa: E402
-from clip_train.contrastive.info_nce import InfoNCE  # noqa: E402
-from clip_train.engine import Engine  # noqa: E402
+from clip_train.engines import build  # noqa: E402
+from clip_train.engines.base import Engine  # noqa: E402
+from clip_train.engines.config import EngineConfig  # noqa: E402
+from clip_train.losses.info_nce import InfoNCE  # noqa: E402
 from clip_train.models.clip import CLIP, flops_per_sample  # noqa: E402
 from clip_train.models.config import Architecture, load_architecture  # noqa: E402
 from clip_train.models.dropout import random_bits  # noqa: E402
@@ -55,8 +57,6 @@ from clip_train.optim.optimizer import build_optimizer  # noqa: E402
 from clip_train.recovery import recovering_step  # noqa: E402
 from clip_train.step import train_step  # noqa: E402
 from clip_train.task import Batch, named_features  # noqa: E402
-from launcher.engines import build  # noqa: E402
-from launcher.engines.config import EngineConfig  # noqa: E402
 from launcher.runtime import environment as environment_module  # noqa: E402
 from launcher.runtime.environment import stack  # noqa: E402
 from launcher.runtime.rendezvous import measure_all_reduce  # noqa: E402
@@ -85,7 +85,7 @@ COMMAND = (
 )  # fmt: skip
 
 # A borrowed machine may have an older torch than the oldest that is supported.
-ANY_TORCH = "import launcher.versions as v; v.OLDEST['torch'] = '2.11'; "
+ANY_TORCH = "import clip_train.versions as v; v.OLDEST['torch'] = '2.11'; "
 
 Row = dict[str, Any]
 

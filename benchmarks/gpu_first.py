@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import flops_per_sample
 from clip_train.models.config import load_architecture
 from clip_train.step import train_step
@@ -217,8 +217,8 @@ def blocks_in_turn() -> list[Row]:
 
 
 def block_compiled(preset: str, way: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    from clip_train.engines.compile import compile_units
     from clip_train.models.blocks import Block
-    from launcher.engines.compile import compile_units
 
     cfg = load_architecture(preset).vision_cfg
     # units are modules that repeat

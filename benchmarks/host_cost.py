@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import surrogate
+from clip_train.engines import build
+from clip_train.engines.base import surrogate
+from clip_train.engines.compile import compile_units
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.models.weights import WholeState
@@ -28,9 +31,6 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch, named_features
-from launcher.engines import build
-from launcher.engines.compile import compile_units
-from launcher.engines.config import EngineConfig
 from tests.ranks import device, run_ranks
 
 TARGETS = {"plain": "what plain adds is at most 0.6 of what DeepSpeed 1 adds"}

@@ -31,10 +31,13 @@ from common import find_openclip, finish, parser, small_clip
 from torch.distributed.fsdp import FSDPModule
 
 from clip_train import dist
-from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import MovingAverage
+from clip_train.engines import build, describe
+from clip_train.engines.base import MovingAverage
+from clip_train.engines.compile import units
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.config import LossConfig
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig, load_architecture
 from clip_train.models.freeze import freeze
@@ -43,10 +46,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher.engines import build, describe
-from launcher.engines.compile import units
-from launcher.engines.config import EngineConfig
-from tests.contrastive.oracle import siglip
+from tests.losses.oracle import siglip
 from tests.ranks import run_ranks
 
 SMALL_CLIP = small_clip()

@@ -21,15 +21,15 @@ from common import finish, parser, small_clip
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engines import build, describe
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher.engines import build, describe
-from launcher.engines.config import EngineConfig
 from tests.ranks import run_ranks
 
 

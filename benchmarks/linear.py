@@ -21,13 +21,13 @@ import torch
 from common import finish, parser
 from torch import nn
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines import linear
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
 from clip_train.step import two_pass
 from clip_train.task import IMAGE_TEXT, Context, MicroBatch
-from launcher.engines import linear
 
 N, CUT = 64, 8
 MODEL: dict[str, Any] = {

@@ -34,9 +34,9 @@ from common import ROOT, describe_products, finish, parser, products
 from torch import Tensor
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.contrastive.tiles import auto_side, tiles
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
+from clip_train.losses.tiles import auto_side, tiles
 from clip_train.task import named_features
 
 try:

@@ -27,18 +27,18 @@ import torch
 from common import finish, parser
 
 from clip_tools.demo import SyntheticData, shapes
-from clip_train.contrastive.exchange import Pairs
-from clip_train.contrastive.info_nce import InfoNCE, info_nce
-from clip_train.contrastive.memory_bank import MemoryBank
 from clip_train.data.config import DataConfig
 from clip_train.data.index import index_of
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
+from clip_train.losses.exchange import Pairs
+from clip_train.losses.info_nce import InfoNCE, info_nce
+from clip_train.losses.memory_bank import MemoryBank
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.optim.config import OptimConfig

@@ -34,10 +34,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, load_architecture, preset_names
 from clip_train.step import train_step, two_pass

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, ModelConfig
-from launcher.config.memory import micro_batch
+from clip_train.recipe.memory import micro_batch
 
 MODELS, QUICK = ("ViT-B-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"), 2
 WORLD, SIZE = 8, 64

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
 from clip_train.task import Context, named_features
 from tests.ranks import run_ranks
 

@@ -36,7 +36,7 @@ TARGETS = {"imports": "at most 1.2 times the CPU seconds of `import torch, deeps
 MOST_OF_BEFORE = 1.05
 SHARDS, BLOCKS = 231_349, 160  # LAION-2B's, and checksums in each shard's line
 THEIRS = "import torch, deepspeed"
-OURS = "import launcher.cli.main, launcher.train, launcher.engines.deepspeed.engine"
+OURS = "import launcher.cli.main, launcher.train, clip_train.engines.deepspeed.engine"
 PARTS = {  # what somebody imports
     "clip_train": "import clip_train",
     "clip_train.library": "import clip_train.library",
@@ -111,9 +111,9 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.openclip import model
 from clip_train.models.weights import initial_weights
-from launcher import engines
-from launcher.engines.config import EngineConfig
-from launcher.engines.fsdp import engine
+from clip_train import engines
+from clip_train.engines.config import EngineConfig
+from clip_train.engines.fsdp import engine
 
 rank, world, store, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 create = timm.create_model

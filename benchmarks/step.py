@@ -89,8 +89,8 @@ class Ours:
     """`clip_train.step.train_step` on the plain engine, or on DeepSpeed's at ZeRO 1."""
 
     def __init__(self, engine: str):
-        from clip_train.contrastive.info_nce import InfoNCE
-        from clip_train.engine import PlainEngine
+        from clip_train.engines.base import PlainEngine
+        from clip_train.losses.info_nce import InfoNCE
         from clip_train.optim.config import OptimConfig
         from clip_train.optim.optimizer import build_optimizer
 
@@ -108,8 +108,8 @@ class Ours:
     def _deepspeed(optimizer):
         import torch.distributed as torch_dist
 
-        from launcher.engines import build
-        from launcher.engines.config import EngineConfig
+        from clip_train.engines import build
+        from clip_train.engines.config import EngineConfig
 
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
         config, cpu = EngineConfig(zero_stage=1), torch.device("cpu")

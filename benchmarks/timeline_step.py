@@ -34,15 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train import engines
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
-from launcher import engines
-from launcher.engines.config import EngineConfig
 
 try:
     from clip_train.task import Batch

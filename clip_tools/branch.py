@@ -6,11 +6,11 @@ import posixpath
 from clip_train.checkpoint.restore import list_places, open_read_only, places_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
+from clip_train.recipe.recipe import RunConfig, apply_overrides, check_config, with_samples
+from clip_train.recipe.weights import find_run
 from clip_train.settings import is_import_path
 from clip_train.yaml_text import dump_yaml
-from launcher.config.recipe import RunConfig, apply_overrides, check_config, with_samples
 from launcher.runtime.log import log, warn
-from launcher.weights import find_run
 
 RECIPE = "branch.yaml"  # in the new run's folder, where training writes its own recipe.yaml
 

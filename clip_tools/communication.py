@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from clip_train.engines import ENGINES, describe, find_engine
+from clip_train.engines.compile import units
+from clip_train.engines.traffic import Collective, Links, Shapes
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
 from clip_train.models.clip import build_model
 from clip_train.models.freeze import depths, freeze, frozen_towers
 from clip_train.optim.muon import assign_matrices
 from clip_train.optim.optimizer import parameter_groups
+from clip_train.recipe.memory import choose_layout
+from clip_train.recipe.resolve import Resolved, engine_mistakes
 from clip_train.task import IMAGE_TEXT
-from launcher.config.memory import choose_layout
-from launcher.config.resolve import Resolved, engine_mistakes
-from launcher.engines import ENGINES, describe, find_engine
-from launcher.engines.compile import units
-from launcher.engines.traffic import Collective, Links, Shapes
 
 PLACES = ("forward", "loss", "backward", "last backward", "step")
 SMALLEST = 1024  # bytes of a call that counts

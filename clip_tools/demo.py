@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
-from launcher.config.recipe import apply_overrides, check_config, read_recipe
+from clip_train.recipe.recipe import apply_overrides, check_config, read_recipe
 from launcher.runtime.log import log
 from launcher.train import train
 

@@ -36,8 +36,13 @@ from clip_train.data.pixels import is_transparent
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample
 from clip_train.data.worker import shared_bytes
+from clip_train.engines import mistakes_here, on_this_machine
 from clip_train.errors import UserError
 from clip_train.models.clip import shape_of_sample
+from clip_train.processes import node_name
+from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.resolve import resolve
+from clip_train.versions import NEWEST, installed, too_old, version_tuple
 from launcher.checks import (
     PLACES,
     Check,
@@ -48,17 +53,13 @@ from launcher.checks import (
     warning,
     warning_if,
 )
-from launcher.config.recipe import RunConfig, load_config
-from launcher.config.resolve import resolve
-from launcher.engines import mistakes_here, on_this_machine
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import detect, require_usable_gpu, take_device
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version
-from launcher.runtime.verdict import STOP_FILE, end_process, node_name
+from launcher.runtime.verdict import STOP_FILE, end_process
 from launcher.slurm.profile import load_site
 from launcher.slurm.scheduler import answer
-from launcher.versions import NEWEST, installed, too_old, version_tuple
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, and the remedy

@@ -25,15 +25,15 @@ from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ValLoader
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError, unreadable
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.processes import usable_cores
+from clip_train.recipe.resolve import check_place
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
 from launcher.components import shared_index, tokenizer_of
-from launcher.config.resolve import check_place
 from launcher.runtime.log import log, warn
 
 ROWS = 65_536  # samples of a rank in one file

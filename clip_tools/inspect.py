@@ -21,7 +21,8 @@ from clip_tools.openclip.command import model_name
 from clip_train import dist
 from clip_train.checkpoint.reader import averaged
 from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_read_only
-from clip_train.engine import PlainEngine
+from clip_train.engines import describe
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.models.clip import build_model, parse_saved
@@ -30,22 +31,21 @@ from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, file_at, names
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import PREFIX
 from clip_train.models.weights import WholeState, export_saved, initial_weights
-from clip_train.storage.urls import is_remote, local_path
-from clip_train.task import FragmentSource
-from launcher.components import evaluation
-from launcher.config.recipe import (
+from clip_train.recipe.recipe import (
     RunConfig,
     apply_overrides,
     check_config,
     load_config,
 )
-from launcher.config.resolve import check_place
-from launcher.engines import describe
+from clip_train.recipe.resolve import check_place
+from clip_train.recipe.weights import find_run, holds_weights, on_base, recipe_in, weights_here
+from clip_train.storage.urls import is_remote, local_path
+from clip_train.task import FragmentSource
+from launcher.components import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import log
-from launcher.weights import find_run, holds_weights, on_base, recipe_in, weights_here
 
 OWN_CODE = ("data.inputs", "data.stages")
 LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")

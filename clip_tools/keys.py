@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import SECTIONS, known_keys, nearest
 from clip_train.settings import POSITIONAL, Allowed, as_yaml, options_key, options_model
 from launcher.cli.options import SHELLS, VERBS
-from launcher.config.recipe import SECTIONS, known_keys, nearest
 
 PAGE = """\
 # Every key of a recipe

@@ -16,28 +16,28 @@ from rich.table import Table
 
 from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
+from clip_train.engines import describe as describe_engine
+from clip_train.engines.traffic import Links
 from clip_train.errors import raise_all
 from clip_train.memory.plan import GIB, RECOMPUTED
 from clip_train.metrics.meters import GPU, GPUS
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
-from clip_train.settings import broken
-from clip_train.storage.local import LocalStorage
-from clip_train.storage.urls import open_storage
-from launcher import components
-from launcher.checks import continues, require_places
-from launcher.config.memory import (
+from clip_train.recipe.memory import (
     choose_layout,
     estimate_memory,
     memory_limit,
     predicted_profile,
     usable,
 )
-from launcher.config.recipe import load_config
-from launcher.config.resolve import Resolved, resolve
-from launcher.config.resume import compare_with
-from launcher.engines import describe as describe_engine
-from launcher.engines.traffic import Links
+from clip_train.recipe.recipe import load_config
+from clip_train.recipe.resolve import Resolved, resolve
+from clip_train.recipe.resume import compare_with
+from clip_train.settings import broken
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
+from launcher import components
+from launcher.checks import continues, require_places
 from launcher.runtime.environment import require_usable_gpu
 from launcher.runtime.launch import local_ranks
 from launcher.runtime.log import log

@@ -20,7 +20,7 @@ from clip_train.metrics.progress import format_number
 from clip_train.metrics.report import write_report
 from clip_train.metrics.run import DATA_WAIT, Run
 from clip_train.metrics.scores import Score, Scores, score_text
-from launcher.config.recipe import load_config
+from clip_train.recipe.recipe import load_config
 from launcher.runtime.log import log
 
 LOOK_SECONDS = 2.0  # between two refreshes, or four times the duration of one

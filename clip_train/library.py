@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
 from clip_train.batch import chunk_sizes, num_chunks
-from clip_train.contrastive.function import FunctionLoss
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.contrastive.views import WeightedViews, as_objective
-from clip_train.engine import surrogate
+from clip_train.engines.base import surrogate
+from clip_train.losses.function import FunctionLoss
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
+from clip_train.losses.views import WeightedViews, as_objective
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
@@ -58,8 +58,8 @@ def contrastive_step(
             pass and needs more memory.
         loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
             global batch, `loss(image [N, D], text [m N, D], scale [1], bias [1] or None, rows)` ->
-            [], as in `clip_train.contrastive.function`. Or `over_pairs` or `matryoshka` of one of
-            these, see `clip_train.contrastive.views`.
+            [], as in `clip_train.losses.function`. Or `over_pairs` or `matryoshka` of one of
+            these, see `clip_train.losses.views`.
         ids: int64, one for each text of this rank. Texts with the same id, on any rank, are equal,
             so none is a negative of another's image. An id below 0 is an unknown text.
         shares: samples of each rank, known to all ranks. None: all ranks have the same number. All

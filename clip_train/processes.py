@@ -1,8 +1,9 @@
-"""Processes: the cores that they may use, and `multiprocessing`'s fork server."""
+"""Processes: the cores that they may use, `multiprocessing`'s fork server, the name of the node."""
 
 import multiprocessing
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import util
@@ -91,3 +92,10 @@ def _quota(folder: Path) -> float:
         return int(quota) / int(period) if quota not in ("max", "-1") else float("inf")
     except (OSError, ValueError, ZeroDivisionError):
         return float("inf")
+
+
+def node_name() -> str:
+    """As Slurm calls it inside a step; mpirun would copy the variable of the first node to all
+    others."""
+    in_step = "SLURM_STEP_NUM_TASKS" in os.environ
+    return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()

@@ -18,7 +18,7 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import OutOfMemoryError
 from clip_train.metrics.meters import moment, seconds_between
 from clip_train.models.batch_norm import has_batch_norm

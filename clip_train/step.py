@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import DivergedError
 from clip_train.models.batch_norm import collect_updates
 from clip_train.models.dropout import draw_by

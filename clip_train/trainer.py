@@ -16,7 +16,7 @@ from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.loader import Prefetcher, StoppedWaiting
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import (
     CheckpointError,
     DataError,

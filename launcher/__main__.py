@@ -2,7 +2,7 @@
 
 import sys
 
-from launcher.versions import too_old
+from clip_train.versions import too_old
 
 for problem in too_old("Python"):  # before the imports that it could not read
     print(f"error: {problem}", file=sys.stderr)

@@ -29,12 +29,12 @@ from clip_train.models.loading import (
     trained_with,
 )
 from clip_train.places import broken_link
+from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.weights import KEYS, check_has_base, find_run, holds_weights
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
-from launcher.config.recipe import RunConfig
 from launcher.runtime.log import warn
 from launcher.slurm.profile import Site
-from launcher.weights import KEYS, check_has_base, find_run, holds_weights
 
 
 @dataclass(frozen=True)

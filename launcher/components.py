@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from clip_train import dist
+from clip_train import dist, engines
 from clip_train.checkpoint.restore import Resumed
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.distillation import Teacher
 from clip_train.data.config import order_keys
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import table_of
@@ -20,25 +18,26 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
-from clip_train.engine import Engine, MovingAverage
+from clip_train.engines.base import Engine, MovingAverage
 from clip_train.errors import RankError, UserError
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
+from clip_train.losses.build import build_loss
+from clip_train.losses.distillation import Teacher
 from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, OwnModel, vocabulary_mistakes
 from clip_train.models.freeze import freeze
 from clip_train.models.openclip.config import OpenCLIPArchitecture
 from clip_train.models.weights import base_digest, load_teacher
 from clip_train.optim.optimizer import build_optimizer
+from clip_train.processes import node_name
+from clip_train.recipe.memory import DTYPES
+from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.resolve import Resolved
+from clip_train.recipe.weights import KEYS, first_of_node, weights_here
 from clip_train.task import Features, MicroBatch, Objective, named_features, text_lengths
-from launcher import engines
-from launcher.config.memory import DTYPES
-from launcher.config.recipe import RunConfig
-from launcher.config.resolve import Resolved
 from launcher.runtime.log import log, warn
-from launcher.runtime.verdict import node_name
-from launcher.weights import KEYS, first_of_node, weights_here
 
 
 def shared_index(

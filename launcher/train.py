@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from clip_train import dist
+from clip_train import dist, engines
 from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
 from clip_train.data.invalid import InvalidLog
 from clip_train.data.loader import Prefetcher
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import RankError
 from clip_train.evaluate.examples import Examples
 from clip_train.memory.plan import RECOMPUTED
@@ -47,25 +47,25 @@ from clip_train.models.loading import silent
 from clip_train.models.weights import initial_weights
 from clip_train.optim.schedule import learning_rate
 from clip_train.places import broken_link
-from clip_train.processes import usable_cores
+from clip_train.processes import node_name, usable_cores
+from clip_train.recipe.memory import choose_layout, memory_limit
+from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.resolve import Resolved, resolve
+from clip_train.recipe.resume import compare_with, optimizer_changed
+from clip_train.recipe.weights import weights_here
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
 from clip_train.trainer import Trainer
-from launcher import components, engines
-from launcher.config.memory import choose_layout, memory_limit
-from launcher.config.recipe import RunConfig
-from launcher.config.resolve import Resolved, resolve
-from launcher.config.resume import compare_with, optimizer_changed
+from launcher import components
 from launcher.runtime import environment, rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.slow_rank import SlowRank
-from launcher.runtime.verdict import ROOM, RUN_DIR, VERDICT_FILE, node_name, read_verdict
+from launcher.runtime.verdict import ROOM, RUN_DIR, VERDICT_FILE, read_verdict
 from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
-from launcher.weights import weights_here
 
 
 def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:

@@ -29,7 +29,7 @@ def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     """From the run's newest checkpoint, not from an export."""
     from clip_tools.inspect import run_at
     from clip_train.data.tokenizer import Tokenizer
-    from clip_train.engine import PlainEngine
+    from clip_train.engines.base import PlainEngine
     from clip_train.models.clip import build_model, parse_saved
 
     _, found = run_at(argparse.Namespace(place=recipe, overrides=[], step=None))

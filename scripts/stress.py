@@ -31,7 +31,7 @@ ROWS = ROOT / "benchmarks" / "stress.jsonl"
 SELECTION = "not (full or slurm or hosts or peer or browser)"
 REST = "full or browser or slurm or hosts"
 NUMERICS = [
-    "tests/contrastive",
+    "tests/losses",
     "tests/optim",
     "tests/models",
     "tests/engine",

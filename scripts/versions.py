@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launcher.versions import NEWEST, OLDEST  # noqa: E402
+from clip_train.versions import NEWEST, OLDEST  # noqa: E402
 
 PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / "build" / "versions"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from clip_train.batch import BatchPlan
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig

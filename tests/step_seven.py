@@ -8,8 +8,8 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.recovery import recovering_step
 from tests.test_recovery import PLACES, FailingCLIP, fail
 from tests.toy import share, toy_batch

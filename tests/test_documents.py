@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import tomllib
 
+from clip_train.recipe.recipe import known_keys, parse_value
 from launcher.cli.main import main, parse
 from launcher.cli.options import VERBS
-from launcher.config.recipe import known_keys, parse_value
 from tests.documents import (
     PAGES,
     ROOT,

@@ -14,9 +14,7 @@ OURS = ("clip_train", "launcher", "clip_tools")
 
 
 def test_clip_train_runs_without_deepspeed():
-    code = (
-        "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.engine"
-    )
+    code = "import sys; sys.modules['deepspeed'] = None; import clip_train.trainer, clip_train.engines.base"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -28,19 +26,21 @@ def test_nothing_but_its_own_package_knows_an_engine():
         lines = [
             line.strip() for line in file.read_text().splitlines() if "deepspeed" in line.lower()
         ]
-        if lines and not place.startswith("launcher/engines/deepspeed/"):
+        if lines and not place.startswith("clip_train/engines/deepspeed/"):
             named[place] = lines
     assert set(named) == {
-        "launcher/engines/__init__.py",  # the table of engines
-        "launcher/engines/config.py",
-        "launcher/engines/fsdp/__init__.py",
-        "launcher/engines/fsdp/engine.py",
-        "launcher/engines/plain/__init__.py",
+        "clip_train/engines/__init__.py",  # the table of engines
+        "clip_train/engines/config.py",
+        "clip_train/engines/fsdp/__init__.py",
+        "clip_train/engines/fsdp/engine.py",
+        "clip_train/engines/plain/__init__.py",
         "clip_train/models/loading.py",  # a folder of its checkpoints is recognised, and refused
-        "launcher/versions.py",  # one module has the tested ranges of all packages
+        "clip_train/versions.py",  # one module has the tested ranges of all packages
     }
-    messages = named["launcher/engines/fsdp/__init__.py"] + named["launcher/engines/fsdp/engine.py"]
-    messages += named["launcher/engines/plain/__init__.py"]
+    messages = (
+        named["clip_train/engines/fsdp/__init__.py"] + named["clip_train/engines/fsdp/engine.py"]
+    )
+    messages += named["clip_train/engines/plain/__init__.py"]
     assert all("engine.kind=deepspeed" in line for line in messages)
 
 
@@ -52,7 +52,7 @@ def test_the_checkpoint_writer_runs_without_torch():
 
 def test_a_recipe_is_read_without_torch():
     """`clip-train keys` and the mistakes of a recipe come at once, on a login node too."""
-    code = "import sys; sys.modules['torch'] = None; import launcher.config.recipe"
+    code = "import sys; sys.modules['torch'] = None; import clip_train.recipe.recipe"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.library import ModuleEngine, Parts, contrastive_step
+from clip_train.losses.memory_bank import MemoryBank
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.step import restore_rng, rng_state
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks

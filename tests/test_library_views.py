@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_train.contrastive.views import matryoshka, over_pairs
 from clip_train.library import contrastive_step, token_chunks
+from clip_train.losses.views import matryoshka, over_pairs
 from tests.ranks import RankFailedError, run_ranks
 from tests.test_library import (
     Towers,

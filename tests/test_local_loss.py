@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from clip_train import dist
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances

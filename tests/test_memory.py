@@ -14,9 +14,9 @@ from clip_train.memory.plan import Profile, Room, choose
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
-from launcher.config.memory import micro_batch, predicted_profile
-from launcher.config.recipe import RunConfig, check_config
-from launcher.config.resolve import Resolved
+from clip_train.recipe.memory import micro_batch, predicted_profile
+from clip_train.recipe.recipe import RunConfig, check_config
+from clip_train.recipe.resolve import Resolved
 from tests.launcher.conftest import MODEL
 
 CACHE = Profile(forward=2, graph=60, building=61, backward=64)

@@ -18,7 +18,7 @@ from clip_train.checkpoint.manager import CheckpointManager, Saved
 from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message, Writer
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from clip_train.storage.local import LocalStorage

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.distillation import Distillation
+from clip_train.losses.memory_bank import MemoryBank
 from clip_train.step import train_step
 from clip_train.task import Features, named_features
 from tests import tolerances
-from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
+from tests.losses.oracles import banked_loss, distill_loss
 from tests.ranks import run_ranks
 from tests.toy import ToyCLIP, share, toy_batch
 

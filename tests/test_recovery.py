@@ -7,10 +7,10 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import OutOfMemoryError
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.memory_bank import MemoryBank
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.recovery import halved, is_out_of_memory, recovering_step

@@ -11,24 +11,24 @@ import torch
 import torch.nn.functional as F
 
 from clip_train.batch import plan_batch
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.views import over_texts
 from clip_train.data.config import DataConfig
 from clip_train.data.decode import DRAWS, texts_of
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
+from clip_train.losses.distillation import Distillation
+from clip_train.losses.views import over_texts
+from clip_train.recipe.memory import predicted_profile
+from clip_train.recipe.recipe import check_config
+from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
-from launcher.config.memory import predicted_profile
-from launcher.config.recipe import check_config
-from launcher.config.resolve import Resolved, resolve
-from tests.contrastive.oracle import siglip
-from tests.contrastive.oracles import distill_loss
 from tests.data.shards import jpeg, write_shard
+from tests.losses.oracle import siglip
+from tests.losses.oracles import distill_loss
 from tests.models.small import inputs, small_architecture, small_model
 
 N, CONTEXT, T, M = 13, 24, 2, 1  # samples, tokens, positives, hard negatives

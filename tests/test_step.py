@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import DivergedError
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.step import restore_rng, rng_state, train_step
 from clip_train.task import Flags
 from tests.ranks import run_ranks

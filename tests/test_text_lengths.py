@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step, two_pass
 from clip_train.task import NO_CONTEXT, Batch, Context, LossOutput, Objective, text_lengths

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from clip_train import dist
-from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.ring import RingInfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.distillation import Distillation
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.memory_bank import MemoryBank
+from clip_train.losses.ring import RingInfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from tests import tolerances
-from tests.contrastive.oracles import banked_loss, distill_loss
 from tests.covering import pairwise
 from tests.engine.layouts import ALL, engine_at
 from tests.engine.test_engines import assemble, pieces, relative_error
 from tests.engine.test_engines import toy as float_toy
+from tests.losses.oracles import banked_loss, distill_loss
 from tests.ranks import run_ranks
 from tests.test_objectives import CountingTeacher
 from tests.toy import ToyCLIP, oracle_loss, share, toy_batch

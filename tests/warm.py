@@ -38,7 +38,7 @@ PRELOAD = [
     "jinja2",
     "clip_train.storage.fsspec_store",
     "clip_train.data.worker",
-    "launcher.engines.deepspeed.engine",
+    "clip_train.engines.deepspeed.engine",
     "clip_tools.inspect",
     "clip_tools.plan",
     "launcher.slurm.controller",

@@ -35,9 +35,9 @@ from clip_train.errors import UserError
 from clip_train.models import hub
 from clip_train.models.config import preset_names
 from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.recipe.names import SAME
+from clip_train.recipe.recipe import RunConfig, check_config
 from clip_train.yaml_text import dump_yaml
-from launcher.config.names import SAME
-from launcher.config.recipe import RunConfig, check_config
 from launcher.runtime.log import warn
 
 ALWAYS = """\

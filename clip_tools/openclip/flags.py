@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.config.names import SAME
+from clip_train.recipe.names import SAME
 
 SWITCHES = frozenset(
     {

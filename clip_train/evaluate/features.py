@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.data.validation import ValBatch
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import EvaluationStopped, UserError
 from clip_train.task import MicroBatch
 

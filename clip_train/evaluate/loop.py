@@ -9,7 +9,7 @@ import torch
 from clip_train import dist
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValBatch, ValLoader
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.examples import Examples

@@ -27,7 +27,7 @@ from clip_train.data.shards import Reading, expand, open_shard
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, metadata_of
-from clip_train.engine import Engine
+from clip_train.engines.base import Engine
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET, EvaluateConfig
 from clip_train.evaluate.features import Encoded, Labeller, first_values, forward_together

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clip_train.engine import surrogate
+from clip_train.engines.base import surrogate
 from clip_train.memory.plan import Profile
 from clip_train.task import IMAGE_TEXT, MicroBatch
 

@@ -3,7 +3,7 @@
     file -> state dict -> wrappers removed -> layout recognised -> repaired -> compared -> resized
 
 Repairs are those of OpenCLIP's `load_checkpoint`; each is logged. Only tensors are ever unpickled.
-Where files come from: `clip_train.models.hub`, `launcher.weights`.
+Where files come from: `clip_train.models.hub`, `clip_train.recipe.weights`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch.optim._muon import (
 )
 
 from clip_train import dist
-from clip_train.engine import Piece
+from clip_train.engines.base import Piece
 
 T = TypeVar("T")
 Matrices = Mapping[str, tuple[int, ...]]  # name -> shape

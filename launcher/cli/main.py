@@ -15,11 +15,11 @@ from typing import NoReturn
 from clip_train.data.formats import quiet_pillow
 from clip_train.errors import RankError, UserError
 from clip_train.stop import StopRequest
+from clip_train.versions import too_old
 from launcher.cli.options import DRY_RUN, VERBS, build_parser
 from launcher.runtime.log import Redacting, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import OURS, SAFE_PATH, end_process
-from launcher.versions import too_old
 
 # What Python, torch and a loader's worker need at least: the limit, its name, the option of ulimit.
 LEAST = (

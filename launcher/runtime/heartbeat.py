@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from clip_train.processes import node_name
 from launcher.runtime.environment import RankEnv
-from launcher.runtime.verdict import Failure, node_name
+from launcher.runtime.verdict import Failure
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from clip_train.errors import Preempted, UserError
+from clip_train.recipe.recipe import RunConfig, load_config, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
-from launcher.config.recipe import RunConfig, load_config, needs_samples, with_samples
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.verdict import OURS, SAFE_PATH

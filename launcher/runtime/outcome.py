@@ -26,6 +26,7 @@ from clip_train.errors import (
     RendezvousError,
     Word,
 )
+from clip_train.processes import node_name
 from clip_train.storage.redact import redact
 from launcher.runtime.environment import this_rank
 from launcher.runtime.heartbeat import Heartbeat
@@ -33,7 +34,6 @@ from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import (
     RUN_DIR,
     Failure,
-    node_name,
     notify,
     read_verdict,
     write_verdict,

@@ -26,10 +26,10 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from clip_train import dist
 from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserError
+from clip_train.processes import node_name
 from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
-from launcher.runtime.verdict import node_name
 from launcher.slurm.scheduler import answer
 
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet

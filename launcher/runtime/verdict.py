@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,13 +62,6 @@ class Failure:
 
     def __str__(self) -> str:
         return self.message if self.lost else f"rank {self.rank} on {self.node}: {self.message}"
-
-
-def node_name() -> str:
-    """As Slurm calls it inside a step; mpirun would copy the variable of the first node to all
-    others."""
-    in_step = "SLURM_STEP_NUM_TASKS" in os.environ
-    return (os.environ.get("SLURMD_NODENAME") if in_step else None) or socket.gethostname()
 
 
 def write_verdict(run_dir: Path, word: Word, step: int, reason: str, **more: Any) -> None:

@@ -51,7 +51,7 @@ from launcher.slurm.scheduler import (
 )
 
 if TYPE_CHECKING:
-    from launcher.config.recipe import RunConfig
+    from clip_train.recipe.recipe import RunConfig
 
 USAGE = "RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     # --signal=B:USR1, to this script alone
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, lambda number, frame: None)
-    from launcher.config.recipe import load_config, with_samples
+    from clip_train.recipe.recipe import load_config, with_samples
 
     line = list(arguments)
     try:

@@ -10,8 +10,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from clip_train.errors import UserError
 from clip_train.places import expanded
+from clip_train.recipe.recipe import read_recipe
 from clip_train.settings import Place, Settings, explain, validated
-from launcher.config.recipe import read_recipe
 
 ENV = "CLIP_TRAIN_SITE"
 HOME = "~/.config/clip-train/site.yaml"

@@ -18,12 +18,12 @@ from typing import Any
 
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
+from clip_train.recipe.recipe import RunConfig, load_config, with_samples
+from clip_train.recipe.resolve import resolve
 from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.yaml_text import dump_yaml
 from launcher.checks import check_places, require_places
-from launcher.config.recipe import RunConfig, load_config, with_samples
-from launcher.config.resolve import resolve
 from launcher.runtime.environment import check_restarts
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit

@@ -39,10 +39,10 @@ from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import Files
 from clip_train.data.validation import ValLoader
 from clip_train.errors import DataError, UserError
+from clip_train.recipe.recipe import load_config, with_samples
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
-from launcher.config.recipe import load_config, with_samples
 from tests.data.shards import counted, sample, shards_open_as, tar_bytes, write_dataset, write_shard
 
 BLOCK = 4096

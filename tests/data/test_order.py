@@ -18,7 +18,7 @@ from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Order, Source, hash64
 from clip_train.errors import UserError
-from launcher.config.recipe import check_config
+from clip_train.recipe.recipe import check_config
 from tests.covering import pairwise
 from tests.data.shards import jpeg, keys_in, sample, write_dataset, write_shard
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.engines.compile import compile_units, units
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture
 from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
-from launcher.engines.compile import compile_units, units
 from tests.models.small import small_architecture
 
 TEXT = {"context_length": 16, "vocab_size": 600, "width": 32, "heads": 2, "layers": 2}

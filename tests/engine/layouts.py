@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from clip_train.engine import MovingAverage
+from clip_train.engines import build
+from clip_train.engines.base import MovingAverage
+from clip_train.engines.config import EngineConfig
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from launcher.engines import build
-from launcher.engines.config import EngineConfig
 from tests.processor import answer
 from tests.ranks import device
 

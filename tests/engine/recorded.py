@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.losses.info_nce import InfoNCE
 
 NAMES = (
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_reduce",

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
 from clip_train.models.config import Architecture, ModelConfig, load_architecture
 from clip_train.models.freeze import freeze

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.optim.config import OptimConfig

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import MovingAverage, PlainEngine
+from clip_train.engines.base import MovingAverage, PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.models.weights import WholeState

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engines import build
+from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Fragment, MicroBatch, StateRange, named_features
-from launcher.engines import build
-from launcher.engines.config import EngineConfig
 from tests import tolerances
 from tests.covering import pairwise
 from tests.engine.layouts import ALL, FSDP, PLAIN, ZERO, engine_at

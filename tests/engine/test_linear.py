@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines import Facts, find_engine, linear
+from clip_train.engines.base import PlainEngine
+from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, ModelConfig, parse_architecture
 from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
+from clip_train.recipe.recipe import RunConfig
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher.config.recipe import RunConfig
-from launcher.engines import Facts, find_engine, linear
-from launcher.engines.config import EngineConfig
 from tests.engine.layouts import engine_at
 from tests.engine.test_buffers import merged
 from tests.models.small import inputs, small_architecture

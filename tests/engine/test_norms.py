@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig
 
 ELEMENTS = 65_536
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train import dist, engines
+from clip_train.engines.compile import compile_units, units
+from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher import engines
-from launcher.engines.compile import compile_units, units
-from launcher.engines.config import EngineConfig
 from tests import tolerances
 from tests.engine.layouts import engine_at
 from tests.models.small import inputs, small_architecture

@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 
 from clip_tools.communication import SMALLEST, collectives, network_bytes, shapes_of, table
+from clip_train.engines.traffic import BYTES, Collective, Links
 from clip_train.errors import UserError
-from launcher.config.recipe import RunConfig, load_config
-from launcher.config.resolve import resolve
-from launcher.engines.traffic import BYTES, Collective, Links
+from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.resolve import resolve
 from tests.documents import ROOT
 
 SAMPLES = 8  # of a rank

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import Engine, PlainEngine
+from clip_train.engines import build
+from clip_train.engines.base import Engine, PlainEngine
+from clip_train.engines.config import EngineConfig
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.models.weights import WholeState
@@ -21,8 +23,6 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
-from launcher.engines import build
-from launcher.engines.config import EngineConfig
 from tests.engine.layouts import FSDP, ZERO
 from tests.engine.test_engines import assemble, pieces
 from tests.ranks import RankFailedError, device, run_ranks

@@ -122,14 +122,14 @@ def main() -> None:
 
 
 def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
-    from clip_train.contrastive.build import build_loss
+    from clip_train.losses.build import build_loss
     from clip_train.models.clip import build_model
     from clip_train.models.weights import WholeState
+    from clip_train.recipe.recipe import RunConfig
+    from clip_train.recipe.resolve import resolve
     from clip_train.step import train_step
     from clip_train.task import Batch, named_features
     from launcher.components import build_engine
-    from launcher.config.recipe import RunConfig
-    from launcher.config.resolve import resolve
 
     resolved = resolve(RunConfig.model_validate(recipe), WORLD_SIZE, read_data=False)
     config, architecture, plan = resolved.config, resolved.architecture, resolved.plan

@@ -393,7 +393,7 @@ def test_mistakes_in_the_classes_are_explained(tmp_path: Path, content: Any, mes
 
 def test_runs_on_the_model():
     """The plain engine and the real model; a label for each caption, as in the demo."""
-    from clip_train.engine import PlainEngine
+    from clip_train.engines.base import PlainEngine
     from clip_train.models.clip import CLIP
 
     torch.manual_seed(0)

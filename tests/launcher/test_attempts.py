@@ -7,8 +7,9 @@ from math import inf
 
 import pytest
 
+from clip_train.processes import node_name
 from launcher.runtime.outcome import Outcome as Ending
-from launcher.runtime.verdict import RUN_DIR, Failure, node_name, read_verdict, write_verdict
+from launcher.runtime.verdict import RUN_DIR, Failure, read_verdict, write_verdict
 from launcher.slurm.attempts import History, Outcome, explain, next_action
 
 

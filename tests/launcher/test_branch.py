@@ -19,8 +19,8 @@ from clip_train.checkpoint.reader import averaged
 from clip_train.errors import UserError
 from clip_train.models.config import ModelConfig
 from clip_train.models.weights import initial_weights, save_weights
+from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture

@@ -9,9 +9,7 @@ import pytest
 import yaml
 
 from clip_tools.plan import make_plan
-from launcher.cli.main import main, parse
-from launcher.cli.options import VERBS
-from launcher.config.recipe import (
+from clip_train.recipe.recipe import (
     OTHER_NAMES,
     apply_overrides,
     check_config,
@@ -20,7 +18,9 @@ from launcher.config.recipe import (
     parse_value,
     read_recipe,
 )
-from launcher.config.resolve import resolve
+from clip_train.recipe.resolve import resolve
+from launcher.cli.main import main, parse
+from launcher.cli.options import VERBS
 from tests.documents import split
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))

@@ -27,9 +27,9 @@ from clip_tools.doctor import (
 )
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import load_config
 from launcher.checks import PLACES, Finding, check_store, error, require_places
 from launcher.cli.main import entry, main
-from launcher.config.recipe import load_config
 from tests.data.shards import jpeg, write_shard
 from tests.data.test_equal import counted, told
 from tests.launcher.conftest import clean_environment, finish

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
+from clip_train.engines import Facts
+from clip_train.engines.config import EngineConfig
+from clip_train.engines.deepspeed.config import SHIPPED, build_ds_config
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import check_config
+from clip_train.recipe.resolve import resolve
 from launcher.components import build_engine
-from launcher.config.recipe import check_config
-from launcher.config.resolve import resolve
-from launcher.engines import Facts
-from launcher.engines.config import EngineConfig
-from launcher.engines.deepspeed.config import SHIPPED, build_ds_config
 from tests.ranks import run_ranks
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from clip_tools.plan import make_plan
 from clip_train.errors import UserError
-from launcher.config.recipe import check_config
-from launcher.config.resolve import resolve
+from clip_train.recipe.recipe import check_config
+from clip_train.recipe.resolve import resolve
 from tests.launcher.conftest import kill, metrics, run, start, wait_for_commit, wait_for_step
 
 EMA = ("optim.ema_decay=0.8", "optim.ema_warmup=true", "run.steps=12", "schedule.warmup_steps=2")

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
+from clip_train import engines
 from clip_train.data.config import resolve_workers
-from launcher import engines
+from clip_train.engines import Facts, find_engine
+from clip_train.engines.config import EngineConfig
+from clip_train.recipe.recipe import check_config
 from launcher.cli.main import main
-from launcher.config.recipe import check_config
-from launcher.engines import Facts, find_engine
-from launcher.engines.config import EngineConfig
 from tests.documents import ROOT
 
 FSDP, PLAIN = "engine.kind=fsdp", "engine.kind=plain"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import apply_overrides, check_config, known_keys, parse_value
+from clip_train.recipe.resolve import resolve
 from clip_train.settings import LARGEST
-from launcher.config.recipe import apply_overrides, check_config, known_keys, parse_value
-from launcher.config.resolve import resolve
 from tests.launcher.conftest import run
 
 KEYS = [key for key, _ in known_keys()]

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from clip_tools.plan import make_plan
+from clip_train.engines import Facts, find_engine
+from clip_train.engines.config import EngineConfig
 from clip_train.models.clip import build_model, parameter_sizes
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import needs
-from launcher.config.recipe import check_config, load_config
-from launcher.config.resolve import resolve
-from launcher.engines import Facts, find_engine
-from launcher.engines.config import EngineConfig
+from clip_train.recipe.recipe import check_config, load_config
+from clip_train.recipe.resolve import resolve
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 

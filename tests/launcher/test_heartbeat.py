@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore
 
+from clip_train.processes import node_name
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.heartbeat import SILENT_BEATS, Heartbeat
-from launcher.runtime.verdict import Failure, node_name
+from launcher.runtime.verdict import Failure
 from tests.launcher.conftest import until
 
 BEAT = 0.05  # seconds

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from clip_tools.openclip.flags import FLAGS, LISTS, OLDER, OLDER_KEYS, SWITCHES, meaning
+from clip_train.recipe.recipe import check_config
 from launcher.cli.main import main
-from launcher.config.recipe import check_config
 
 HERE = Path(__file__).parent / "openclip"
 SCRIPTS = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").read_text(), re.M))

@@ -24,9 +24,9 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.openclip.config import parse_openclip
 from clip_train.models.weights import load_openclip
+from clip_train.recipe.weights import holds_weights
 from launcher.cli.main import main
 from launcher.runtime.verdict import read_verdict
-from launcher.weights import holds_weights
 from tests import tolerances
 from tests.data.shards import jpeg
 from tests.documents import ROOT, code_lines, own_arguments

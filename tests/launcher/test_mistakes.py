@@ -13,9 +13,9 @@ from PIL import Image
 from clip_train.data.tar import write_shards
 from clip_train.errors import RankError, UserError
 from clip_train.models.weights import initial_weights
+from clip_train.recipe.recipe import load_config, with_samples
+from clip_train.recipe.resolve import resolve
 from launcher.cli.main import main
-from launcher.config.recipe import load_config, with_samples
-from launcher.config.resolve import resolve
 from tests.launcher.conftest import run
 
 

@@ -10,8 +10,8 @@ from clip_tools.plan import make_plan
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import export_openclip
-from launcher.config.recipe import check_config
-from launcher.config.resolve import resolve
+from clip_train.recipe.recipe import check_config
+from clip_train.recipe.resolve import resolve
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 from tests.launcher.test_resume import told

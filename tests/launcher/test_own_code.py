@@ -18,21 +18,22 @@ from torch import nn
 from clip_tools.embed import load
 from clip_train import dist
 from clip_train.callbacks import Callback
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
-from clip_train.contrastive.exchange import share_counts
-from clip_train.contrastive.info_nce import InfoNCE
 from clip_train.errors import DataError, RankError, UserError
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
+from clip_train.losses.exchange import share_counts
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.skipped import Skipped
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
+from clip_train.processes import node_name
 from clip_train.settings import checked_options
 from clip_train.task import NO_CONTEXT, LossOutput, Objective, named_features
 from examples.losses import hard_negatives
 from examples.towers import Towers, byte_tokens
 from launcher.cli.main import main
-from launcher.runtime.verdict import node_name, read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests import tolerances
 from tests.documents import ROOT
 from tests.launcher.conftest import finish, metrics, run, start

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main, parse
-from launcher.config.recipe import load_config
 from tests.launcher.conftest import finish, start
 
 KEYS = [

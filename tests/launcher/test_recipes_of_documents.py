@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.recipe.recipe import SECTIONS, load_config
 from clip_train.yaml_text import dump_yaml, load_yaml
 from launcher.cli.main import main
-from launcher.config.recipe import SECTIONS, load_config
 from launcher.slurm.profile import load_site
 from tests.data.shards import jpeg, write_shard
 from tests.documents import PAGES, ROOT, blocks

@@ -13,8 +13,8 @@ import torch
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
-from launcher.config.recipe import RunConfig, check_config, known_keys
-from launcher.config.resume import at_resume, compare_with
+from clip_train.recipe.recipe import RunConfig, check_config, known_keys
+from clip_train.recipe.resume import at_resume, compare_with
 from tests.launcher.conftest import MODEL
 
 BASE = {

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from clip_train.processes import node_name
+from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
-from launcher.runtime.verdict import node_name, read_verdict
+from launcher.runtime.verdict import read_verdict
 from tests import tolerances
 from tests.launcher.conftest import (
     finish,

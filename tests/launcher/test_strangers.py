@@ -21,8 +21,8 @@ from clip_train.checkpoint.manifest import FileEntry, Manifest, add_checksum, sh
 from clip_train.errors import UserError
 from clip_train.metrics.jsonl import JsonlSink
 from clip_train.models.config import load_architecture, parse_architecture
+from clip_train.recipe.recipe import read_recipe
 from launcher.cli.main import main
-from launcher.config.recipe import read_recipe
 from launcher.runtime.verdict import read_verdict
 from launcher.slurm.attempts import History
 from tests.launcher.conftest import MODEL, clean_environment, run

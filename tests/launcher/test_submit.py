@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
 from launcher.slurm.submit import absolute, frozen_recipe
 from tests.launcher.conftest import ROOT
 

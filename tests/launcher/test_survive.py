@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.runtime.verdict import RUN_DIR, node_name, read_verdict
+from clip_train.processes import node_name
+from launcher.runtime.verdict import RUN_DIR, read_verdict
 from launcher.slurm.attempts import explain
 from tests.launcher.conftest import (
     ENDLESS,

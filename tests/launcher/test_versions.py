@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clip_tools.doctor import check_versions
-from launcher import versions
+from clip_train import versions
 from tests.documents import ROOT
 
 

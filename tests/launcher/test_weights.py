@@ -20,11 +20,11 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
 from clip_train.models.hub import resolve
 from clip_train.models.weights import export_openclip, initial_weights
+from clip_train.recipe.recipe import load_config
+from clip_train.recipe.weights import weights_here
 from clip_train.storage.config import StorageConfig
 from launcher.checks import check_weights, require_places
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
-from launcher.weights import weights_here
 from tests.launcher.saved import save_run
 from tests.models.small import small_architecture, small_model
 from tests.peers.hub import Hub

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import check_config, load_config, parse_value
 from clip_train.settings import checked_options
 from clip_train.yaml_text import dump_line, dump_yaml, load_yaml
 from launcher.cli.main import main
-from launcher.config.recipe import check_config, load_config, parse_value
 from launcher.slurm.profile import load_site
 
 RECIPE = """\

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.batch_norm import BatchNorm2d, collect_updates
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import depths, freeze, frozen_names

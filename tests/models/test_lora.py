@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig

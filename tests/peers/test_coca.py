@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train import dist
-from clip_train.contrastive.build import build_loss
-from clip_train.contrastive.config import LossConfig
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, load_architecture
 from clip_train.models.weights import export_openclip

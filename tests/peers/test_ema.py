@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before timm
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.engine import MovingAverage, PlainEngine
+from clip_train.engines.base import MovingAverage, PlainEngine
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer

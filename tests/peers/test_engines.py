@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train import dist
-from clip_train.contrastive.info_nce import InfoNCE
+from clip_train.engines.compile import units
+from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import build_model, parameter_sizes
 from clip_train.models.config import AnyArchitecture
 from clip_train.optim.config import OptimConfig
 from clip_train.step import train_step
-from launcher.engines.compile import units
 from tests.engine.graphs import BLOCKS, batch_for, count, openclip
 from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks

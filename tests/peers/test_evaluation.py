@@ -17,7 +17,7 @@ from PIL import Image
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ImageFolder, ValLoader
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.zero_shot import ZeroShotClasses

@@ -9,8 +9,8 @@ import yaml
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.models.clip import count_parameters
+from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
-from launcher.config.recipe import load_config
 from tests.launcher.test_import_args import KINDS, LINES, RELEASED
 
 pytestmark = pytest.mark.peer

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive.distillation import Distillation
+from clip_train.losses.distillation import Distillation
 from clip_train.task import Context, named_features
-from tests.contrastive.oracles import leaves, pairs, relative
+from tests.losses.oracles import leaves, pairs, relative
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 loss_module = pytest.importorskip(

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import build_model, count_parameters, flops_per_sample
 from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.drawing import Drawn, fill_buffers
 from clip_train.models.weights import export_openclip, load_openclip
+from clip_train.recipe.memory import micro_batch
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context, MicroBatch
 from launcher.components import tokenizer_of
-from launcher.config.memory import micro_batch
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 open_clip = pytest.importorskip(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.sigmoid import SigmoidLoss
-from clip_train.engine import PlainEngine
+from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
 from clip_train.models.config import load_architecture
 from clip_train.step import two_pass

@@ -21,15 +21,17 @@ from torch._C import DisableTorchFunction
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from clip_train import engines
 from clip_train.batch import BatchPlan
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
-from clip_train.contrastive.distillation import Distillation
-from clip_train.contrastive.info_nce import InfoNCE
-from clip_train.contrastive.memory_bank import MemoryBank
-from clip_train.contrastive.sigmoid import SigmoidLoss
 from clip_train.data.loader import Prefetcher
-from clip_train.engine import Engine, MovingAverage, PlainEngine, local
+from clip_train.engines.base import Engine, MovingAverage, PlainEngine, local
+from clip_train.engines.config import EngineConfig
 from clip_train.evaluate.retrieval import Groups, ranks_of_matches
+from clip_train.losses.distillation import Distillation
+from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.memory_bank import MemoryBank
+from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models import clip
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
@@ -46,8 +48,6 @@ from clip_train.task import (
     Objective,
     named_features,
 )
-from launcher import engines
-from launcher.engines.config import EngineConfig
 from launcher.runtime.environment import BACKENDS
 from tests import devices
 from tests.pretended.gpu_cases import PLANTED
@@ -213,7 +213,7 @@ def prefetched() -> dict[str, Any]:
 def prepare_for(kind: str) -> None:
     """What reads real memory while an engine is built is answered by the host."""
     if kind == "fsdp":
-        from launcher.engines.fsdp import engine as fsdp
+        from clip_train.engines.fsdp import engine as fsdp
 
         init_device_mesh = fsdp.init_device_mesh
 
@@ -227,7 +227,7 @@ def prepare_for(kind: str) -> None:
         from deepspeed.accelerator import cuda_accelerator  # type: ignore[import-untyped]
         from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator  # type: ignore[import-untyped]
 
-        import launcher.engines.deepspeed.engine  # noqa: F401  its imports, once
+        import clip_train.engines.deepspeed.engine  # noqa: F401  its imports, once
 
         nothing = lambda *args, **kwargs: 0  # noqa: E731
         cuda_accelerator.torch_nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing)

@@ -12,9 +12,9 @@ import pytest
 
 from clip_tools.doctor import check_recipe
 from clip_train.errors import UserError
+from clip_train.recipe.recipe import RunConfig, check_config
 from launcher.checks import Finding, check_store
 from launcher.cli.main import main
-from launcher.config.recipe import RunConfig, check_config
 from tests.launcher.conftest import MODEL, RECIPE
 from tests.launcher.test_doctor import doctor
 from tests.s3.bucket import Bucket

@@ -1,0 +1,233 @@
+"""Fit a run into the available memory: fixed parts, memory per sample, and the values of `auto`.
+
+`clip-train plan` and `clip-train train` both call `choose_layout`, before an engine is built. It
+knows sizes only (fake tensors).
+"""
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from clip_train import dist
+from clip_train.batch import BatchPlan
+from clip_train.engines import find_engine
+from clip_train.engines.config import EngineConfig
+from clip_train.errors import UserError
+from clip_train.losses.tiles import GPU_SIDE
+from clip_train.memory.plan import Memory, Profile, Room, choose
+from clip_train.memory.probe import fake_profile
+from clip_train.models.clip import (
+    build_model,
+    count_parameters,
+    parameter_shapes,
+    shape_of_sample,
+)
+from clip_train.models.config import AnyArchitecture, Architecture
+from clip_train.models.freeze import frozen_names, frozen_towers
+from clip_train.optim.muon import BUFFER_BYTES
+from clip_train.optim.optimizer import moment_bytes, muon_matrices
+from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.resolve import Resolved, no_limit
+from clip_train.settings import Recompute
+from clip_train.task import IMAGE_TEXT, MicroBatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GPU_MARGIN = 0.1  # of the free memory: fragments, workspaces of libraries
+# if the run cannot recover from running out of memory, because other ranks wait inside the step
+UNRECOVERED_MARGIN = 0.2
+
+
+def estimate_memory(
+    config: RunConfig,
+    engine: EngineConfig,
+    plan: BatchPlan,
+    architecture: AnyArchitecture,
+    profile: Profile | None,
+) -> Memory:
+    """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without
+    activations.
+    """
+    P, D = count_parameters(architecture), architecture.embed_dim
+    shapes = parameter_shapes(architecture)
+    frozen = frozen_names(config.model, shapes)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in frozen}
+    trained, matrices = sum(sizes.values()), muon_matrices(config.optim, shapes).keys() & sizes
+    moments = moment_bytes(config.optim, sum(sizes[name] for name in matrices) / trained)
+    held: Memory = find_engine(engine.kind).memory(engine, P, trained, moments, plan.world_size)
+    # every rank holds all of them, as it does the memory banks
+    teachers = sum(map(count_parameters, config.model.teacher_architectures()))
+    banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
+    sums_groups = (config.loss.kind, config.loss.group_role) == ("info_nce", "positives")
+    summed = plan.global_size if sums_groups else 0
+    side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
+    T, length = config.data.num_texts, architecture.text_cfg.context_length
+    sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
+    widths = config.teacher_widths or [0]  # those of one teacher at a time are gathered
+    return replace(
+        held,
+        parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
+        buffers=held.buffers + BUFFER_BYTES * max((sizes[name] for name in matrices), default=0),
+        activations=profile.bytes_for(plan) if profile else 0.0,
+        features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked + summed)
+        + 4 * (1 + T) * (max(widths) * plan.global_size + 2 * sum(widths) * plan.per_rank)
+        + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
+        + 2 * sample * plan.per_rank,  # and the next batch
+    )
+
+
+def micro_batch(
+    architecture: AnyArchitecture, device: torch.device, size: int, num_texts: int = 1
+) -> MicroBatch:
+    """Any one of that size. num_texts: of each image."""
+    sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
+    return MicroBatch(
+        torch.zeros(size, *sample, dtype=torch.uint8, device=device),
+        torch.zeros(num_texts * size, length, dtype=torch.int64, device=device),
+        torch.arange(size, device=device),
+    )
+
+
+SHALLOW = 2  # blocks of a tower; each further one takes as much as the last
+
+
+@cache
+def _profile(
+    architecture: AnyArchitecture,
+    precision: str,
+    dropout: float,
+    checkpointing: Recompute,
+    frozen: frozenset[str] = frozenset(),
+    num_texts: int = 1,
+) -> Profile:
+    """Measured with fake tensors on shallow towers, plus the cost of one more block in each.
+    Measuring a large model would take half a minute. OpenCLIP's towers stay whole. frozen: towers
+    without a graph, whose memory does not grow with depth; a partly frozen tower counts as
+    trained."""
+    towers = {}  # those whose blocks are alike
+    if isinstance(architecture, Architecture):
+        towers["text_cfg", "text"] = architecture.text_cfg.layers
+        towers["vision_cfg", "image"] = architecture.vision_cfg.layers
+    shallow = {
+        name: min(depth, SHALLOW + (tower in frozen)) for (name, tower), depth in towers.items()
+    }
+
+    def profile(layers: dict[str, int]) -> Profile:
+        cut = {
+            name: getattr(architecture, name).model_copy(update={"layers": n})
+            for name, n in layers.items()
+        }
+
+        def make_model() -> torch.nn.Module:
+            torch.set_default_dtype(DTYPES[precision])
+            try:
+                model = build_model(
+                    architecture.model_copy(update=cut),
+                    dropout=dropout,
+                    activation_checkpointing=checkpointing,
+                )
+            finally:
+                torch.set_default_dtype(torch.float32)
+            for name, p in model.named_parameters():
+                p.requires_grad_(IMAGE_TEXT.group(name) not in frozen)
+            return model
+
+        return fake_profile(
+            make_model,
+            partial(micro_batch, architecture, torch.device("cpu"), num_texts=num_texts),
+        )
+
+    total = base = profile(shallow)
+    for (name, tower), depth in towers.items():
+        if depth > SHALLOW and tower not in frozen:
+            total = total.deeper(profile({**shallow, name: SHALLOW + 1}), base, depth - SHALLOW)
+    return total
+
+
+def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
+    """From fake tensors; with teachers, their forwards too."""
+    config, architecture = resolved.config, resolved.architecture
+    precision, T = config.engine.precision, config.data.num_texts
+    frozen = frozen_towers(config.model, architecture)
+    student = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
+    forwards = (
+        _profile(teacher, precision, 0.0, False, num_texts=T).forward
+        for teacher in config.model.teacher_architectures()
+    )
+    return replace(student, forward=max(student.forward, *forwards, 0))
+
+
+def choose_layout(
+    resolved: Resolved, limit: float | None, activations: float = float("inf")
+) -> Resolved:
+    """Decide every `auto`: the layout with the least work within `limit` bytes per rank, at most
+    `activations` of them for activations.
+
+    Numbers that the recipe gives are not changed. If only batch.kept_graphs is `auto`, one graph is
+    kept where more cannot fit, or where the limit is unknown (None).
+    """
+    config, batch, plan = resolved.config, resolved.recipe.batch, resolved.plan
+    one_graph = resolved
+    if config.batch.kept_graphs == "auto":
+        one_graph = replace(
+            resolved, config=config.updated(batch={"kept_graphs": 1}), no_limit=limit is None
+        )
+    if limit is None or not config.chosen or not (config.needs_limit or plan.accum_steps > 1):
+        return one_graph
+    engine, architecture = config.engine, resolved.architecture
+    checkpointing = engine.activation_checkpointing
+    kept = plan.per_rank if batch.kept_graphs == "all" else batch.kept_graphs
+    options: list[Recompute] = [False, True] if checkpointing == "auto" else [checkpointing]
+    if checkpointing == "auto" and type(architecture) is Architecture:
+        options.append("pointwise")
+    fixed = estimate_memory(config, engine, plan, architecture, None).total
+    room = Room(
+        min(limit, fixed + activations),
+        fixed,
+        reduces_often=plan.world_size > 1 and not engine.reduces_once,
+    )
+    try:
+        layout = choose(
+            plan.global_size,
+            plan.world_size,
+            room,
+            {on: predicted_profile(resolved, on) for on in options},
+            micro_size=None if batch.micro_size == "auto" else batch.micro_size,
+            kept_graphs=kept if isinstance(kept, int) else None,
+        )
+    except UserError:
+        if config.needs_limit:
+            raise
+        return one_graph
+    config = config.updated(
+        engine={"activation_checkpointing": layout.activation_checkpointing},
+        batch={"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs},
+    )
+    return replace(resolved, config=config, plan=layout.plan, layout=layout)
+
+
+def usable(resolved: Resolved, free: float) -> float:
+    """The part of the `free` bytes of a GPU that `auto` may use."""
+    config = resolved.config
+    waits = config.engine.kind == "fsdp" or config.engine.zero_stage >= 2
+    # retained graphs only save time: they must not end a run that would fit without them
+    spares = resolved.plan.world_size > 1 and waits and not config.needs_limit
+    return free * (1 - (UNRECOVERED_MARGIN if spares else GPU_MARGIN))
+
+
+def memory_limit(resolved: Resolved, device: torch.device | None) -> float | None:
+    """Bytes that a rank may use: from the recipe, else the smallest free memory of `device` over
+    all ranks. None if it is unknown and no key needs it; UserError if one does.
+
+    device None: nobody may look at one.
+    """
+    config = resolved.config
+    if config.batch.memory_limit is not None:
+        return float(config.batch.memory_limit)
+    if device is not None and device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return -dist.max_scalars(-usable(resolved, free))[0]
+    if config.needs_limit:
+        raise UserError(no_limit(config))
+    return None

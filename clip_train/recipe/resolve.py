@@ -1,0 +1,362 @@
+"""Resolve a recipe for a number of ranks on this machine: report all mistakes at once, or give
+every `auto` a value.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from clip_train.batch import BatchPlan, plan_batch
+from clip_train.data.config import (
+    SourceSummary,
+    check_source,
+    existing,
+    order_keys,
+)
+from clip_train.data.images import augmented, own_augmentation
+from clip_train.data.shards import expand_braces
+from clip_train.data.validation import ImageFolder
+from clip_train.engines import Facts, find_engine, mistakes_here, on_this_machine
+from clip_train.engines.config import EngineConfig
+from clip_train.errors import UserError, raise_all
+from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
+from clip_train.losses.build import build_loss
+from clip_train.losses.config import LossConfig
+from clip_train.memory.plan import Layout
+from clip_train.models.clip import own_mistakes, parameter_sizes
+from clip_train.models.config import (
+    AnyArchitecture,
+    Architecture,
+    OwnModel,
+    vocabulary_mistakes,
+)
+from clip_train.models.freeze import trained_parameters
+from clip_train.optim.optimizer import lr_factors, needs, without_decay
+from clip_train.optim.schedule import learning_rate
+from clip_train.recipe.recipe import RunConfig, with_samples
+from clip_train.recipe.weights import place_mistakes
+from clip_train.settings import broken, is_import_path, shown
+
+MOST_PASSES = 2  # over the data in one epoch; with more, data.num_samples is a mistake
+
+CHARACTERS, LONG = 4, 2  # of a caption for each of CLIP's tokens; times that are much too long
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with a value for every `auto`; those that depend on memory get theirs from
+    `memory.choose_layout`.
+    """
+
+    recipe: RunConfig  # the recipe with its defaults
+    config: RunConfig  # what runs
+    plan: BatchPlan
+    architecture: AnyArchitecture
+    layout: Layout | None = None  # what memory has decided
+    source: SourceSummary | None = None  # on the rank that has looked at the shards
+    unlabelled: str | None = None  # there, too: the note of `check_labels`
+    no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory
+
+    @property
+    def kept(self) -> RunConfig:
+        """The recipe that a checkpoint stores and a resume compares, without values chosen by
+        memory."""
+        return self.recipe.updated(
+            engine=self.config.engine.model_dump(
+                include={"kind", "precision", "reduce_dtype", "compile"}
+            ),
+            data={"workers": self.config.data.workers},
+            batch={} if self.layout else {"kept_graphs": self.config.batch.kept_graphs},
+        )
+
+    def notes(self) -> list[str]:
+        """Work that a limit of memory would save. Sizes of the recipe that do not fit the samples
+        that an index counts. Evaluation data without labels."""
+        data = self.config.data
+        no_label = (self.unlabelled is not None, str(self.unlabelled))
+        one_graph = (
+            self.no_limit and self.plan.accum_steps > 1,
+            "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
+            "a GPU; set batch.memory_limit, such as 8GiB, to keep as many as fit",
+        )
+        context = self.architecture.text_cfg.context_length
+        characters = 0 if self.source is None else self.source.caption_characters
+        long_captions = (
+            characters > LONG * CHARACTERS * context,
+            f"the captions of data.train have {characters:,} characters (the median of the first "
+            f"ones), and {self.config.model.name} reads {context} tokens, about "
+            f"{CHARACTERS * context:,} characters: the rest is cut off; raise "
+            "model.context_length, or shorten the captions",
+        )
+        counted = None if self.source is None else self.source.index.num_samples
+        if counted is None or data.train_weights is not None or data.resampled:
+            return broken([one_graph, no_label, long_captions])
+        epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
+        return broken(
+            [
+                one_graph,
+                no_label,
+                long_captions,
+                (
+                    epochs is not None and given != counted,
+                    f"run.epochs ({epochs}) counts data.num_samples ({given}) as an epoch, and "
+                    f"data.train has {counted} samples; set data.num_samples=null",
+                ),
+                (
+                    size > counted,
+                    f"batch.global_size ({size}) is more than the samples of data.train "
+                    f"({counted}): a batch holds some of them twice, as negatives of each other; "
+                    "lower batch.global_size",
+                ),
+            ]
+        )
+
+    @property
+    def texts_end(self) -> bool:
+        """No tower, a teacher's included, reads behind a text's end."""
+        readers = [self.architecture, *self.config.model.teacher_architectures()]
+        return all(each.text_cfg.ends for each in readers)
+
+    @property
+    def padded_because(self) -> str | None:
+        """The reason why texts are computed with their padding; None: they are packed. It holds for
+        all ranks and steps: ZeRO 2 sums gradients in the order of the graph."""
+        engine, model = self.config.engine, self.config.model
+        reasons = {
+            "engine.pack_texts is false": not engine.pack_texts,
+            f"engine.linear is {engine.linear}": engine.linear is not None,
+            f"{model.name} is not one of clip-train's own": type(self.architecture)
+            is not Architecture,
+            "a text tower reads more than each text up to its end": not self.texts_end,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def resolve(
+    recipe: RunConfig,
+    world_size: int,
+    *,
+    per_node: int = 8,
+    read_data: bool = True,
+    is_rank: bool = False,
+    look_for_weights: bool = False,
+) -> Resolved:
+    """Resolve a recipe for this many ranks on this machine. UserError: all mistakes that one
+    process can find.
+
+    per_node: ranks on a node. is_rank: this process will train, so the recipe must fit its devices.
+    look_for_weights: local initial weights must exist, which only a fresh start needs.
+    """
+    recipe = config = with_samples(recipe)
+    problems: list[UserError] = []
+
+    def collect(action: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except UserError as e:
+            problems.append(e)
+            return None
+
+    model = config.model
+    architecture = collect(config.architecture)
+    if architecture is not None:
+        numbered_layers = (
+            not architecture.layered and config.optim.layer_decay != 1,
+            f"optim.layer_decay ({config.optim.layer_decay}): the layers of {model.name} are not "
+            "numbered as OpenCLIP's own; set optim.layer_decay=1, or give optim.lr_multipliers by "
+            "name",
+        )
+        recomputed_alone = (
+            config.engine.activation_checkpointing == "pointwise"
+            and type(architecture) is not Architecture,
+            f"engine.activation_checkpointing (pointwise) is for clip-train's own models, and "
+            f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
+        )
+        problems += map(UserError, broken([numbered_layers, recomputed_alone]))
+        for each, teacher in zip(
+            model.teachers(), collect(model.teacher_architectures) or [], strict=False
+        ):
+            name = f"{each.teacher}, of model.teacher"
+            problems += map(UserError, vocabulary_mistakes(name, teacher))
+        if isinstance(architecture, OwnModel):
+            problems += map(
+                UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
+            )
+        problems += place_mistakes(model, must_exist=look_for_weights)
+        problems += map(UserError, vocabulary_mistakes(model.name, architecture))
+        collect(trained_parameters, model, architecture)
+        names = parameter_sizes(architecture)
+        collect(lr_factors, config.optim, names)
+        collect(without_decay, config.optim, names)
+    plan = collect(plan_batch, config.batch, world_size)
+    engine = on_this_machine(config.engine, world_size, per_node)
+    if is_rank:
+        sizes_unknown = config.needs_limit and config.batch.memory_limit is None
+        no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
+        here = [*mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
+        problems += map(UserError, here)
+    source, unlabelled = None, None
+    if read_data:
+        source, unlabelled = look_at_data(config, problems, collect)
+    else:
+        for key, place in {"data.train": config.data.train, **config.evaluated_on}.items():
+            collect(expand_braces, place, key)
+    if source is not None:
+        problems += map(UserError, epoch_mistakes(config, source))
+    checks: list[tuple[bool, partial[list[str]]]] = [
+        (is_import_path(config.schedule.name), partial(schedule_mistakes, config)),
+        (config.data.aug_own is not None, partial(augmentation_mistakes, config)),
+        (
+            is_import_path(config.optim.name),
+            partial(engine_mistakes, config, engine, plan, world_size),
+        ),
+    ]
+    if architecture is not None:
+        checks.append(
+            (is_import_path(config.loss.kind), partial(loss_mistakes, config, architecture))
+        )
+    for is_imported, check in sorted(checks, key=itemgetter(0)):
+        if not (problems and is_imported):  # an import runs code: after all other checks
+            problems += map(UserError, collect(check) or [])
+    raise_all(problems)
+    order = order_keys(config.data, config.batch.sizes, config.run.seed)
+    data = {"lanes": order["data.lanes"], "shuffle_block": order["data.shuffle_block"]}
+    config = config.updated(data=data, engine=dict(engine))
+    return Resolved(recipe, config, plan, architecture, source=source, unlabelled=unlabelled)
+
+
+def epoch_mistakes(config: RunConfig, source: SourceSummary) -> list[str]:
+    """An epoch that is far larger than the data: a number that belongs to other data."""
+    data, counted = config.data, source.index.num_samples
+    if config.run.epochs is None or data.num_samples is None or counted is None:
+        return []
+    if data.train_weights is not None or data.resampled:  # an epoch may have any size
+        return []
+    if data.num_samples <= MOST_PASSES * counted:
+        return []
+    return [
+        f"data.num_samples ({data.num_samples}) is more than {MOST_PASSES} times the {counted} "
+        "samples that data.train has by its index, so run.epochs would be that much longer; set "
+        "data.num_samples=null to use the index"
+    ]
+
+
+def look_at_data(
+    config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
+) -> tuple[SourceSummary | None, str | None]:
+    """Check the first shard of data.train, and the evaluation data: its first labels, too, and the
+    note of `check_labels`."""
+    source = collect(check_source, config.data, config.storage)
+    if config.evaluate.zero_shot_classes is not None:
+        collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
+    for key, place in config.evaluated_on.items():
+        collect(check_place, place, key)
+    unlabelled = None
+    if not problems:
+        data = config.data
+        unlabelled = collect(
+            check_labels, config.evaluate, data.val_places, data.caption_key, config.storage
+        )
+    return source, unlabelled
+
+
+def check_place(place: str, key: str) -> None:
+    """UserError, RankError if the data for evaluation is missing."""
+    if key.startswith("data.val") or ImageFolder.find(place, key) is None:
+        existing(place, key)
+
+
+def no_limit(config: RunConfig) -> str:
+    return (
+        f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
+        "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its "
+        "memory)"
+    )
+
+
+def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]:
+    """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would
+    cancel one. UserError for an import path that does not lead to a loss.
+    """
+    name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
+    weights, data = config.loss.weights, config.data
+    takes_bias = build_loss(config.loss, (), data.texts_per_image).takes_bias
+    own_losses = isinstance(architecture, OwnModel)
+    captions = getattr(architecture, "multimodal_cfg", None) is not None
+    widest = max(config.loss.widths or {0: 0})
+    rules = [
+        (
+            widest > architecture.embed_dim,
+            f"loss.widths ({shown(config.loss.widths)}): {widest} is more than the "
+            f"{architecture.embed_dim} values of a feature of {name}; remove it",
+        ),
+        (
+            takes_bias and bias is None,
+            f"loss.kind ({kind}) needs a model with a bias, and {name} has none: "
+            "set model.init_logit_bias=-10 and model.init_logit_scale=2.3026",
+        ),
+        (
+            not takes_bias and bias is not None,
+            f"model.init_logit_bias ({bias}): {name} has a bias, which loss.kind ({kind}) does not "
+            "use: set model.init_logit_bias=null, or loss.kind=sigmoid",
+        ),
+        (
+            weights != LossConfig().weights and not captions and not own_losses,
+            f"loss.caption_weight ({weights['caption_loss']}) and loss.contrastive_weight "
+            f"({weights['contrastive_loss']}) are factors of a CoCa's two losses, and {name} has "
+            "one: set loss.caption_weight=2 and loss.contrastive_weight=1, or take them out",
+        ),
+        (
+            captions and data.num_texts > 1,
+            f"data.texts_per_image ({data.texts_per_image}) and data.negative_texts "
+            f"({shown(data.negative_texts)}): {name} writes captions, and learns one text of each "
+            "image; set data.texts_per_image=1 and data.negative_texts=null",
+        ),
+        (
+            not any(weights.values()),
+            "loss.caption_weight and loss.contrastive_weight are both 0: nothing would be trained; "
+            "set one of them to 1",
+        ),
+    ]
+    return broken(rules)
+
+
+def augmentation_mistakes(config: RunConfig) -> list[str]:
+    """`data.aug_own` is tried on one image. UserError for an import path that leads to nothing."""
+    augmentation = own_augmentation(config.data.aug_own, config.data.aug_own_options)
+    try:
+        if augmentation is not None:
+            augmented(augmentation, torch.zeros(3, 64, 64, dtype=torch.uint8), 0)
+    except Exception as e:
+        where = f"data.aug_own ({config.data.aug_own})"
+        return [f"{where} failed on an image of 64 pixels: {type(e).__name__}: {e}; correct it"]
+    return []
+
+
+def schedule_mistakes(config: RunConfig) -> list[str]:
+    """The rate of the last step. UserError for an import path that does not lead to a schedule."""
+    rate = learning_rate(config.schedule, config.optim.lr, config.steps - 1, config.steps)
+    if isinstance(rate, int | float) and 0 <= rate < math.inf:
+        return []
+    return [
+        f"schedule.name ({config.schedule.name}) returned {rate!r} for the last step; return a "
+        "number of at least 0"
+    ]
+
+
+def engine_mistakes(
+    config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
+) -> list[str]:
+    """UserError for an import path that does not lead to an optimizer."""
+    facts = Facts(
+        world_size,
+        micro_size=plan.micro_size if plan else 1,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        optimizer=(config.optim.name, needs(config.optim)),
+    )
+    return find_engine(engine.kind).mistakes(engine, facts)

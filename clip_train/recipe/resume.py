@@ -1,0 +1,146 @@
+"""Check that a checkpoint belongs to this recipe's run. The field itself declares the meaning of a
+change (`AtResume`).
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from clip_train.checkpoint.restore import Resumed
+from clip_train.engines import describe
+from clip_train.errors import UserError
+from clip_train.models.clip import parse_saved
+from clip_train.recipe.recipe import RunConfig, known_keys
+from clip_train.settings import AtResume
+from clip_train.storage.redact import redact
+
+
+def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
+    """The effect of a difference in this key: see `AtResume`. metadata: of its field."""
+    if path.startswith("loss.bank_") and config.loss.kind == "memory_bank":
+        return "refused"
+    section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
+    return next(
+        (each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported"
+    )
+
+
+def optimizer_changed(config: RunConfig, resumed: Resumed) -> bool:
+    """Whether another optimizer wrote the checkpoint, so that its state means nothing here."""
+    then = resumed.state["recipe"].get("optim", {}).get("name")
+    return then is not None and then != config.optim.name
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs from the recipe in the checkpoint."""
+
+    path: str
+    before: Any
+    after: Any
+    kind: str  # of `AtResume`
+
+    def __str__(self) -> str:
+        return f"{self.path} was {self.before!r}, is {self.after!r}"
+
+
+def changes(
+    config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None
+) -> list[Change]:
+    """Every key that differs from the checkpoint's resolved recipe, which may lack newer keys. With
+    its architecture, also every difference of the model."""
+    now, then = config.to_keep(), redact(then)  # a URL that was signed again is the same
+    others = [] if architecture is None else other_architecture(config, architecture)
+    found = []
+    for path, field in known_keys():
+        section, key = path.split(".")
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
+        before, after = then.get(section, {}).get(key, default), now[section][key]
+        if isinstance(before, str) and before.startswith("~"):  # of an earlier version
+            before = os.path.expanduser(before)
+        if path == "model.name":  # a file may move; what is in it is compared instead
+            kind, after = "reported", before if others else after
+        else:
+            kind = at_resume(path, field.metadata, config)
+        if before != after:
+            found.append(Change(path, before, after, kind))
+    return found + others
+
+
+def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
+    """Differences of the model itself, whatever its name."""
+
+    def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **{f"vision_cfg.{name}": size for name, size in architecture["vision_cfg"].items()},
+            **{f"text_cfg.{name}": size for name, size in architecture["text_cfg"].items()},
+            "embed_dim": architecture["embed_dim"],
+            "quick_gelu": architecture["quick_gelu"],
+            "image_mean": architecture["image_mean"],
+            "image_std": architecture["image_std"],
+            "built by OpenCLIP": "open_clip" in architecture,
+            "class": architecture.get("own"),
+        }
+
+    before = parts(parse_saved(then, config.model.name).model_dump(mode="json"))
+    after = parts(config.model.architecture().model_dump(mode="json"))
+    # the sizes of a model of one's own are stand-ins
+    compared = after if before["class"] == after["class"] else ("class",)
+    return [
+        Change(f"model.name ({config.model.name}): {key}", before[key], after[key], "refused")
+        for key in compared
+        if key != "vision_cfg.patch_dropout" and before.get(key, after[key]) != after[key]
+    ]
+
+
+def compare_with(
+    config: RunConfig, resumed: Resumed, world_size: int, digests: Mapping[str, str | None] = {}
+) -> list[str]:
+    """The report about resuming from this checkpoint, after the line with its source. UserError if
+    it belongs to another run, unless `checkpoint.allow_changed_recipe` is set."""
+    found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
+    for key, digest in digests.items():  # the content of a place may change
+        before, place = resumed.state.get(key), getattr(config.model, key)
+        if before != digest:
+            found.append(Change(f"model.{key} ({place}): its digest", before, digest, "refused"))
+    another = [change for change in found if change.kind == "refused"]
+    if another and not config.checkpoint.allow_changed_recipe:
+        raise UserError(
+            f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: "
+            f"{'; '.join(map(str, another))}. Restore the recipe, or start over with another "
+            "run.name or with checkpoint.resume=never; or resume anyway with "
+            "checkpoint.allow_changed_recipe=true"
+        )
+    reported = [change for change in found if change.kind == "reported"]
+    rounds = [change.path for change in found if change.kind == "rounding"]
+    before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
+    after = layout(world_size, config.engine.model_dump())
+    lines = [
+        f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"
+    ]
+    if rounds:
+        lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
+    elif before == after and not (reported or another or config.chosen):
+        exact = config.engine.deterministic or not torch.cuda.is_available()
+        lines[0] += (
+            ": bitwise equal to an uninterrupted run"
+            if exact
+            else ": equal within rounding to an uninterrupted run; bitwise with "
+            "engine.deterministic=true"
+        )
+    samples = resumed.state["samples"]
+    epochs = f" ({samples / config.data.num_samples:.2f} epochs)" if config.data.num_samples else ""
+    lines.append(f"  samples seen   {samples:,}{epochs}")
+    lines += [f"  changed since  {change}" for change in reported]
+    lines += [f"  WARNING        this is a different run now: {change}" for change in another]
+    if optimizer_changed(config, resumed):
+        lines.append(f"  optimizer      the state of {config.optim.name} starts anew")
+    return lines
+
+
+def layout(ranks: int, engine: Mapping[str, Any]) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)} at {describe(engine)}, {engine.get('precision')}"
