@@ -20,10 +20,9 @@ import torch.distributed as torch_dist
 from common import base_ds_config, finish, parser, small_clip
 from torch import Tensor
 
-from clip_train import dist, engines
-from clip_train.engines import describe
+from clip_train import dist
 from clip_train.engines.base import PlainEngine
-from clip_train.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
@@ -164,7 +163,7 @@ class Case:
     def where(self) -> str:
         if not self.kind:
             return "plain torch"
-        return describe({"kind": self.kind, "zero_stage": self.stage}) + (
+        return describe_sharding({"kind": self.kind, "zero_stage": self.stage}) + (
             "" if self.once else ", each backward"
         )
 
@@ -190,8 +189,7 @@ def build(case: Case, micro: int) -> Any:
         model = make_model()
         return PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     cpu = torch.device("cpu")
-    return engines.build(
-        case.engine,
+    return case.engine.build(
         make_model,
         lambda named: build_optimizer(optim, named),
         device=cpu,

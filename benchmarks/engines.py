@@ -16,8 +16,7 @@ import torch
 from common import finish, parser
 from step import our_model
 
-from clip_train.engines import build, describe
-from clip_train.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
@@ -45,8 +44,7 @@ def one_round(steps: int) -> list[list[tuple[float, float]]]:
     micro = math.ceil(len(batch) / K)
     out = []
     for kind, stage in LAYOUTS:
-        engine = build(
-            EngineConfig(kind=kind, zero_stage=stage),
+        engine = EngineConfig(kind=kind, zero_stage=stage).build(
             our_model,
             lambda named: build_optimizer(OptimConfig(lr=1e-4), named),
             device=torch.device("cpu"),
@@ -89,7 +87,7 @@ def main() -> int:
     ]
     table = []
     for i, (kind, stage) in enumerate(LAYOUTS):
-        cells = {"engine": describe({"kind": kind, "zero_stage": stage})}
+        cells = {"engine": describe_sharding({"kind": kind, "zero_stage": stage})}
         for j, kept in enumerate(KEPT):
             ratio = statistics.median(
                 a / b for a, b in zip(seconds[i][j], seconds[DEFAULT][j], strict=True)

@@ -46,11 +46,9 @@ from common import base_ds_config, finish, parser, small_clip
 from invariance import assemble, flatten, own_share
 from torch.func import functional_call
 
-from clip_train.engines import build, describe
-from clip_train.engines.config import EngineConfig
-from clip_train.losses.build import build_loss
+from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.config import LossConfig
-from clip_train.losses.distillation import Distillation, Teacher
+from clip_train.losses.distillation import Distillation, Teacher, run_teacher, stored_teacher
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.memory_bank import MemoryBank
 from clip_train.losses.ring import RingInfoNCE
@@ -64,7 +62,6 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch, Features, MicroBatch, Objective, named_features
-from launcher.components import run_teacher, stored_teacher
 from tests import tolerances
 from tests.losses.oracle import siglip
 from tests.losses.oracles import (
@@ -419,7 +416,7 @@ def teachers(where: str) -> list[Teacher]:
 def objective(row: Row) -> Objective:
     if row.kind in OWN or row.kind == "several texts":
         kind, texts = OWN.get(row.kind, "info_nce"), 1 if row.kind in OWN else TEXTS
-        return build_loss(LossConfig(kind=kind, tile=TILE), (), texts)
+        return LossConfig(kind=kind, tile=TILE).build((), texts)
     if row.exchange or row.kind in GROUPS:  # by the recipe
         of_kind = {"widths": {"widths": WIDTHS}, "two teachers": TWO_KEYS}
         keys = dict(of_kind.get(row.kind, {"kind": row.kind}))
@@ -429,7 +426,7 @@ def objective(row: Row) -> Objective:
         if row.kind != "two teachers":
             keys["exchange"] = row.exchange or "gather"
         config = LossConfig.model_validate({**keys, "tile": TILE})
-        return build_loss(config, teachers(row.exchange))
+        return config.build(teachers(row.exchange))
     match row.kind:
         case "InfoNCE, ring":
             return RingInfoNCE(tile=TILE)
@@ -455,8 +452,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
     name, lr = ("muon", MUON_LR) if row.kind in MUON else ("sgd", rate(row.kind))
     optim = OptimConfig(name=name, lr=lr, weight_decay=0.0)
     linear = torch.nn.functional.linear  # DeepSpeed at stage 3 replaces it for the whole process
-    engine = build(
-        config,
+    engine = config.build(
         lambda: make_model(row.kind),
         lambda named: build_optimizer(optim, named),
         device=torch.device("cpu"),
@@ -504,7 +500,7 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict, list[str]]:
         "ranks": row.world,
         "k": row.chunks,
         "retained graphs": row.kept,
-        "engine": describe({"kind": row.engine, "zero_stage": row.stage}),
+        "engine": describe_sharding({"kind": row.engine, "zero_stage": row.stage}),
         "loss": max(abs(a / b - 1) for a, b in zip(losses, truth.losses, strict=True)),
         "grad norm": max(abs(a / b - 1) for a, b in zip(norms, truth.norms, strict=True)),
         "parameters": (distance / truth.final.norm()).item(),

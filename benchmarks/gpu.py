@@ -44,7 +44,6 @@ from torch import Tensor  # noqa: E402
 
 from clip_train import dist  # noqa: E402
 from clip_train.batch import BatchPlan  # noqa: E402
-from clip_train.engines import build  # noqa: E402
 from clip_train.engines.base import Engine  # noqa: E402
 from clip_train.engines.config import EngineConfig  # noqa: E402
 from clip_train.losses.info_nce import InfoNCE  # noqa: E402
@@ -143,8 +142,7 @@ def engine_of(
 ) -> Engine:
     """On a rank."""
     section = {"kind": kind, "zero_stage": stage, "precision": precision, "compile": False, **more}
-    engine = build(
-        EngineConfig.model_validate(section),
+    engine = EngineConfig.model_validate(section).build(
         partial(CLIP, architecture),
         optimizer,
         device=device(),

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from common import finish, parser
 
-from clip_train.engines import build
 from clip_train.engines.base import surrogate
 from clip_train.engines.compile import compile_units
 from clip_train.engines.config import EngineConfig
@@ -69,8 +68,7 @@ def cost(kind: str, stage: int, steps: int, compiled: bool) -> Row:
     torch.manual_seed(0)
     name = "plain" if kind == "model alone" else kind
     section = {"kind": name, "zero_stage": stage, "precision": "bf16", "compile": False}
-    engine = build(
-        EngineConfig.model_validate(section),
+    engine = EngineConfig.model_validate(section).build(
         partial(CLIP, ARCHITECTURE),
         partial(build_optimizer, OptimConfig(lr=1e-4)),
         device=device(),

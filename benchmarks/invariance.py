@@ -31,10 +31,9 @@ from common import find_openclip, finish, parser, small_clip
 from torch.distributed.fsdp import FSDPModule
 
 from clip_train import dist
-from clip_train.engines import build, describe
 from clip_train.engines.base import MovingAverage
 from clip_train.engines.compile import units
-from clip_train.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.config import LossConfig
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.sigmoid import SigmoidLoss
@@ -440,8 +439,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:
     # The same float32 weights for every row, whatever the engine does to the model when it takes it. Drawn first:
     # nothing can be imported while DeepSpeed builds a model at stage 3.
     start = make_model(variant=row.variant).state_dict()
-    engine = build(
-        row.engine,
+    engine = row.engine.build(
         lambda: to_train(row),
         lambda named: build_optimizer(optim, named),
         device=torch.device("cpu"),
@@ -521,7 +519,7 @@ def main() -> int:
                 "ranks": row.world,
                 "micro-batches": row.sizes,
                 "retained graphs": row.kept,
-                "engine": describe(row.engine),
+                "engine": describe_sharding(row.engine.model_dump()),
                 "act. ckpt": "on" if row.checkpointing else "off",
                 "loss": loss_error,
                 "grad norm": norm_error,
@@ -612,7 +610,7 @@ def judge(row: Row, ours: list, truth: Truth) -> tuple[dict[str, Any], list[str]
         "what": row.variant,
         "ranks": row.world,
         "micro-batches": row.sizes,
-        "engine": describe(row.engine),
+        "engine": describe_sharding(row.engine.model_dump()),
         "loss": max(abs(a / b - 1) for a, b in zip(ours[0][0], truth.losses, strict=True)),
         "grad norm": max(abs(a / b - 1) for a, b in zip(ours[0][1], truth.norms, strict=True)),
         "norms by tower": max(

@@ -21,8 +21,7 @@ from common import finish, parser, small_clip
 from clip_train import dist
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.engines import build, describe
-from clip_train.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
 from clip_train.models.weights import WholeState
@@ -43,7 +42,7 @@ class Layout(NamedTuple):
         return EngineConfig(kind=self.kind, zero_stage=self.stage)
 
     def __str__(self) -> str:
-        return f"{self.world_size} x {describe(self.engine)}"
+        return f"{self.world_size} x {describe_sharding(self.engine.model_dump())}"
 
 
 TARGETS = {
@@ -70,8 +69,7 @@ def make_model() -> CLIP:
 
 def make(layout: Layout) -> Any:
     config = OptimConfig(lr=LR, weight_decay=0.1)
-    engine = build(
-        layout.engine,
+    engine = layout.engine.build(
         make_model,
         lambda named: build_optimizer(config, named),
         device=CPU,

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.task import Context, named_features
 from tests.ranks import run_ranks
@@ -68,7 +67,7 @@ class Living(TorchDispatchMode):
 def memory(W: int, way: str) -> int:
     """Bytes on a rank of W at the loss's peak."""
     torch_dist.init_process_group("fake_meta", rank=0, world_size=W, store=FakeStore())
-    loss = build_loss(LossConfig(exchange=way, tile=TILE))  # type: ignore[arg-type]
+    loss = LossConfig(exchange=way, tile=TILE).build()  # type: ignore[arg-type]
     with torch.device("meta"), Living() as living:
         image, text, scale = torch.empty(N // W, D), torch.empty(N // W, D), torch.ones(1)
         loss(named_features(image, text, scale), Context(deferred=True))
@@ -83,7 +82,7 @@ def seconds(of_all: int) -> dict[str, float]:
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(5):
         for way in WAYS:
-            loss = build_loss(LossConfig(exchange=way))  # type: ignore[arg-type]
+            loss = LossConfig(exchange=way).build()  # type: ignore[arg-type]
             dist.barrier()
             start = time.monotonic()
             loss(named_features(*features, torch.full((1,), 14.3)), Context(deferred=True))

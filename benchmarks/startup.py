@@ -111,7 +111,6 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.openclip import model
 from clip_train.models.weights import initial_weights
-from clip_train import engines
 from clip_train.engines.config import EngineConfig
 from clip_train.engines.fsdp import engine
 
@@ -130,8 +129,7 @@ config = ModelConfig(name=name)
 optimizer = lambda named: torch.optim.SGD([p for _, p in named], 0.1)
 Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now's
 base = memory("VmRSS")
-held = engines.build(
-    EngineConfig(kind="fsdp", zero_stage=2), partial(build_model, config.architecture()), optimizer,
+held = EngineConfig(kind="fsdp", zero_stage=2).build(partial(build_model, config.architecture()), optimizer,
     device=torch.device("cpu"),
 )
 held.load_fragments(initial_weights(config, 0), {})

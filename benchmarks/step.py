@@ -108,13 +108,12 @@ class Ours:
     def _deepspeed(optimizer):
         import torch.distributed as torch_dist
 
-        from clip_train.engines import build
         from clip_train.engines.config import EngineConfig
 
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
         config, cpu = EngineConfig(zero_stage=1), torch.device("cpu")
-        return build(
-            config, our_model, optimizer, device=cpu, grad_clip_norm=CLIP_NORM, micro_size=8
+        return config.build(
+            our_model, optimizer, device=cpu, grad_clip_norm=CLIP_NORM, micro_size=8
         )
 
     def prepare(self, N: int, k: int) -> Any:

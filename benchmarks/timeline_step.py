@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from clip_train import engines
 from clip_train.engines.config import EngineConfig
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP
@@ -223,10 +222,9 @@ def main() -> None:
 
 
 def build(architecture: Architecture, device: torch.device) -> Any:
-    return engines.build(
-        EngineConfig(
-            kind="fsdp", zero_stage=1, precision="bf16", compile=COMPILED and WAY == "host"
-        ),
+    return EngineConfig(
+        kind="fsdp", zero_stage=1, precision="bf16", compile=COMPILED and WAY == "host"
+    ).build(
         lambda: CLIP(architecture),
         optimizer,
         device=device,

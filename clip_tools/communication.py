@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from clip_train.engines import ENGINES, describe, find_engine
 from clip_train.engines.compile import units
+from clip_train.engines.config import KINDS, describe_sharding
 from clip_train.engines.traffic import Collective, Links, Shapes
 from clip_train.errors import UserError
 from clip_train.memory.plan import BACKWARD, RECOMPUTED
@@ -101,7 +101,7 @@ def of_optimizer(resolved: Resolved, shapes: Shapes) -> Iterator[Collective]:
 def collectives(resolved: Resolved, shapes: Shapes) -> list[Collective]:
     """All of one step that send at least 1 KB."""
     engine = resolved.config.engine
-    sent = find_engine(engine.kind).traffic(engine, resolved.plan, shapes)
+    sent = engine.package.traffic(engine, resolved.plan, shapes)
     return [
         call
         for call in chain(sent, of_loss(resolved), of_optimizer(resolved, shapes))
@@ -155,7 +155,7 @@ def alternatives(
     fastest first. limit: bytes of a rank."""
     rows = []
     recipe = resolved.recipe.updated(batch={"micro_size": "auto", "kept_graphs": "auto"})
-    for kind, stage, ranks in product(ENGINES, range(4), (None, links.per_node)):
+    for kind, stage, ranks in product(KINDS, range(4), (None, links.per_node)):
         held = {"kind": kind, "zero_stage": stage, "shard_ranks": ranks}
         config = resolved.config.updated(engine={**held, "activation_checkpointing": "auto"})
         W, engine = resolved.plan.world_size, config.engine
@@ -173,7 +173,7 @@ def alternatives(
         forwards = other.layout.forwards_per_sample + BACKWARD
         keys = {**held, **other.config.engine.model_dump(include={"activation_checkpointing"})}
         rows.append({
-            "engine": describe(engine),
+            "engine": describe_sharding(engine.model_dump()),
             "keys": {
                 **{f"engine.{key}": value for key, value in keys.items()},
                 "batch.micro_size": other.plan.micro_size,

@@ -36,7 +36,6 @@ from clip_train.data.pixels import is_transparent
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample
 from clip_train.data.worker import shared_bytes
-from clip_train.engines import mistakes_here, on_this_machine
 from clip_train.errors import UserError
 from clip_train.models.clip import shape_of_sample
 from clip_train.processes import node_name
@@ -293,7 +292,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 def check_recipe(config: RunConfig) -> Iterator[Finding]:
     """The checks of `train --dry-run` before its plan: the recipe, its shards, captions, labels."""
     world = max(1, torch.cuda.device_count())
-    lacking = mistakes_here(on_this_machine(config.engine, world))
+    lacking = config.engine.on_this_machine(world).mistakes_here()
     for mistake in [*lacking, *config.log.mistakes_here()]:
         yield warning("recipe", mistake, "see the message; ignore it if the run has GPUs")
     quickly = {"attempts": min(3, config.storage.attempts)}

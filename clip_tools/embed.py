@@ -23,6 +23,7 @@ from clip_train.data.images import crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.reader import count_missing
+from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ValLoader
 from clip_train.engines.base import PlainEngine
@@ -31,9 +32,9 @@ from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.processes import usable_cores
 from clip_train.recipe.resolve import check_place
+from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
-from launcher.components import shared_index, tokenizer_of
 from launcher.runtime.log import log, warn
 
 ROWS = 65_536  # samples of a rank in one file
@@ -149,7 +150,9 @@ def embed_run(args: argparse.Namespace) -> int:
         loaded = dist.agreed(Loaded.of, architecture, source, where, str(device), config.data.alpha)
         for key, place in places.items():
             loader = ValLoader(
-                count_missing(shared_index(config, key, place), config.storage),
+                count_missing(
+                    shared_index(key, place, config.data.verify, config.storage), config.storage
+                ),
                 image_size=loaded.image_size,
                 context_length=architecture.text_cfg.context_length,
                 batch_size=config.evaluate.batch_size,

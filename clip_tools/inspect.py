@@ -21,10 +21,11 @@ from clip_tools.openclip.command import model_name
 from clip_train import dist
 from clip_train.checkpoint.reader import averaged
 from clip_train.checkpoint.restore import Resumed, list_checkpoints, open_read_only
-from clip_train.engines import describe
 from clip_train.engines.base import PlainEngine
+from clip_train.engines.config import describe_sharding
 from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
+from clip_train.evaluate.sets import evaluation
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture
 from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, file_at, names_of_models, silent
@@ -38,10 +39,10 @@ from clip_train.recipe.recipe import (
     load_config,
 )
 from clip_train.recipe.resolve import check_place
+from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.recipe.weights import find_run, holds_weights, on_base, recipe_in, weights_here
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
-from launcher.components import evaluation
 from launcher.runtime import environment as ranks
 from launcher.runtime import rendezvous
 from launcher.runtime.heartbeat import Heartbeat
@@ -77,7 +78,8 @@ def evaluate_run(args: argparse.Namespace) -> int:
             dist.on_main(partial(check_place, place, key))
         model = build_model(architecture)
         PlainEngine(model).load_fragments(source, {})
-        evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)))
+        tokenizer = dist.agreed(tokenizer_of, architecture)
+        evaluate_once = evaluation(config, architecture, PlainEngine(model.to(device)), tokenizer)
         if evaluate_once is None:
             raise UserError(
                 "data.val and evaluate.zero_shot_data are both null, so nothing can be evaluated; "
@@ -318,9 +320,7 @@ def list_run(args: argparse.Namespace) -> int:
     for line in lines:
         held = "?"
         if line["engine"] is not None:
-            held = (
-                f"{line['ranks']} x {describe(line['engine'])}, {line['engine'].get('precision')}"
-            )
+            held = f"{line['ranks']} x {describe_sharding(line['engine'])}, {line['engine'].get('precision')}"
         table.add_row(
             str(line["step"]),
             str(line["epoch"]),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
-from clip_train.engines import describe as describe_engine
+from clip_train.engines.config import describe_sharding
 from clip_train.engines.traffic import Links
 from clip_train.errors import raise_all
 from clip_train.memory.plan import GIB, RECOMPUTED
@@ -33,10 +33,11 @@ from clip_train.recipe.memory import (
 from clip_train.recipe.recipe import load_config
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with
+from clip_train.recipe.teachers import load_teachers
+from clip_train.recipe.weights import digest_of_base
 from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
-from launcher import components
 from launcher.checks import continues, require_places
 from launcher.runtime.environment import require_usable_gpu
 from launcher.runtime.launch import local_ranks
@@ -78,7 +79,7 @@ def make_plan(
         "parameters": count_parameters(architecture),
         "trained_parameters": trained_parameters(config.model, architecture),
         "world_size": plan.world_size,
-        "engine": describe_engine(engine),
+        "engine": describe_sharding(engine.model_dump()),
         "global_size": plan.global_size,  # the largest
         "schedule": str(config.batch.sizes) if config.batch.schedule else None,
         "per_rank": plan.per_rank,
@@ -153,7 +154,7 @@ def dry_run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
     resolved = choose_layout(resolved, memory_limit(resolved, device))
     show(make_plan(resolved))
-    config = resolved.kept
+    config = resolved.recipe
     folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote
     places = restore.Places(
         LocalStorage(folder) if folder.is_dir() else None,
@@ -162,9 +163,10 @@ def dry_run(args: argparse.Namespace) -> int:
     # without a cache, the checkpoint is read but not fetched
     resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
     if resumed is not None:
-        _, teacher = components.build_objective(resolved.config, torch.device("cpu"))
-        digests = {"teacher": teacher, "init_from": components.base_of(config)}
-        print("\n".join([resumed.describe(), *compare_with(config, resumed, ranks, digests)]))
+        _, teacher = load_teachers(resolved.config, torch.device("cpu"))
+        digests = {"teacher": teacher, "init_from": digest_of_base(config)}
+        notes = compare_with(config, resumed, ranks, digests, resolved.chosen_values)
+        print("\n".join([resumed.describe(), *notes]))
     source = resolved.source
     assert source is not None  # read_data
     print(f"data.train: {source.index.describe()}; the first caption: {source.caption_start!r}")

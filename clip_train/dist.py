@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from clip_train.errors import RankError, RemoteRankError, UserError
+from clip_train.processes import node_name
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -186,3 +187,8 @@ def on_main(action: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) ->
     return broadcast_object(
         agreed(lambda: action(*arguments, **keywords) if is_main() else cast(T, None))
     )
+
+
+def is_first_of_node() -> bool:
+    """Collective: whether this rank is the first of its node."""
+    return gather_objects(node_name()).index(node_name()) == rank()

@@ -459,6 +459,12 @@ class Objective(abc.ABC):
     weights: Mapping[str, float] = {}
     """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it keeps something from step to step, by any of the methods for that."""
+        methods = ("after_step", "state_dict", "load_state_dict")
+        return any(getattr(type(self), name) is not getattr(Objective, name) for name in methods)
+
     def prepare(self, micro_batch: MicroBatch) -> Features | None:
         """Called for each micro-batch in the first pass, without grad, for instance to compute a
         teacher's features."""

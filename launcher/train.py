@@ -6,7 +6,6 @@ Each imported module does one of these parts. This module only connects them.
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import platform
@@ -20,15 +19,22 @@ from typing import Any
 
 import torch
 
-from clip_train import dist, engines
+from clip_train import dist
 from clip_train.callbacks import Callback
 from clip_train.checkpoint.manager import CheckpointManager
 from clip_train.checkpoint.restore import Resumed
+from clip_train.data.config import order_keys
+from clip_train.data.index import resume_data
 from clip_train.data.invalid import InvalidLog
-from clip_train.data.loader import Prefetcher
-from clip_train.engines.base import Engine
+from clip_train.data.loader import Prefetcher, TrainLoader
+from clip_train.data.reader import count_missing
+from clip_train.data.shared import shared_index
+from clip_train.data.tokenizer import Tokenize
+from clip_train.engines.base import Engine, MovingAverage
+from clip_train.engines.config import describe_sharding
 from clip_train.errors import RankError
 from clip_train.evaluate.examples import Examples
+from clip_train.evaluate.sets import evaluation
 from clip_train.memory.plan import RECOMPUTED
 from clip_train.metrics.meters import (
     BatchDigest,
@@ -42,9 +48,11 @@ from clip_train.metrics.process import this_process
 from clip_train.metrics.progress import ProgressLine
 from clip_train.metrics.sinks import Sinks
 from clip_train.metrics.skipped import Skipped
-from clip_train.models.clip import count_parameters, forward_flops
+from clip_train.models.clip import build_model, count_parameters, forward_flops
+from clip_train.models.freeze import freeze
 from clip_train.models.loading import silent
 from clip_train.models.weights import initial_weights
+from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import learning_rate
 from clip_train.places import broken_link
 from clip_train.processes import node_name, usable_cores
@@ -52,12 +60,14 @@ from clip_train.recipe.memory import choose_layout, memory_limit
 from clip_train.recipe.recipe import RunConfig
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with, optimizer_changed
-from clip_train.recipe.weights import weights_here
+from clip_train.recipe.teachers import load_teachers
+from clip_train.recipe.tokenizer import tokenizer_of
+from clip_train.recipe.weights import digest_of_base, weights_here
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
+from clip_train.task import text_lengths
 from clip_train.trainer import Trainer
-from launcher import components
 from launcher.runtime import environment, rendezvous
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
@@ -85,10 +95,6 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
         run_dir=config.run_dir if env.rank == 0 else None,
     )
     watchdog.start()
-    # The engine's library is imported before the ranks wait for each other: it takes seconds, and
-    # may be missing.
-    kind = engines.on_this_machine(config.engine, env.world_size).kind
-    importlib.import_module(engines.find_engine(kind).module)
     # Mistakes that a rank can find without the others. Only rank 0 opens the shards.
     resolved = resolve(
         config,
@@ -216,7 +222,8 @@ def build_trainer(
 ) -> Trainer:
     """Build every part, resume from a checkpoint if there is one, and assemble the trainer."""
     config = resolved.config  # what runs
-    stored_recipe = resolved.kept  # what a checkpoint stores and a resume compares
+    architecture = resolved.architecture
+    recipe = resolved.recipe  # as given: what a checkpoint stores and a resume compares
     # for random numbers that are not a hash of the sample, such as those of a user's own model
     torch.manual_seed((config.run.seed * 1_000_003 + dist.rank()) % 2**63)
     checkpoints = CheckpointManager(
@@ -224,41 +231,42 @@ def build_trainer(
     )
     checkpoints.preflight()  # an error if the remote store is down
     resumed = checkpoints.resume()
-    objective, teacher = components.build_objective(config, device)
-    digests = {"teacher": teacher, "init_from": components.base_of(config)}
+    teachers, teacher = load_teachers(config, device)
+    objective = config.loss.build(teachers, config.data.texts_per_image)
+    digests = {"teacher": teacher, "init_from": digest_of_base(config)}
     start, notes = 0, []
     if resumed is not None:
         start = resumed.state["step"]
-        notes = compare_with(stored_recipe, resumed, resolved.plan.world_size, digests)
+        notes = compare_with(
+            recipe, resumed, resolved.plan.world_size, digests, resolved.chosen_values
+        )
     checkpoints.begin()  # from here on an older process of this run cannot commit
     dist.on_main(partial(record_attempt, resolved, start, env, device))
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from here on the run directory belongs to this recipe
-    engine = components.build_engine(resolved, device)
+    engine = build_engine(resolved, device)
     if resumed is None or not engine.saves_frozen:  # else the checkpoint has all weights
         log_once = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
             weights = dist.agreed(partial(initial_weights, model, config.run.seed, log_once))
             engine.load_fragments(weights, {})
     if resolved.layout is not None and dist.is_main():
-        log(f"{', '.join(stored_recipe.chosen)} = auto: {resolved.layout.describe()}")
-    known_index = resolved.source.index if resolved.source else None
-    index = components.shared_index(config, "data.train", config.data.train, known_index)
-    loader = components.build_loader(resolved, device, resumed, index)
+        log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
+    tokenizer = dist.agreed(tokenizer_of, architecture)
+    loader = build_loader(resolved, device, tokenizer, resumed)
     skipped = Skipped(warn, start)
     sinks = dist.agreed(
         Sinks,
         config.log,
         config.run_dir,
         resume_step=start,
-        recipe=stored_recipe.to_keep(),
+        recipe=recipe.to_keep(),
         skipped=skipped,
     )
     examples = dist.agreed(Examples, config.run_dir, start, skipped)
     progress = progress_line(config, start)
     if config.log.memory_snapshot and device.type == "cuda":
         record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
-    architecture = resolved.architecture
     flops_of_forward = partial(
         forward_flops,
         architecture,
@@ -298,11 +306,12 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=components.evaluation(config, architecture, engine, examples, stop.asked),
+        evaluate=evaluation(config, architecture, engine, tokenizer, examples, stop.asked),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={
-            "recipe": stored_recipe.to_keep(),
+            "recipe": recipe.to_keep(),
+            "chosen_values": resolved.chosen_values,
             # an export reads it, because the recipe's files may be gone by then
             "architecture": architecture.model_dump(mode="json"),
             **digests,
@@ -317,6 +326,81 @@ def build_trainer(
     if dist.is_main():
         describe_start(resolved, engine, resumed, notes)
     return trainer
+
+
+def build_engine(resolved: Resolved, device: torch.device) -> Engine:
+    """Collective: the engine around the recipe's model, with weights that nobody has set yet."""
+    config = resolved.config
+
+    def make_model() -> torch.nn.Module:
+        model = build_model(
+            resolved.architecture,
+            dropout=config.model.dropout,
+            activation_checkpointing=config.engine.recompute,
+        )
+        freeze(model, config.model)
+        return model
+
+    # OpenCLIP's towers are looked at once, outside of an engine's own way to construct
+    count_parameters(resolved.architecture)
+    engine = config.engine.build(
+        make_model,
+        partial(build_optimizer, config.optim, offloaded=config.engine.offload == "optimizer"),
+        device=device,
+        grad_clip_norm=config.optim.grad_clip_norm,
+        micro_size=resolved.plan.micro_size,
+    )
+    if config.optim.ema_decay is not None:
+        engine.ema = MovingAverage(config.optim.ema_decay, config.optim.ema_warmup)
+    engine.saves_frozen = resolved.architecture.lora is None
+    return engine
+
+
+def build_loader(
+    resolved: Resolved,
+    device: torch.device,
+    tokenizer: Tokenize,
+    resumed: Resumed | None,
+) -> TrainLoader:
+    """Collective: the loader, at the first step or at the checkpoint's."""
+    config = resolved.config
+    known_index = resolved.source.index if resolved.source else None
+    index = shared_index(
+        "data.train", config.data.train, config.data.verify, config.storage, known_index
+    )
+    order_start, sizes = 0, config.batch.sizes
+    if resumed is not None:
+        data = resume_data(
+            resumed.state,
+            index,
+            order_keys(config.data, sizes, config.run.seed),
+            changed_shards=config.data.allow_changed_shards,
+            changed_order=config.checkpoint.allow_changed_recipe,
+        )
+        index, order_start = data.index, data.order_start
+        if data.notice and dist.is_main():
+            warn(f"the data starts over at step {order_start}, as the recipe allows: {data.notice}")
+    index = count_missing(index, config.storage, log=log)
+    text = resolved.architecture.text_cfg
+    return dist.agreed(
+        TrainLoader,
+        config.data,
+        image_size=resolved.architecture.vision_cfg.image_size,
+        context_length=text.context_length,
+        global_size=sizes,
+        seed=config.run.seed,
+        rank=dist.rank(),
+        world_size=dist.world_size(),
+        step=resumed.step if resumed else 0,
+        order_start=order_start,
+        index=index,
+        pin_memory=device.type == "cuda",
+        storage=config.storage,
+        tokenizer=tokenizer,
+        lengths=text_lengths if resolved.texts_end else None,
+        pack_texts=resolved.padded_because is None,
+        groups=config.loss.groups,
+    )
 
 
 def progress_line(config: RunConfig, start: int) -> list[Callback]:
@@ -345,7 +429,7 @@ def describe_start(
         f"{config.model.name}: global batch {scheduled}{plan.global_size} = "
         f"{plan.world_size} ranks x {plan.accum_steps} micro-batches of {plan.micro_size}, "
         f"{plan.kept_graphs} graphs kept; "
-        f"{engines.describe(config.engine)}, "
+        f"{describe_sharding(config.engine.model_dump())}, "
         f"{config.engine.precision}, {engine.device.type}; {config.data.lanes} streams; "
         f"{config.steps} steps into {config.run_dir}"
     )

@@ -9,7 +9,6 @@ from torch import nn
 
 from clip_train import dist
 from clip_train.engines.base import PlainEngine
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.optim.config import OptimConfig
@@ -116,7 +115,7 @@ def test_they_divide_by_the_terms_of_the_global_batch(frozen, world_size, cut):
 
 def test_the_recipe_gives_the_factors():
     config = LossConfig(kind="sigmoid", caption_weight=3, contrastive_weight=0)
-    assert build_loss(config).weights == {"contrastive_loss": 0, "caption_loss": 3}
+    assert config.build().weights == {"contrastive_loss": 0, "caption_loss": 3}
 
 
 def on_engine(layout: str, frozen: str, precision: str, micro_size: int, more: dict[str, str]):

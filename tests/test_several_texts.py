@@ -17,7 +17,6 @@ from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.distillation import Distillation
 from clip_train.losses.views import over_texts
@@ -203,7 +202,7 @@ def test_a_step_is_that_of_the_whole_batch(kind):
     loss = textbook(kind, image, torch.stack(texts, 1), *clip(batch.images, None, seeds)[2:])
     loss.backward()
     expected = {name: p.grad for name, p in clip.named_parameters()}
-    objective = build_loss(LossConfig(kind="sigmoid" if kind == "sigmoid" else "info_nce"), (), T)
+    objective = LossConfig(kind="sigmoid" if kind == "sigmoid" else "info_nce").build((), T)
     if kind == "distillation":
         objective = over_texts(T, Distillation([teacher]))
     for micro_size in (N, 5, 2):

@@ -305,15 +305,22 @@ def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
 
 def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any]:
     """OSError if it cannot be determined whether the checkpoint is complete."""
-    known = {"problem": None, "num_bytes": 0, "created": "", "ranks": None, "engine": None}
+    known: dict[str, Any] = {
+        "problem": None,
+        "num_bytes": 0,
+        "created": "",
+        "ranks": None,
+        "engine": None,
+    }
     try:
         found = read_found(storage, ref)
         whole = found.manifest
+        recipe, chosen = whole.state.get("recipe", {}), whole.state.get("chosen_values", {})
         known |= {
             "num_bytes": sum(entry.size for entry in whole.files),
             "created": whole.created,
             "ranks": whole.world_size,
-            "engine": whole.state.get("recipe", {}).get("engine", {}),
+            "engine": {**recipe.get("engine", {}), **chosen.get("engine", {})},
         }
         if verify:
             check = partial(fetch_block, storage, found.commit.prefix)

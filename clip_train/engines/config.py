@@ -1,7 +1,12 @@
 """The `engine` section of a recipe, the same for every engine. Each engine's package rejects values
 that it does not support."""
 
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,8 +17,20 @@ from clip_train.settings import (
     Recompute,
     Rounding,
     Settings,
+    broken,
+    is_installed,
     rule,
 )
+
+if TYPE_CHECKING:  # a recipe is read without torch
+    import torch
+    from torch import nn
+
+    from clip_train.engines import EnginePackage, MakeOptimizer
+    from clip_train.engines.base import Engine
+
+
+KINDS = ("deepspeed", "fsdp", "plain")  # the values of `engine.kind`, but for `auto`
 
 
 class EngineConfig(Settings):
@@ -109,7 +126,7 @@ class EngineConfig(Settings):
 
     def on(
         self, bf16: bool, gpus: int = 0, per_node: int = 8, compiles: bool = False
-    ) -> "EngineConfig":
+    ) -> EngineConfig:
         """With values in place of `auto`, and sums that follow them.
 
         bf16: whether the devices are GPUs that compute in it. gpus: the ranks, if each has one.
@@ -139,3 +156,111 @@ class EngineConfig(Settings):
         if gpus == 1:
             return "plain" if self.offload == "none" else "deepspeed"
         return "fsdp"
+
+    def on_this_machine(self, world_size: int, per_node: int = 8) -> EngineConfig:
+        """With values for `auto`, for this many ranks, `per_node` on each node, with devices like
+        this machine's."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return self.on(bf16=False)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        triton = is_installed("triton") and torch.cuda.get_device_capability() >= (7, 0)
+        compilers = (os.environ.get("CC", "cc"), "gcc", "clang")  # for the launchers of its kernels
+        compiles = triton and any(map(shutil.which, compilers))
+        return self.on(bf16, world_size, per_node, compiles)
+
+    def mistakes_here(self) -> list[str]:
+        """What this machine lacks for the section, which has values for `auto`."""
+        import torch
+
+        from clip_train.engines import linear
+
+        gpu = torch.cuda.is_available()
+        no_fp16 = (
+            self.precision == "fp16" and not gpu and not computes_fp16(),
+            "engine.precision (fp16) needs a GPU, or a CPU with AVX512-FP16 or AMX-FP16, and this "
+            "CPU has neither: set engine.precision=bf16 or fp32",
+        )
+        return [*linear.mistakes_here(self), *broken([no_fp16])]
+
+    @property
+    def package(self) -> EnginePackage:
+        """The package of the engine that `kind` names, which is not `auto` any more."""
+        from clip_train.engines import deepspeed, fsdp, plain
+
+        packages: dict[str, EnginePackage] = {"deepspeed": deepspeed, "fsdp": fsdp, "plain": plain}
+        return packages[self.kind]
+
+    def build(
+        self,
+        make_model: Callable[[], nn.Module],
+        make_optimizer: MakeOptimizer,
+        *,
+        device: torch.device,
+        grad_clip_norm: float | None = None,
+        micro_size: int = 1,
+    ) -> Engine:
+        """The engine around `make_model()`, on every rank. Collective.
+
+        The weights are those drawn by `make_model`, or undefined; `Engine.load_fragments` sets
+        them. grad_clip_norm: the largest global norm; None: no clipping. micro_size: samples of a
+        forward, for DeepSpeed's own counters. UserError for a model that the engine cannot hold.
+        """
+        import torch
+
+        from clip_train import dist
+        from clip_train.engines.compile import towers_without_units
+
+        if device.type == "cuda":
+            config = self.on_this_machine(dist.world_size())
+        else:
+            config = self.on(bf16=False)
+        tf32 = config.matmul == "tf32"
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32  # convolutions: torch's own default is TF32
+        if config.deterministic:  # inductor's choices too
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # no empty tensors are filled, which finds bugs and costs time
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        engine = config.package.build(
+            config,
+            make_model,
+            make_optimizer,
+            device=device,
+            grad_clip_norm=grad_clip_norm,
+            micro_size=micro_size,
+        )
+        effects = []
+        if config.kind == "fsdp" and config.zero_stage > 0:
+            effects.append("one unit of FSDP's")
+        if config.compile:
+            effects.append("not compiled")
+        if effects:
+            engine.notes = [
+                f"no blocks repeat in the {tower} tower ({count:,} parameters): it is "
+                f"{' and '.join(effects)}"
+                for tower, count in towers_without_units(engine.module, engine.task).items()
+            ]
+        return engine
+
+
+def computes_fp16() -> bool:
+    """Whether this CPU does, as DeepSpeed asks."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):  # torch without oneDNN
+        return False
+
+
+def describe_sharding(engine: Mapping[str, Any]) -> str:
+    """A short description of how the model is sharded. engine: the section's values, also those of
+    a checkpoint."""
+    kind = engine.get("kind", "deepspeed")  # the default of early checkpoints
+    if kind == "plain":
+        return "plain torch"
+    groups = f" in groups of {engine['shard_ranks']}" if engine.get("shard_ranks") else ""
+    return f"{'FSDP' if kind == 'fsdp' else 'ZeRO'} {engine.get('zero_stage')}{groups}"

@@ -5,14 +5,19 @@ exact (SwitchBack, arXiv 2304.13013). Each row (a token) of activations, of thei
 a weight has its own scale. So a sample's features and its part of a gradient do not depend on the
 other samples of a micro-batch."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.settings import broken, is_installed
+
+if TYPE_CHECKING:
+    from clip_train.engines.config import EngineConfig
 
 MULTIPLE = 16  # of both sides of a weight: the tensor cores' tiles
 CAPABILITY = {

@@ -1,9 +1,13 @@
 """The `loss` section of the recipe."""
 
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from clip_train.errors import UserError
 from clip_train.settings import (
     IMPORT_PATH,
     Allowed,
@@ -12,12 +16,22 @@ from clip_train.settings import (
     Refused,
     Rounding,
     Settings,
+    call_imported,
+    import_path,
     is_import_path,
     rule,
     shown,
 )
 
-KINDS = ("info_nce", "sigmoid", "memory_bank")  # short names; `build.py` has their objectives
+if TYPE_CHECKING:  # a recipe is read without torch
+    from clip_train.losses.distillation import Teacher
+    from clip_train.task import Objective
+
+KINDS = (
+    "info_nce",
+    "sigmoid",
+    "memory_bank",
+)  # short names; `LossConfig.build` has their objectives
 Factor = Annotated[float, Field(gt=0, le=1e9)]
 
 
@@ -147,3 +161,53 @@ class LossConfig(Settings):
             "contrastive_loss": self.contrastive_weight,
             "caption_loss": self.caption_weight,
         }
+
+    def build(self, teachers: Sequence[Teacher] = (), texts_per_image: int = 1) -> Objective:
+        """The objective. Teachers go with `info_nce`, as RunConfig has checked.
+
+        texts_per_image: the positives of each image, as `data.texts_per_image`.
+
+        UserError for an import path of neither an Objective nor a function as `function.py` has it,
+        and for `loss.widths` or several texts of a loss with a memory.
+        """
+        from clip_train.losses.distillation import Distillation
+        from clip_train.losses.function import FunctionLoss
+        from clip_train.losses.info_nce import InfoNCE
+        from clip_train.losses.memory_bank import MemoryBank
+        from clip_train.losses.ring import RingInfoNCE
+        from clip_train.losses.sigmoid import SigmoidLoss
+        from clip_train.losses.tiles import AUTO_SIDE
+        from clip_train.losses.views import matryoshka, over_texts
+        from clip_train.task import Objective
+
+        tile = AUTO_SIDE if self.tile == "auto" else self.tile
+        objective: Objective = InfoNCE(tile, self.group_role)
+        if teachers:
+            objective = Distillation(teachers, tile, self.teacher_weights, self.distill_weights)
+        elif self.kind == "memory_bank":
+            objective = MemoryBank(
+                self.bank_size, self.bank_warmup_steps, self.bank_mode, tile=tile
+            )
+        elif self.kind == "sigmoid":
+            objective = SigmoidLoss(tile, self.exchange, self.group_role)
+        elif self.exchange == "ring":
+            objective = RingInfoNCE(tile=tile)
+        elif is_import_path(self.kind):
+            found = import_path("loss.kind", self.kind)
+            if isinstance(found, type):
+                objective = call_imported("loss.kind", self.kind, self.options, base=Objective)
+            else:
+                objective = FunctionLoss.named(self.kind, found, self.options, tile)
+        views = self.widths is not None or texts_per_image > 1
+        if views and objective.keeps_state:
+            raise UserError(
+                f"loss.widths ({shown(self.widths)}) and data.texts_per_image ({texts_per_image}): "
+                f"loss.kind ({self.kind}) keeps a state of one width and of one text from step to "
+                "step; set loss.widths=null data.texts_per_image=1, or loss.kind=info_nce"
+            )
+        if texts_per_image > 1:
+            objective = over_texts(texts_per_image, objective)
+        if self.widths is not None:
+            objective = matryoshka(self.widths, objective)
+        objective.matmul, objective.weights = self.matmul, self.weights
+        return objective

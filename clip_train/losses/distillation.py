@@ -16,11 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from clip_train.losses.exchange import Pairs
 from clip_train.losses.info_nce import Softmaxes, add_cross_entropy_gradient
 from clip_train.losses.tiles import AUTO_SIDE, accumulation_dtype, row_dots
-from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, MicroBatch, Objective
+from clip_train.task import (
+    NO_CONTEXT,
+    Context,
+    Features,
+    LossOutput,
+    MicroBatch,
+    Objective,
+    named_features,
+)
 
 Teacher = Callable[[MicroBatch], Features]
 
@@ -84,3 +93,21 @@ class Distillation(Objective):
             metrics={"clip_loss": clip_loss, "distill_loss": distill_loss},
             unsafe=torch.stack(unsafe).any() if unsafe else None,
         )
+
+
+def run_teacher(teacher: nn.Module, scale: float | None, micro_batch: MicroBatch) -> Features:
+    """scale: the factor of its logits; None: its own."""
+    # each alone: a CoCa writes no captions then
+    image, *_ = teacher(micro_batch.images, None)
+    _, text, own = teacher(None, micro_batch.texts)[:3]
+    return named_features(image, text, own if scale is None else torch.full_like(own, scale))
+
+
+def stored_teacher(
+    widths: Sequence[int], t: int, scale: float, micro_batch: MicroBatch
+) -> Features:
+    """The features of teacher t that the shards hold; of all: `widths`."""
+    assert micro_batch.teacher_features is not None
+    rows = micro_batch.teacher_features.unflatten(1, (-1, sum(widths)))  # [b, 1 + T, F]
+    image, texts = rows[:, 0].split([*widths], 1)[t], rows[:, 1:].split([*widths], 2)[t]
+    return named_features(image, texts.flatten(0, 1), image.new_full((1,), scale))

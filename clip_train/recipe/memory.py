@@ -12,7 +12,6 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
-from clip_train.engines import find_engine
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.losses.tiles import GPU_SIDE
@@ -55,7 +54,7 @@ def estimate_memory(
     sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in frozen}
     trained, matrices = sum(sizes.values()), muon_matrices(config.optim, shapes).keys() & sizes
     moments = moment_bytes(config.optim, sum(sizes[name] for name in matrices) / trained)
-    held: Memory = find_engine(engine.kind).memory(engine, P, trained, moments, plan.world_size)
+    held = engine.package.memory(engine, P, trained, moments, plan.world_size)
     # every rank holds all of them, as it does the memory banks
     teachers = sum(map(count_parameters, config.model.teacher_architectures()))
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0

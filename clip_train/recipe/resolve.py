@@ -21,11 +21,9 @@ from clip_train.data.config import (
 from clip_train.data.images import augmented, own_augmentation
 from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
-from clip_train.engines import Facts, find_engine, mistakes_here, on_this_machine
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.memory.plan import Layout
 from clip_train.models.clip import own_mistakes, parameter_sizes
@@ -63,16 +61,19 @@ class Resolved:
     no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory
 
     @property
-    def kept(self) -> RunConfig:
-        """The recipe that a checkpoint stores and a resume compares, without values chosen by
-        memory."""
-        return self.recipe.updated(
-            engine=self.config.engine.model_dump(
+    def chosen_values(self) -> dict[str, dict[str, Any]]:
+        """Values that the ranks and their devices have given to `auto`, by section and key. A
+        checkpoint stores them beside the recipe. Values chosen by memory are not among them: a
+        resume may choose others."""
+        values: dict[str, dict[str, Any]] = {
+            "engine": self.config.engine.model_dump(
                 include={"kind", "precision", "reduce_dtype", "compile"}
             ),
-            data={"workers": self.config.data.workers},
-            batch={} if self.layout else {"kept_graphs": self.config.batch.kept_graphs},
-        )
+            "data": {"workers": self.config.data.workers},
+        }
+        if self.layout is None:
+            values["batch"] = {"kept_graphs": self.config.batch.kept_graphs}
+        return values
 
     def notes(self) -> list[str]:
         """Work that a limit of memory would save. Sizes of the recipe that do not fit the samples
@@ -194,11 +195,11 @@ def resolve(
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)
-    engine = on_this_machine(config.engine, world_size, per_node)
+    engine = config.engine.on_this_machine(world_size, per_node)
     if is_rank:
         sizes_unknown = config.needs_limit and config.batch.memory_limit is None
         no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
-        here = [*mistakes_here(engine), *config.log.mistakes_here(), *broken([no_memory])]
+        here = [*engine.mistakes_here(), *config.log.mistakes_here(), *broken([no_memory])]
         problems += map(UserError, here)
     source, unlabelled = None, None
     if read_data:
@@ -285,7 +286,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     """
     name, kind, bias = config.model.name, config.loss.kind, architecture.init_logit_bias
     weights, data = config.loss.weights, config.data
-    takes_bias = build_loss(config.loss, (), data.texts_per_image).takes_bias
+    takes_bias = config.loss.build((), data.texts_per_image).takes_bias
     own_losses = isinstance(architecture, OwnModel)
     captions = getattr(architecture, "multimodal_cfg", None) is not None
     widest = max(config.loss.widths or {0: 0})
@@ -353,10 +354,10 @@ def engine_mistakes(
     config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
 ) -> list[str]:
     """UserError for an import path that does not lead to an optimizer."""
-    facts = Facts(
-        world_size,
+    needs(config.optim)
+    return engine.package.mistakes(
+        engine,
+        config.optim,
+        world_size=world_size,
         micro_size=plan.micro_size if plan else 1,
-        grad_clip_norm=config.optim.grad_clip_norm,
-        optimizer=(config.optim.name, needs(config.optim)),
     )
-    return find_engine(engine.kind).mistakes(engine, facts)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from clip_train.checkpoint.restore import Resumed
-from clip_train.engines import describe
+from clip_train.engines.config import describe_sharding
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
 from clip_train.recipe.recipe import RunConfig, known_keys
@@ -47,13 +47,28 @@ class Change:
         return f"{self.path} was {self.before!r}, is {self.after!r}"
 
 
+def values_at(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The values of a recipe's keys in the run that saved `state`, by section: those that its ranks
+    chose in place of `auto`, and else the recipe's. It may lack newer keys."""
+    return merged(state["recipe"], state.get("chosen_values", {}))
+
+
+def merged(recipe: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {section: {**keys, **chosen.get(section, {})} for section, keys in recipe.items()}
+
+
 def changes(
-    config: RunConfig, then: Mapping[str, Any], architecture: Mapping[str, Any] | None = None
+    config: RunConfig,
+    now: Mapping[str, Any],
+    then: Mapping[str, Any],
+    architecture: Mapping[str, Any],
 ) -> list[Change]:
-    """Every key that differs from the checkpoint's resolved recipe, which may lack newer keys. With
-    its architecture, also every difference of the model."""
-    now, then = config.to_keep(), redact(then)  # a URL that was signed again is the same
-    others = [] if architecture is None else other_architecture(config, architecture)
+    """Every key whose value differs from the checkpoint's, and every difference of the model.
+
+    now, then: as `values_at` returns them. architecture: the checkpoint's.
+    """
+    then = redact(then)  # a URL that was signed again is the same
+    others = other_architecture(config, architecture)
     found = []
     for path, field in known_keys():
         section, key = path.split(".")
@@ -98,11 +113,19 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 
 
 def compare_with(
-    config: RunConfig, resumed: Resumed, world_size: int, digests: Mapping[str, str | None] = {}
+    config: RunConfig,
+    resumed: Resumed,
+    world_size: int,
+    digests: Mapping[str, str | None] = {},
+    chosen_values: Mapping[str, Any] = {},
 ) -> list[str]:
-    """The report about resuming from this checkpoint, after the line with its source. UserError if
-    it belongs to another run, unless `checkpoint.allow_changed_recipe` is set."""
-    found = changes(config, resumed.state["recipe"], resumed.state["architecture"])
+    """The report about resuming from this checkpoint, after the line with its source.
+
+    config: the recipe as given. chosen_values: as `Resolved` has them. UserError if the checkpoint
+    belongs to another run, unless `checkpoint.allow_changed_recipe` is set.
+    """
+    now, then = merged(config.to_keep(), chosen_values), values_at(resumed.state)
+    found = changes(config, now, then, resumed.state["architecture"])
     for key, digest in digests.items():  # the content of a place may change
         before, place = resumed.state.get(key), getattr(config.model, key)
         if before != digest:
@@ -117,14 +140,16 @@ def compare_with(
         )
     reported = [change for change in found if change.kind == "reported"]
     rounds = [change.path for change in found if change.kind == "rounding"]
-    before = layout(resumed.world_size, resumed.state["recipe"].get("engine", {}))
-    after = layout(world_size, config.engine.model_dump())
+    paths = [path.split(".") for path in config.chosen]
+    by_memory = [key for section, key in paths if now[section][key] == "auto"]
+    before = layout(resumed.world_size, then.get("engine", {}))
+    after = layout(world_size, now["engine"])
     lines = [
         f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"
     ]
     if rounds:
         lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
-    elif before == after and not (reported or another or config.chosen):
+    elif before == after and not (reported or another or by_memory):
         exact = config.engine.deterministic or not torch.cuda.is_available()
         lines[0] += (
             ": bitwise equal to an uninterrupted run"
@@ -143,4 +168,6 @@ def compare_with(
 
 
 def layout(ranks: int, engine: Mapping[str, Any]) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)} at {describe(engine)}, {engine.get('precision')}"
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)} at {describe_sharding(engine)}, {engine.get('precision')}"
+    )

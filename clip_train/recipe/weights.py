@@ -59,7 +59,7 @@ def weights_here(
     if not places:
         yield config
         return
-    fetches = first_of_node()
+    fetches = dist.is_first_of_node()
     make = partial(tempfile.TemporaryDirectory, prefix="clip-train-", ignore_cleanup_errors=True)
     with contextlib.ExitStack() as cleanup:
         folder = _on_node(fetches, _readable, "TMPDIR", lambda: cleanup.enter_context(make()))
@@ -71,9 +71,12 @@ def weights_here(
         dist.barrier()
 
 
-def first_of_node() -> bool:
-    """Collective: whether this rank is the first of its node."""
-    return dist.gather_objects(node_name()).index(node_name()) == dist.rank()
+def digest_of_base(config: RunConfig) -> str | None:
+    """Collective: the digest of the weights that adapters are trained on; None without adapters."""
+    if config.model.lora is None:
+        return None
+    with weights_here(config.model, config.storage) as here:
+        return dist.on_main(partial(base_digest, here, config.run.seed))
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:

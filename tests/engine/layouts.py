@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from clip_train.engines import build
 from clip_train.engines.base import MovingAverage
 from clip_train.engines.config import EngineConfig
 from clip_train.models.weights import WholeState
@@ -41,8 +40,7 @@ def engine_at(
         precision=precision,
         **more,
     )
-    engine = build(
-        config,
+    engine = config.build(
         make_model,
         lambda named: build_optimizer(optim, named),
         device=device(),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.engines import build
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.losses.info_nce import InfoNCE
@@ -487,9 +486,7 @@ def unusual_case(kind, what):
     optim = OptimConfig(name="sgd", lr=LR, weight_decay=0.1)
     config = EngineConfig(kind=kind)
     try:
-        build(
-            config, lambda: Unusual(what), lambda named: build_optimizer(optim, named), device=CPU
-        )
+        config.build(lambda: Unusual(what), lambda named: build_optimizer(optim, named), device=CPU)
     except UserError as e:
         return str(e)
 

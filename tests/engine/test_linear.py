@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.engines import Facts, find_engine, linear
+from clip_train.engines import linear
 from clip_train.engines.base import PlainEngine
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
@@ -63,7 +63,8 @@ DRAWS = (4, 5, 6)  # seeds of the weights
     ],
 )
 def test_what_cannot_be_right_is_refused(kind, keys, said):
-    told = [*find_engine(kind).mistakes(EngineConfig(kind=kind, **keys), Facts(2))]
+    config = EngineConfig(kind=kind, **keys)
+    told = config.package.mistakes(config, OptimConfig(), world_size=2)
     assert len(told) == bool(said) and all(said in line for line in told)
 
 

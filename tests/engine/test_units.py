@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from clip_train import dist, engines
+from clip_train import dist
 from clip_train.engines.compile import compile_units, units
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
@@ -243,8 +243,7 @@ class Layers(nn.Module):
 
 def build(width: int, **section: Any) -> Any:
     config = EngineConfig(**section)
-    return engines.build(
-        config,
+    return config.build(
         lambda: Layers(width),
         lambda named: torch.optim.SGD([p for _, p in named]),
         device=torch.device("cpu"),

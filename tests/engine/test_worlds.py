@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.engines import build
 from clip_train.engines.base import Engine, PlainEngine
 from clip_train.engines.config import EngineConfig
 from clip_train.losses.info_nce import InfoNCE
@@ -63,8 +62,8 @@ def engine_of(layout: str, weights: dict[str, torch.Tensor]) -> Engine:
             compile=False,
             shard_ranks=2 if groups else None,
         )
-        engine = build(
-            config, model, optimizer, device=device(), grad_clip_norm=CLIP_NORM, micro_size=2
+        engine = config.build(
+            model, optimizer, device=device(), grad_clip_norm=CLIP_NORM, micro_size=2
         )
     engine.load_fragments(WholeState(weights), {})
     return engine

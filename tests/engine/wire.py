@@ -122,14 +122,13 @@ def main() -> None:
 
 
 def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
-    from clip_train.losses.build import build_loss
     from clip_train.models.clip import build_model
     from clip_train.models.weights import WholeState
     from clip_train.recipe.recipe import RunConfig
     from clip_train.recipe.resolve import resolve
     from clip_train.step import train_step
     from clip_train.task import Batch, named_features
-    from launcher.components import build_engine
+    from launcher.train import build_engine
 
     resolved = resolve(RunConfig.model_validate(recipe), WORLD_SIZE, read_data=False)
     config, architecture, plan = resolved.config, resolved.architecture, resolved.plan
@@ -143,7 +142,7 @@ def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
         build_model(each).requires_grad_(False) for each in config.model.teacher_architectures()
     ]
     taught = [lambda m, t=t: named_features(*t(m.images, m.texts)) for t in teachers]
-    objective = build_loss(config.loss, taught)
+    objective = config.loss.build(taught)
     objective.__class__ = never_repeated(type(objective), recorder)
     n, size, length = (
         plan.per_rank,

@@ -7,18 +7,17 @@ import json
 import pytest
 import torch
 
-from clip_train.engines import Facts
 from clip_train.engines.config import EngineConfig
 from clip_train.engines.deepspeed.config import SHIPPED, build_ds_config
 from clip_train.errors import UserError
 from clip_train.recipe.recipe import check_config
 from clip_train.recipe.resolve import resolve
-from launcher.components import build_engine
+from launcher.train import build_engine
 from tests.ranks import run_ranks
 
 
 def built(config: EngineConfig, clip: float | None = 1.0) -> dict:
-    return build_ds_config(config, Facts(world_size=4, micro_size=8, grad_clip_norm=clip))
+    return build_ds_config(config, world_size=4, micro_size=8, grad_clip_norm=clip)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -7,10 +7,9 @@ import json
 import pytest
 import torch
 
-from clip_train import engines
 from clip_train.data.config import resolve_workers
-from clip_train.engines import Facts, find_engine
-from clip_train.engines.config import EngineConfig
+from clip_train.engines.config import EngineConfig, computes_fp16
+from clip_train.optim.config import OptimConfig
 from clip_train.recipe.recipe import check_config
 from launcher.cli.main import main
 from tests.documents import ROOT
@@ -112,7 +111,7 @@ RIGHT: tuple[dict, ...] = (
 def test_what_is_right_is_not_refused(section):
     recipe = {"run": {"steps": 5000}, "data": {"train": "a.tar"}, "engine": section}
     config = check_config(recipe, "here").engine.on(bf16=True, gpus=4)
-    assert list(find_engine(config.kind).mistakes(config, Facts(world_size=4))) == []
+    assert config.package.mistakes(config, OptimConfig(), world_size=4) == []
 
 
 @pytest.mark.parametrize(
@@ -181,8 +180,8 @@ def test_what_a_gpu_is_given():
 )
 def test_what_four_ranks_of_deepspeed_hold(stage, precision, parameters, gradients, optimizer):
     """Bytes of a parameter: its own, its gradient's, of the fp32 copy and two moments."""
-    config = EngineConfig(zero_stage=stage, precision=precision)
-    needed = find_engine("deepspeed").memory(config, 1000, 1000, 8, 4)
+    config = EngineConfig(kind="deepspeed", zero_stage=stage, precision=precision)
+    needed = config.package.memory(config, 1000, 1000, 8, 4)
     assert (needed.parameters, needed.gradients, needed.optimizer) == (
         1000 * parameters, 1000 * gradients, 1000 * optimizer,
     )  # fmt: skip
@@ -199,15 +198,17 @@ def test_what_four_ranks_of_deepspeed_hold(stage, precision, parameters, gradien
     ],
 )
 def test_the_buffers_that_deepspeed_sends(stage, precision, reduce_dtype, each):
-    config = EngineConfig(zero_stage=stage, precision=precision, reduce_dtype=reduce_dtype)
-    needed = find_engine("deepspeed").memory(config, 1000, 1000, 8, 4)
+    config = EngineConfig(
+        kind="deepspeed", zero_stage=stage, precision=precision, reduce_dtype=reduce_dtype
+    )
+    needed = config.package.memory(config, 1000, 1000, 8, 4)
     elements = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
     bucket = int(float(elements["zero_optimization"].get("reduce_bucket_size", 5e8)))
     assert needed.buffers == each * bucket
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() or engines.computes_fp16(), reason="this machine computes in fp16"
+    torch.cuda.is_available() or computes_fp16(), reason="this machine computes in fp16"
 )
 @pytest.mark.parametrize("line", [("--dry-run",), ()])
 def test_fp16_on_a_cpu_without_it_is_a_mistake(recipe, capsys, line):

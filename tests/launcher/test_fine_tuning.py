@@ -9,13 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from clip_tools.plan import make_plan
-from clip_train.engines import Facts, find_engine
 from clip_train.engines.config import EngineConfig
 from clip_train.models.clip import build_model, parameter_sizes
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import initial_weights
 from clip_train.optim.config import OptimConfig
-from clip_train.optim.optimizer import needs
 from clip_train.recipe.recipe import check_config, load_config
 from clip_train.recipe.resolve import resolve
 from tests import tolerances
@@ -90,12 +88,8 @@ def test_muon_has_one_moment_for_a_matrix_in_the_plan():
 def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(
     kind, stage, world_size, name, said
 ):
-    facts = Facts(world_size, optimizer=(name, needs(OptimConfig(name=name))))
-    told = list(
-        find_engine(kind).mistakes(
-            EngineConfig(kind=kind, zero_stage=stage, precision="fp32"), facts
-        )
-    )
+    config = EngineConfig(kind=kind, zero_stage=stage, precision="fp32")
+    told = config.package.mistakes(config, OptimConfig(name=name), world_size=world_size)
     assert len(told) == bool(said) and all(said in line for line in told)
 
 

@@ -19,7 +19,6 @@ from clip_tools.embed import load
 from clip_train import dist
 from clip_train.callbacks import Callback
 from clip_train.errors import DataError, RankError, UserError
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.exchange import share_counts
 from clip_train.losses.info_nce import InfoNCE
@@ -491,7 +490,7 @@ def test_options_as_they_are_declared(capsys):
         (BOUNDED, {"margin": "0.5", "kind": "hinge"}),
         (ANNOTATED, {"power": "2", "start": [1, 2]}),
     ):
-        build_loss(LossConfig(kind=kind.partition("=")[2], options=options))
+        LossConfig(kind=kind.partition("=")[2], options=options).build()
     assert main(["keys", BOUNDED]) == main(["keys", ANNOTATED]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "loss.options.margin\t0.25\tfloat. of the cosines"
@@ -555,7 +554,7 @@ def test_a_loss_with_a_state_has_one_view(loss, views):
     """Its state would be lost."""
     config = LossConfig(kind=f"{__name__}.{loss.__name__}", **views)
     with pytest.raises(UserError, match="keeps a state of one width"):
-        build_loss(config, texts_per_image=1 if views else 2)
+        config.build(texts_per_image=1 if views else 2)
 
 
 def test_a_schedule_follows_the_warm_up():

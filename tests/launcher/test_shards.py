@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from clip_tools.shards.index import index_shards, write_indexes
 from clip_train import dist
-from clip_train.data.config import DataConfig
 from clip_train.data.shards import expand
+from clip_train.data.shared import shared_index
 from clip_train.storage.config import StorageConfig
 from launcher.cli.main import main
-from launcher.components import shared_index
 from launcher.runtime.verdict import read_verdict
 from tests.launcher.conftest import RECIPE, finish, free_port, kill, metrics, run, start
 from tests.ranks import run_ranks
@@ -51,8 +49,7 @@ def test_changed_shards_are_noticed_at_resume(tmp_path: Path, data, model, capsy
 
 def seen_by_a_rank(folder: Path) -> list[str]:
     os.chdir(folder / f"rank{dist.rank()}")  # where a pattern matches something else
-    config = SimpleNamespace(data=DataConfig(train="*.tar"), storage=StorageConfig())
-    return shared_index(config, "data.train", "*.tar").shards  # type: ignore[arg-type]
+    return shared_index("data.train", "*.tar", "auto", StorageConfig()).shards
 
 
 @pytest.mark.distributed

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from clip_train import dist
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
-from clip_train.losses.distillation import Distillation
+from clip_train.losses.distillation import Distillation, stored_teacher
 from clip_train.task import Context, MicroBatch, named_features
-from launcher.components import stored_teacher
 from tests.losses.oracles import averaged_teachers_loss, distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
 
@@ -119,7 +117,7 @@ def test_features_from_shards_are_split_by_teacher_and_text():
     batch = MicroBatch(rows, rows, rows, teacher_features=rows)
     config = LossConfig(distill_weights=(0.0, 1.0))
     teachers = [partial(stored_teacher, widths, t, scale) for t, scale in enumerate(scales)]
-    loss = build_loss(config, teachers, texts)
+    loss = config.build(teachers, texts)
     both = torch.stack(of_texts, dim=1).flatten(0, 1)  # an image's texts beside each other
     student = named_features(image, both, torch.tensor([9.0]).double())
     out = loss(student, Context(prepared=loss.prepare(batch)))

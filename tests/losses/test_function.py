@@ -7,7 +7,6 @@ import torch
 
 from clip_train.batch import shares
 from clip_train.errors import UserError
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.task import Context
 from tests.losses.oracle import features
@@ -46,7 +45,7 @@ def no_gradient(image, text, scale, bias, rows):
 
 def loss_named(name: str, tile: int | str):
     module = "examples.losses" if name in EXAMPLES else __name__
-    return build_loss(LossConfig(kind=f"{module}.{name}", tile=tile))
+    return LossConfig(kind=f"{module}.{name}", tile=tile).build()
 
 
 def scalars(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -135,4 +134,4 @@ def test_options_that_do_not_fit_are_refused():
     with pytest.raises(
         UserError, match=r"loss.options.temperature \(1\): no such key; .*takes none"
     ):
-        build_loss(LossConfig(kind="examples.losses.nt_xent", options={"temperature": 1}))
+        LossConfig(kind="examples.losses.nt_xent", options={"temperature": 1}).build()

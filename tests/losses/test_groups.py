@@ -13,7 +13,6 @@ from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.sigmoid import SigmoidLoss
@@ -44,9 +43,9 @@ CASES = [
 
 
 def loss_of(kind, exchange, role):
-    return build_loss(
-        LossConfig(kind=kind, exchange=exchange, groups="caption", group_role=role, tile=5)
-    )
+    return LossConfig(
+        kind=kind, exchange=exchange, groups="caption", group_role=role, tile=5
+    ).build()
 
 
 def scalars(kind, dtype=torch.float64):
@@ -126,7 +125,7 @@ def test_float32_keeps_its_digits():
 def test_a_batch_of_one_group_is_safe():
     """Its sums of exponentials are zero, which is no underflow: no step is computed again."""
     given = named_features(*features(6, 8, torch.float32), torch.tensor([100.0]))
-    for loss in (InfoNCE(), build_loss(LossConfig(exchange="ring"))):
+    for loss in (InfoNCE(), LossConfig(exchange="ring").build()):
         found = loss(given, Context(ids=torch.zeros(6, dtype=torch.int64), deferred=True))
         assert not found.unsafe and found.loss == 0
         assert all(not gradient.any() for gradient in found.gradients.values())

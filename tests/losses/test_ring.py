@@ -7,7 +7,6 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import shares
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.task import Context, named_features
 from tests.losses.oracle import autograd, features, relative
@@ -33,7 +32,7 @@ def on_a_rank(N: int, scale: float, dtype: torch.dtype) -> list:
     own = slice(first, first + counts[dist.rank()])
     global_size = N if len(set(counts)) > 1 else None
     inputs = named_features(image[own], text[own], *scalars(scale, dtype=dtype))
-    loss = build_loss(LossConfig(exchange="ring", tile=7))
+    loss = LossConfig(exchange="ring", tile=7).build()
     checked = loss(inputs, Context(global_size=global_size))
     later = loss(inputs, Context(global_size=global_size, deferred=True))
     return [parts(checked), parts(later), bool(later.unsafe)]
@@ -67,6 +66,6 @@ def test_other_softmaxes_and_a_bias_are_refused():
     with pytest.raises(ValueError, match=r"loss\.exchange=gather"):
         LossConfig(kind="memory_bank", exchange="ring")
     with pytest.raises(ValueError, match="no logit_bias"):
-        build_loss(LossConfig(exchange="ring"))(
+        LossConfig(exchange="ring").build()(
             named_features(*features(4, 8, torch.float32), torch.ones(1), torch.ones(1))
         )

@@ -7,7 +7,6 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import shares
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.task import Context, named_features
@@ -77,9 +76,7 @@ def test_a_model_without_a_bias_is_told_what_to_set():
 
 
 def test_the_recipe_chooses_the_loss():
-    loss = build_loss(
-        LossConfig.model_validate({"kind": "sigmoid", "exchange": "ring", "tile": 64})
-    )
+    loss = LossConfig.model_validate({"kind": "sigmoid", "exchange": "ring", "tile": 64}).build()
     assert isinstance(loss, SigmoidLoss) and (loss.exchange, loss.tile) == ("ring", 64)
     assert LossConfig(tile="auto").model_dump(mode="json")["tile"] == "auto"
     with pytest.raises(ValueError, match=r"loss\.exchange=gather"):

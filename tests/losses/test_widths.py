@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from clip_train.errors import UserError
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.losses.distillation import Distillation
 from clip_train.recipe.resolve import resolve
@@ -29,7 +28,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_float64_equals_autograd(name):
     taught = named_features(*pairs(N, 24, 2), torch.tensor([9.0]).double())
-    loss = build_loss(LOSSES[name], [lambda batch: taught] if name == "a teacher" else [])
+    loss = LOSSES[name].build([lambda batch: taught] if name == "a teacher" else [])
     I, T, s = leaves(*pairs(N, D), 12.0)
     bias = torch.tensor([-3.0]).double() if name == "sigmoid" else None
     expected = torch.zeros(())

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train import dist
-from clip_train.losses.build import build_loss
 from clip_train.losses.config import LossConfig
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture, load_architecture
@@ -85,7 +84,7 @@ def steps(
         return model
 
     engine = engine_at(layout, make, optim, precision=precision)
-    objective = build_loss(LossConfig(contrastive_weight=weights[0], caption_weight=weights[1]))
+    objective = LossConfig(contrastive_weight=weights[0], caption_weight=weights[1]).build()
     own = share(batch_of(architecture), dist.rank(), dist.world_size())
     result = train_step(engine, own, objective, micro_size=micro_size, kept_graphs=kept, lr=LR)
     taken = [

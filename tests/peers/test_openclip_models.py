@@ -23,9 +23,9 @@ from clip_train.models.config import AnyArchitecture, ModelConfig, load_architec
 from clip_train.models.drawing import Drawn, fill_buffers
 from clip_train.models.weights import export_openclip, load_openclip
 from clip_train.recipe.memory import micro_batch
+from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context, MicroBatch
-from launcher.components import tokenizer_of
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 open_clip = pytest.importorskip(

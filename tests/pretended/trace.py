@@ -21,7 +21,6 @@ from torch._C import DisableTorchFunction
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from clip_train import engines
 from clip_train.batch import BatchPlan
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.data.loader import Prefetcher
@@ -116,8 +115,7 @@ def engine(
         return born_on_gpu(lambda: CLIP(architecture), PRECISIONS[precision])
 
     with gpu.pretended_gpu() as counts:
-        built = engines.build(
-            config,
+        built = config.build(
             make,
             lambda named: build_optimizer(OptimConfig(), named),
             device=GPU,

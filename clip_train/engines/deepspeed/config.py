@@ -4,15 +4,18 @@ refused.
 This module handles or rejects DeepSpeed's errors and settings that would silently change the
 result, each with its reason (measured on DeepSpeed 0.19.8; tests/engine/ checks them)."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clip_train.engines import Facts
-from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.settings import broken, clipped
+
+if TYPE_CHECKING:
+    from clip_train.engines.config import EngineConfig
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
@@ -76,7 +79,13 @@ def zero_number(config: EngineConfig, key: str, default: int) -> int:
     return int(float(said)) if said != "auto" else default
 
 
-def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
+def build_ds_config(
+    config: EngineConfig,
+    *,
+    world_size: int,
+    micro_size: int = 1,
+    grad_clip_norm: float | None = None,
+) -> dict[str, Any]:
     """DeepSpeed's configuration dict. UserError lists every conflict between recipe and JSON."""
     file, base = load_base(config)
     zero = base.get("zero_optimization")
@@ -113,10 +122,10 @@ def build_ds_config(config: EngineConfig, facts: Facts) -> dict[str, Any]:
         "managed_gradient_accumulation": (True, "the trainer"),
         "gradient_accumulation_steps": (1, "batch.global_size and batch.micro_size"),
         # for DeepSpeed's own counters only
-        "train_micro_batch_size_per_gpu": (facts.micro_size, "batch.micro_size"),
-        "train_batch_size": (facts.micro_size * facts.world_size, "batch.global_size"),
+        "train_micro_batch_size_per_gpu": (micro_size, "batch.micro_size"),
+        "train_batch_size": (micro_size * world_size, "batch.global_size"),
         # Always set: DeepSpeed's default has been 1.0 since PR #8068.
-        "gradient_clipping": (facts.grad_clip_norm or 0.0, "optim.grad_clip_norm"),
+        "gradient_clipping": (grad_clip_norm or 0.0, "optim.grad_clip_norm"),
         "zero_optimization.stage": (config.zero_stage, "engine.zero_stage"),
         # it would wait for the device in every forward and step
         "timers.throughput.enabled": (False, "the trainer"),

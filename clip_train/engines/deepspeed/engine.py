@@ -5,6 +5,8 @@ DeepSpeed's own count of micro-batches is not used: each backward says whether i
 so their number is free. The two factors that DeepSpeed would add are undone here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import io
@@ -14,21 +16,23 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.engines import Facts, MakeOptimizer
+from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import LOSS_REMEDY, Engine, Piece
 from clip_train.engines.compile import compile_units, units
-from clip_train.engines.config import EngineConfig
 from clip_train.engines.deepspeed.config import build_ds_config
 from clip_train.engines.linear import convert
 from clip_train.errors import UserError
 from clip_train.optim.optimizer import ALIGNED
 from clip_train.task import FragmentSource, Phase
+
+if TYPE_CHECKING:
+    from clip_train.engines.config import EngineConfig
 
 
 def _import_deepspeed() -> Any:
@@ -71,13 +75,20 @@ def build_engine(
     config: EngineConfig,
     make_model: Callable[[], nn.Module],
     make_optimizer: MakeOptimizer,
+    *,
     device: torch.device,
-    facts: Facts,
-) -> "DeepSpeedEngine":
+    grad_clip_norm: float | None,
+    micro_size: int,
+) -> DeepSpeedEngine:
     """At stage 3 the model is born partitioned (`zero.Init`). Weights at this point are whatever
     `make_model` drew: load the initial or resumed ones with `load_fragments`, so that they are the
     same at every stage."""
-    ds_config = build_ds_config(config, facts)
+    ds_config = build_ds_config(
+        config,
+        world_size=dist.world_size(),
+        micro_size=micro_size,
+        grad_clip_norm=grad_clip_norm,
+    )
     deepspeed = _import_deepspeed()
     # from which DeepSpeed takes the device; Slurm sets none
     os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -119,7 +130,7 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     if local_rank is not None:
         os.environ[MPI_LOCAL_RANK] = local_rank
-    return DeepSpeedEngine(engine, optimizer, device, config, ds_config, facts.grad_clip_norm)
+    return DeepSpeedEngine(engine, optimizer, device, config, ds_config, grad_clip_norm)
 
 
 def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:

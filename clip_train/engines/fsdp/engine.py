@@ -5,9 +5,11 @@ replica is sharded across: all, those of a node, or 1, which is data parallelism
 whether a unit's whole parameters are freed after its forward (`engine.zero_stage: 3`) or with the
 step's last backward."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +24,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from clip_train import dist
-from clip_train.engines import Facts, MakeOptimizer
+from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import LOSS_REMEDY, Engine, Piece, local
 from clip_train.engines.compile import compile_units, towers_without_units, units
-from clip_train.engines.config import EngineConfig
 from clip_train.engines.linear import convert
 from clip_train.errors import UserError
 from clip_train.models.drawing import fill_buffers
 from clip_train.task import Phase
+
+if TYPE_CHECKING:
+    from clip_train.engines.config import EngineConfig
 
 # Parameters of a tower without blocks that stage 3 still accepts: 32 MB in bf16.
 LARGEST_WHOLE = 1 << 24
@@ -39,9 +43,10 @@ def build_engine(
     config: EngineConfig,
     make_model: Callable[[], nn.Module],
     make_optimizer: MakeOptimizer,
+    *,
     device: torch.device,
-    facts: Facts,
-) -> "FSDPEngine":
+    grad_clip_norm: float | None,
+) -> FSDPEngine:
     """The weights are garbage until `load_fragments`: no rank ever holds the whole model."""
     W = dist.world_size()
     ranks = 1 if config.zero_stage == 0 else config.shard_ranks or W
@@ -82,7 +87,7 @@ def build_engine(
     model.load_state_dict({}, strict=False)
     optimizer = make_optimizer(model.named_parameters())
     shards = local_shards(model, optimizer)
-    return FSDPEngine(model, optimizer, device, config, facts.grad_clip_norm, shards)
+    return FSDPEngine(model, optimizer, device, config, grad_clip_norm, shards)
 
 
 def local_shards(

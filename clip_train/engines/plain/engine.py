@@ -5,27 +5,33 @@ A step then launches a few kernels for the optimizer, not hundreds, and the host
 model waits for. In bf16 the model's parameters are copies of the masters, refreshed once a step.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from clip_train import dist
-from clip_train.engines import Facts, MakeOptimizer
+from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import Engine, Piece
 from clip_train.engines.compile import compile_units
-from clip_train.engines.config import EngineConfig
 from clip_train.engines.linear import convert
+
+if TYPE_CHECKING:
+    from clip_train.engines.config import EngineConfig
 
 
 def build_engine(
     config: EngineConfig,
     make_model: Callable[[], nn.Module],
     make_optimizer: MakeOptimizer,
+    *,
     device: torch.device,
-    facts: Facts,
-) -> "UnshardedEngine":
+    grad_clip_norm: float | None,
+) -> UnshardedEngine:
     """The weights are those that `make_model` drew on `device`, until `load_fragments`."""
     with torch.device(device):
         model = make_model()
@@ -41,7 +47,7 @@ def build_engine(
     if config.compile:
         compile_units(model, config.own_kernels)
     optimizer = make_optimizer(model.named_parameters())
-    return UnshardedEngine(model, optimizer, device, facts.grad_clip_norm, low_precision)
+    return UnshardedEngine(model, optimizer, device, grad_clip_norm, low_precision)
 
 
 @dataclass
