@@ -11,11 +11,13 @@ import inspect
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -305,6 +307,32 @@ def is_import_path(name: str) -> bool:
     return "." in name
 
 
+# Objects that a program gave to `clip_train.train`, by the path that the recipe has for each.
+GIVEN: dict[str, Any] = {}
+
+
+def given(key: str, thing: Any) -> str:
+    """The path of a function, of a class or of an object's class, under which `import_path` returns
+    `thing` itself in this process.
+
+    key: of the recipe. The path of something in the program's own file begins with the file's name,
+    so that another process can import it, as `clip-train export` does. UserError for what stands
+    within a function, which no other process can find.
+    """
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    module, name = named.__module__, named.__qualname__
+    if module == "__main__":
+        module = Path(getattr(sys.modules[module], "__file__", None) or "program").stem
+    path = f"{module}.{name}"
+    if re.fullmatch(IMPORT_PATH, path) is None:
+        raise UserError(
+            f"{key} ({path}) is defined within a function, where a resume or an export does not "
+            "find it: move it to the top level of a module"
+        )
+    GIVEN[path] = thing
+    return path
+
+
 def import_path(
     key: str, path: str, base: type = object, remedy: str = "install it, or correct the path"
 ) -> Any:
@@ -314,7 +342,10 @@ def import_path(
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        if path in GIVEN:
+            found = GIVEN[path]
+        else:
+            found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
         raise UserError(f"{key} ({path}) cannot be imported: {e}; {remedy}") from e
     if base is not object and not (isinstance(found, type) and issubclass(found, base)):

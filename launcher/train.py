@@ -11,7 +11,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,11 +78,14 @@ from launcher.runtime.watchdog import Watchdog
 from launcher.slurm.attempts import History
 
 
-def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
-    """The `train` verb, on every rank. Returns the exit status 0.
+def train(
+    config: RunConfig, outcome: Outcome, stop: StopRequest, callbacks: Sequence[Callback] = ()
+) -> dict[str, float]:
+    """Train, on every rank. Returns the numbers of the last evaluation; none: empty.
 
     Every error is raised. The caller gives it to `outcome.finish`, which writes the message and the
     verdict. stop: already catches signals; its handlers were installed before the slow imports.
+    callbacks: those of a program, beside the recipe's.
     """
     env = environment.detect(os.environ)
     environment.check_restarts(config.checkpoint.resume, os.environ, requeues=RUN_DIR in os.environ)
@@ -130,12 +133,12 @@ def train(config: RunConfig, outcome: Outcome, stop: StopRequest) -> int:
     activation_bytes = float(os.environ.get(ROOM, "inf"))
     resolved = choose_layout(resolved, memory_limit(resolved, device), activation_bytes)
     outcome.layout = resolved.layout
-    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat)
+    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat, callbacks)
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # also of groups that the engine made
     stop.listen()  # again: a library may have replaced the signal handlers
-    trainer.run()
+    metrics = trainer.run()
     outcome.succeed()
-    return 0
+    return metrics
 
 
 @contextlib.contextmanager
@@ -219,6 +222,7 @@ def build_trainer(
     stop: StopRequest,
     watchdog: Watchdog,
     heartbeat: Heartbeat,
+    given_callbacks: Sequence[Callback] = (),
 ) -> Trainer:
     """Build every part, resume from a checkpoint if there is one, and assemble the trainer."""
     config = resolved.config  # what runs
@@ -289,7 +293,7 @@ def build_trainer(
         *measurers,
         *([SlowRank(heartbeat)] if env.world_size > 1 else []),
         *profilers,
-        *dist.agreed(own_callbacks, config.log, skipped),
+        *dist.agreed(own_callbacks, config.log, skipped, given_callbacks),
         sinks,
         examples,
         *progress,

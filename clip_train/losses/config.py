@@ -194,7 +194,9 @@ class LossConfig(Settings):
             objective = RingInfoNCE(tile=tile)
         elif is_import_path(self.kind):
             found = import_path("loss.kind", self.kind)
-            if isinstance(found, type):
+            if isinstance(found, Objective):
+                objective = found
+            elif isinstance(found, type):
                 objective = call_imported("loss.kind", self.kind, self.options, base=Objective)
             else:
                 objective = FunctionLoss.named(self.kind, found, self.options, tile)

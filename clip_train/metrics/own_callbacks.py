@@ -1,6 +1,6 @@
 """Callbacks of a user's own. They only observe: the run would be the same without them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,26 +14,31 @@ from clip_train.settings import import_path
 METHODS = [name for name in vars(Callback) if not name.startswith("_")]
 
 
-def own_callbacks(config: LogConfig, skipped: Skipped) -> list[Callback]:
-    """Those of the recipe, in its order. Their methods get views that they can only read.
+def own_callbacks(
+    config: LogConfig, skipped: Skipped, given: Sequence[Callback] = ()
+) -> list[Callback]:
+    """Those of the recipe, in its order, and then those `given` by a program. Their methods get
+    views that they can only read.
 
     An error in one is a warning and a line in VERDICT; with `log.strict_callbacks` it ends the run
     on all ranks in the next step: a ClipTrainError as it is, any other as a UserError. UserError.
     """
-    found = []
+    callbacks: dict[str, Callback] = {}
     for path in config.callbacks:
         try:
-            own: Callback = import_path("log.callbacks", path, Callback)()
+            callbacks[path] = import_path("log.callbacks", path, Callback)()
         except TypeError as e:
             raise UserError(
                 f"log.callbacks ({path}) cannot be made: {e}; it is called without arguments"
             ) from e
+    for number, callback in enumerate(given):
+        callbacks[f"{type(callback).__name__}, number {number} of callbacks"] = callback
+    guard = None if config.strict_callbacks else skipped
+    for path, callback in callbacks.items():
         for name in METHODS:
             where = f"{name} of log.callbacks ({path})"
-            guard = None if config.strict_callbacks else skipped
-            setattr(own, name, partial(_call, guard, where, getattr(own, name)))
-        found.append(own)
-    return found
+            setattr(callback, name, partial(_call, guard, where, getattr(callback, name)))
+    return list(callbacks.values())
 
 
 def _call(

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
     from launcher.train import train
 
-    return train(config, args.outcome, args.stop)
+    train(config, args.outcome, args.stop)
+    return 0
 
 
 def counted(config: RunConfig, args: argparse.Namespace) -> RunConfig:

@@ -1,0 +1,91 @@
+"""A Python program that trains: `clip_train.train` with objects in place of import paths."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+import clip_train
+from tests import tolerances
+from tests.launcher.conftest import ROOT, clean_environment, finish, free_port, metrics, run
+from tests.warm import Command, World, call
+
+SHORT = ("run.steps=4", "schedule.warmup_steps=0")
+PROGRAM = ROOT / "examples" / "own_run.py"
+
+
+def become_program():
+    """In a new process: what `python examples/own_run.py ARGUMENTS` does."""
+    sys.argv[0] = str(PROGRAM)
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def program(recipe, *overrides, ranks=1):
+    """examples/own_run.py as a shell starts it, or a launcher its ranks: exit status, output."""
+    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    line = [str(recipe), *overrides]
+    if ranks == 1:
+        return finish(Command(line, env=env, cwd=recipe.parent, target=become_program))
+    world = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    commands = []
+    for rank in range(ranks):
+        here = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        commands.append(
+            Command(line, env=env | world | here, cwd=recipe.parent, target=become_program)
+        )
+    return finish(World(commands))
+
+
+@pytest.mark.engine
+def test_objects_of_a_program_train_as_the_recipe_would(recipe, tmp_path):
+    status, out = run(recipe, *SHORT, "run.dir=command")
+    assert status == 0, out
+    status, out = program(recipe, *SHORT, "run.dir=objects", "data.workers=1", ranks=2)
+    assert status == 0, out
+    losses = [line["loss"] for line in metrics(tmp_path / "objects")]
+    known = [line["loss"] for line in metrics(tmp_path / "command")]
+    assert losses == pytest.approx(known, rel=tolerances.loss(4))
+    assert out.count(f"the lowest loss was {min(losses):.6f}") == 2
+    # a resume finds the same loss, and another one is another run
+    status, out = program(recipe, *SHORT, "run.dir=objects", "run.steps=5")
+    assert status == 0 and "resuming from step 4" in out, out
+    status, out = run(recipe, *SHORT, "run.dir=objects", "run.steps=6")
+    assert status == 2 and "loss.kind was 'own_run.margin_loss', is 'info_nce'" in out, out
+
+
+def test_a_mistake_ends_a_program_with_the_commands_status(recipe):
+    status, out = program(recipe, "optim.learning_rate=1")
+    assert status == 2 and "did you mean optim.lr?" in out, out
+
+
+def train_with_a_lambda(recipe):
+    try:
+        clip_train.train(recipe, loss=lambda image, text, scale, bias, rows: 0)
+    except SystemExit as e:
+        return e.code, str(e.__cause__)
+
+
+def test_what_no_other_process_could_find_is_refused(recipe):
+    status, message = call(train_with_a_lambda, recipe)
+    assert status == 2 and "is defined within a function" in message
+
+
+def test_every_promised_name_exists_and_is_imported_when_used():
+    lines = (
+        "import sys, clip_train",
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules",
+        "print(all(getattr(clip_train, name) for name in clip_train.__all__))",
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        check=True, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert out.stdout.strip() == "True", out.stderr
