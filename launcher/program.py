@@ -35,8 +35,8 @@ def train(
 ) -> dict[str, float]:
     """Train, as `clip-train train` does, with objects in place of import paths.
 
-    Call it from a program that `python` starts as one rank, or that torchrun, srun, mpirun or
-    `deepspeed` starts as several. Loader workers import the program, so the call must be under
+    Call it from a program that `python` starts as one rank, or that a launcher (torchrun, srun,
+    mpirun, ...) starts as several. Loader workers import the program, so the call must be under
     `if __name__ == "__main__":`.
 
     Args:
