@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test test-all test-rest test-clusters test-products stress hour s3 browser acceptance versions check format clean invariance exactness peers docs docs-build
+.PHONY: help demo test faults test-all test-rest test-clusters test-products stress hour s3 browser acceptance versions check format clean invariance exactness peers docs docs-build
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
 	@echo "make test        what every change needs, in 13 to 19 minutes on 2 cores (WORKERS=1: one after the other)"
-	@echo "make test-all    besides: real Slurm, two hosts, a browser, all faults of S3, full products, planted faults, make hour; 50 minutes"
+	@echo "make test-all    besides: real Slurm, two hosts, a browser, all faults of S3, full products, a third of the planted faults, make hour; 50 minutes"
+	@echo "make faults      all planted faults: each must turn a test red (10 minutes)"
 	@echo "make stress      the numerics tests as other processors round, and make test shuffled, with delays (an hour and a half)"
 	@echo "make hour        what a newcomer types, from URLs to an export, on a fresh clone, by the pages (5 minutes)"
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
@@ -54,8 +55,12 @@ test-clusters:
 test-products:
 	@echo "== the tests that make test leaves out: a browser, all faults of S3, full products"
 	MAKEFLAGS= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(full or browser) and not (slurm or hosts)"
-	@echo "== planted faults: each turns a test red"
-	MAKEFLAGS= $(BIN)/python scripts/mutations.py -j $$(($(WORKERS) + 1)) # some only wait, until they are stopped
+	@echo "== planted faults: each turns a test red. A third of them, another one after each commit"
+	MAKEFLAGS= $(BIN)/python scripts/mutations.py -j $$(($(WORKERS) + 1)) \
+		--part $$(($$(git rev-list --count HEAD) % 3 + 1))/3 # -j: some only wait, until they are stopped
+
+faults: $(READY)
+	$(BIN)/python scripts/mutations.py -j $$(($(WORKERS) + 1))
 
 stress: $(READY) s3
 	$(BIN)/python scripts/stress.py numerics --workers $(WORKERS)

@@ -1,6 +1,8 @@
 """Breaks the code on purpose, one fault of faults.txt at a time, and sees whether the tests notice.
 
-    python scripts/mutations.py [-j 2] [--list] [WORDS ...]      # WORDS: only faults whose name holds one
+    python scripts/mutations.py [-j 2] [--list] [--part 1/3] [WORDS ...]
+
+WORDS: only faults whose name holds one. --part 1/3: every third fault, from the first on.
 
 Each fault is planted in a temporary copy of the tree, and the smallest part of the tests that should turn red
 is run there. The tests that failed are then run without any fault: red means nothing where green was not possible.
@@ -213,14 +215,25 @@ def main() -> int:
     parser.add_argument(
         "-j", "--jobs", type=int, default=2, help="copies of the tree tested at once"
     )
+    parser.add_argument(
+        "--part", type=part, default=slice(None), help="such as 2/3: the second of three parts"
+    )
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     args = parser.parse_args()
     chosen = [m for m in MUTATIONS if not args.words or any(word in m.fault for word in args.words)]
+    chosen = chosen[args.part]
     if args.list:
         print("\n".join(f"{m.fault}: {m.file}" for m in chosen))
         return 0
 
     return judge_all(chosen, args.jobs)
+
+
+def part(text: str) -> slice:
+    number, _, parts = text.partition("/")
+    if not 1 <= int(number) <= int(parts):
+        raise ValueError(text)
+    return slice(int(number) - 1, None, int(parts))
 
 
 def judge_all(chosen: Sequence[Mutation], jobs: int) -> int:
