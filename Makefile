@@ -18,8 +18,8 @@ help:
 	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make versions    the tests with each supported torch, DeepSpeed and Python, into docs/versions.md (QUICK=1: fewer tests)"
 	@echo "make check       lint, types, import contracts, private words"
-	@echo "make invariance  the first table in docs/numerics.md: nothing that should not matter does"
-	@echo "make exactness   the second table in docs/numerics.md: every objective against its own oracle"
+	@echo "make invariance  every layout of InfoNCE against a float64 oracle: docs/numerics.md"
+	@echo "make exactness   every objective against an oracle of its own: docs/numerics.md"
 	@echo "make peers       the same weights in OpenCLIP (sets up .venv-peers)"
 	@echo "make docs        the documentation at http://127.0.0.1:8000; make docs-build writes it to build/site"
 	@echo "Set TORCH='torch==2.13.0 --index-url ...' for another build, PYTHON=python3.12 for another Python."
@@ -97,8 +97,9 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 	@echo "== circles of imports, private words"
 	$(BIN)/python scripts/structure.py
-	@echo "== figures"
+	@echo "== figures, page of results"
 	$(BIN)/python scripts/figures.py --check
+	$(BIN)/python scripts/results.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
