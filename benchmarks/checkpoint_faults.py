@@ -3,7 +3,7 @@
 Each row is a life of its own on an empty bucket of a real S3 server (LocalStack, from scripts/setup_s3.sh) behind a
 proxy that injects the fault: it saves steps 1, 2 and 3, and is then resumed on its own disk and on an empty one, where
 every tensor is compared with what was saved. The waits are short (a try at one operation lasts a second), so nothing
-here says how long anything takes. `--markdown` prints the table of docs/checkpoints.md.
+here says how long anything takes. `--json benchmarks/results/checkpoint_faults.json` records it.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def shortened(text: str) -> str:
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """That of docs/checkpoints.md: faults with the same end in one row."""
+    """What is recorded: faults with the same end in one row."""
     merged: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["fault"] != "no fault":

@@ -196,7 +196,7 @@ def finish(
 ) -> int:
     """Print the table, write the JSON, and tell the exit status: 1 where a target was missed.
 
-    brief: what Markdown shows instead of `rows`.
+    brief: what Markdown and the JSON have instead of `rows`.
     """
     print_table(name, rows) if not args.markdown else print(markdown(brief or rows))
     for target, meaning in targets.items():
@@ -204,7 +204,7 @@ def finish(
     if args.json:
         content = {
             "name": name,
-            "rows": rows,
+            "rows": brief or rows,
             "targets": targets,
             "environment": environment(),
             "commit": commit(),

@@ -6,7 +6,7 @@ A server on this machine has pictures and a table of their URLs (and some that a
 img2dataset fetches them; then index, plan, train, a SIGKILL in the midst, the same line again, evaluate, export, and
 the export in open_clip and in transformers, whose features are compared with those of the checkpoint; a report.
 Every command is looked up in the page that has it: one that is no longer there is an error. The recipe is
-docs/first_run.md's last. Prints a JSON line for each step, and one at the end.
+docs/running.md's last. Prints a JSON line for each step, and one at the end.
 
 Packages that the project needs are lent to the clone by the environment that runs this; with --anew all are installed,
 by the Makefile. OpenCLIP and transformers come from .venv-peers; where it is missing, scripts/setup_peers.sh makes it.
@@ -279,7 +279,7 @@ def inputs(home: Path, size: int = 32, num: int = 16) -> None:
 def hour(newcomer: Newcomer, table: list[tuple[str, str]], peers: Path) -> None:
     home, run = newcomer.home, newcomer.home / "runs" / "my-run"
     first, data, readme, weights = (
-        "docs/first_run.md",
+        "docs/running.md",
         "docs/your_data.md",
         "README.md",
         "docs/weights.md",

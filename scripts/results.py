@@ -116,7 +116,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
     ),
     "Stops, faults and slow ranks": (
         Table("stop", "s", show=("during", "signal", "s", "status")),
-        Table("survive", only=("every rank 1",), show=("What happens", "Verdict")),
+        Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
         Table("failed_starts", "after", show=("cause", "after", "all ended")),
         Table("slow_rank", "after", show=("disturbance of rank 5", "after")),

@@ -57,6 +57,29 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(place), f"{page.name}: {target}#{anchor}"
 
 
+def test_pages_that_code_names_exist():
+    """`docs/PAGE.md` and `docs/PAGE.md#ANCHOR` in messages, docstrings and comments."""
+    folders = ("clip_train", "launcher", "clip_tools", "benchmarks", "examples", "scripts", "slurm")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
+    named = {
+        found
+        for file in [*files, ROOT / "Makefile"]
+        if file.suffix in (".py", ".sbatch", ".sh", ".yaml", "")
+        for found in re.findall(r"docs/([a-z0-9_]+\.md)(?:#([\w-]+))?", file.read_text())
+    }
+    assert len(named) > 10
+    for name, anchor in named:
+        page = ROOT / "docs" / name
+        assert page.is_file(), name
+        assert not anchor or anchor in anchors(page), f"{name}#{anchor}"
+
+
+def test_the_page_of_results_is_current():
+    from scripts import results
+
+    assert results.PAGE.read_text() == results.page(), "run: python scripts/results.py"
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 

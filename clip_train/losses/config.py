@@ -110,7 +110,7 @@ class LossConfig(Settings):
 
     matmul: Annotated[Matmul, Rounding] = "highest"
     """How GPUs multiply the features: in full fp32, or with factors rounded to 11 bits (TF32). On
-    an H100 the loss is then 1.6 to 3.8 times as fast (docs/gpu.md). docs/numerics.md has the error
+    an H100 the loss is then 1.6 to 3.8 times as fast (docs/performance.md). docs/numerics.md has the error
     of the gradient. It makes no difference on CPUs."""
 
     @rule

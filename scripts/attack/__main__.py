@@ -4,7 +4,7 @@
 
 WORDS: only cases whose class or name holds one. --missing: only cases without a recorded result.
 --write: each result is recorded in benchmarks/attack.jsonl as soon as it is known. At the end, the
-table of all recorded results goes into docs/reliability.md. Exit status 1 if a case has no allowed
+table of all recorded results goes into docs/tests.md. Exit status 1 if a case has no allowed
 ending and is not a known one. --minutes: no case begins later; the same line with --missing and
 --write continues.
 """
@@ -21,7 +21,7 @@ from scripts.attack import corruption, inputs, processes, record, resources, sec
 from scripts.attack.case import Case, Result, campaign
 from scripts.attack.found import KNOWN
 
-PAGE = record.ROOT / "docs" / "reliability.md"
+PAGE = record.ROOT / "docs" / "tests.md"
 MARKS = re.compile("(<!-- attacks -->\n).*(<!-- /attacks -->)", re.DOTALL)
 CLASSES = {
     "processes": processes.CASES,

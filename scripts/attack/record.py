@@ -54,33 +54,29 @@ def recorded(classes: Classes) -> dict[str, list[Row]]:
 
 def table(rows: dict[str, list[Row]]) -> str:
     """Markdown: a row for each class, and one for all."""
-    lines = ["| class | cases tried | held | mended (with the commit) | known and left |"]
+    lines = ["| class | cases tried | held | mended | known and left |"]
     lines.append("|---|---|---|---|---|")
     together = [each for found in rows.values() for each in found]
     for name, found in [*rows.items(), ("all", together)]:
         left = sum(bool(each["wrong"]) for each in found)
         well = [each["case"] for each in found if not each["wrong"]]
-        mended = sorted({MENDED[case] for case in well if case in MENDED})
         count = sum(case in MENDED for case in well)
-        commits = f" ({', '.join(mended)})" if mended and name != "all" else ""
-        lines.append(f"| {name} | {len(found)} | {len(well) - count} | {count}{commits} | {left} |")
+        lines.append(f"| {name} | {len(found)} | {len(well) - count} | {count} | {left} |")
     return "\n".join(lines) + "\n"
 
 
 def remarks(classes: Classes, rows: dict[str, list[Row]]) -> str:
-    """Markdown: what is known, what waits, and how many listed cases have no row."""
-    waits = {case.name: case.waits for cases in classes.values() for case in cases}
+    """Markdown: what is known and left, how many cases wait on purpose, how many have no row."""
     together = [each for found in rows.values() for each in found]
-    lines = [
-        f"- {each['case']}: {KNOWN.get(each['case'], each['wrong'])}."
-        for each in together
-        if each["wrong"]
-    ]
+    causes: dict[str, list[str]] = {}
     for each in together:
-        key = waits[each["case"]]
-        if each["seconds"] > SECONDS and not each["wrong"]:
-            why = f"its runs together, with {key}" if " " in key else f"waits on purpose ({key})"
-            lines.append(f"- {each['case']}: {why}, {each['seconds']:.0f} s.")
+        if each["wrong"]:
+            causes.setdefault(KNOWN.get(each["case"], each["wrong"]), []).append(each["case"])
+    lines = [f"- {'; '.join(cases)}: {cause}." for cause, cases in causes.items()]
+    late = [each for each in together if each["seconds"] > SECONDS and not each["wrong"]]
+    if late:
+        lines.append(f"- {len(late)} cases wait longer than {SECONDS:.0f} seconds, on purpose.")
     missing = sum(map(len, classes.values())) - len(together)
-    lines += [f"- {missing} listed cases have no recorded run."] * bool(missing)
+    if missing:
+        lines.append(f"- {missing} listed cases have no recorded run.")
     return "\n".join(["", *lines]) + "\n" if lines else ""

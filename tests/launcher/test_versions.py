@@ -70,7 +70,7 @@ def test_pages_name_the_ranges():
     ranges = {name: (versions.OLDEST[name], versions.NEWEST[name]) for name in versions.OLDEST}
     python, torch = (" to ".join(ranges[name]) for name in ("Python", "torch"))
     said = f"Python {python}, torch {torch} and DeepSpeed {ranges['deepspeed'][0]}"
-    for page in ("README.md", "docs/first_run.md", "docs/versions.md"):
+    for page in ("README.md", "docs/running.md", "docs/versions.md"):
         assert said in (ROOT / page).read_text(), page
     assert f"Python {python} is needed" in (ROOT / "Makefile").read_text()
 

@@ -222,23 +222,3 @@ def table(rows: list[dict]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-SHOWN = [
-    "event",
-    "attempt",
-    "restart",
-    "nodes",
-    "step",
-    "verdict",
-    "reason",
-    "blamed",
-    "failures",
-]
-SHOWN += ["decision"]
-
-
-def excerpt(attempts_jsonl: str) -> str:
-    """Its lines with the keys that matter to a reader."""
-    lines = [json.loads(line) for line in attempts_jsonl.splitlines()]
-    return "\n".join(json.dumps({key: line[key] for key in SHOWN if key in line}) for line in lines)

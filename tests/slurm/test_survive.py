@@ -1,7 +1,7 @@
 """slurm/train.sbatch on a real Slurm: preempted, out of time, crashed, hung, cancelled. Checkpoints
 go to a real S3 server, and what a node keeps on its own disk is gone after every attempt. Every
 step's loss is the undisturbed run's, and attempts.jsonl tells what happened. A test's docstring is
-its line in the table of docs/slurm.md.
+its name in benchmarks/results/survive.json.
 """
 
 from __future__ import annotations
