@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import tomllib
@@ -72,6 +75,20 @@ def test_pages_that_code_names_exist():
         page = ROOT / "docs" / name
         assert page.is_file(), name
         assert not anchor or anchor in anchors(page), f"{name}#{anchor}"
+
+
+def test_the_first_patch_of_contributing_passes(monkeypatch):
+    """Its file and its tests, as they are printed."""
+    program, tests = [each.text for each in blocks("python") if each.page.name == "CONTRIBUTING.md"]
+    module = ModuleType("examples.solarize")
+    exec(program, module.__dict__)
+    monkeypatch.setitem(sys.modules, "examples.solarize", module)
+    found: dict[str, Any] = {}
+    exec(tests, found)
+    names = [name for name in found if name.startswith("test_")]
+    assert len(names) == 2
+    for name in names:
+        found[name]()
 
 
 def test_the_page_of_results_is_current():
