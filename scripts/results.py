@@ -79,9 +79,6 @@ PARTS: dict[str, tuple[Table, ...]] = {
             show=("trainer", "k", "x own k=1", "x OpenCLIP's speed"),
         ),
         Table("loss", "x bare", only=("clip_train",), show=("N", "method", "x bare", "peak MiB")),
-        Table("gpu_h200", only=("the same with DeepSpeed",)),
-        Table("gpu_h100_peer", only=("clip-train (FSDP 0)",)),
-        Table("gpu_h100_loss", "tile 2,048", show=("N, D", "tile 2,048", "TF32, tile 2,048")),
         Table(
             "timeline", "idle %", only=("present",), show=("model", "blocks", "step ms", "idle %")
         ),
