@@ -42,8 +42,8 @@ HEAD = """# Results
 
 For readers who want to know how far a promise was measured: the worst row of each recorded table. A link leads to all
 rows. A command records them again with `--json benchmarks/results/NAME.json`, and `python scripts/results.py` then
-renews this page. A date is the day of the measurement or of its commit. Rows from GPUs are also in
-[gpu.jsonl](../benchmarks/gpu.jsonl).
+renews this page. A date is the day of the measurement or of its commit; the device is a CPU with two cores unless one is
+named. Rows from GPUs are in [gpu.jsonl](../benchmarks/gpu.jsonl).
 """
 ERRORS = ("loss", "grad norm", "update")
 
@@ -135,7 +135,7 @@ def main() -> int:
 def page() -> str:
     parts = [HEAD]
     for title, tables in PARTS.items():
-        lines = [f"## {title}\n", "| Table | Device, date | Worst row |", "|---|---|---|"]
+        lines = [f"## {title}\n", "| Table | When, where | Worst row |", "|---|---|---|"]
         lines += [line(table) for table in tables]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
@@ -148,8 +148,9 @@ def line(table: Table) -> str:
     shown = [key for key in row if not table.show or key in table.show]
     first, *others = shown
     cells = "; ".join([cell(row[first]), *(f"{key} {cell(row[key])}" for key in others)])
+    device = "" if where["device"].startswith("CPU") else f", {where['device']}"
     name = f"[{plain(content['name'])}](../benchmarks/results/{table.file}.json)"
-    return f"| {name} | {where['device']}, {where['date']} | {plain(cells)} |"
+    return f"| {name} | {where['date']}{device} | {plain(cells)} |"
 
 
 def worst(table: Table, rows: list[Row]) -> Row:
