@@ -42,8 +42,8 @@ HEAD = """# Results
 
 For readers who want to know how far a promise was measured: the worst row of each recorded table. A link leads to all
 rows. A command records them again with `--json benchmarks/results/NAME.json`, and `python scripts/results.py` then
-renews this page. A date is the day of the measurement or of its commit; the device is a CPU with two cores unless one is
-named. Rows from GPUs are in [gpu.jsonl](../benchmarks/gpu.jsonl).
+renews this page. A date is the day of the measurement or of its commit; the device is a CPU with two cores unless one
+is named. Rows from GPUs are in [gpu.jsonl](../benchmarks/gpu.jsonl).
 """
 ERRORS = ("loss", "grad norm", "update")
 
