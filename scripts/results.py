@@ -43,7 +43,8 @@ HEAD = """# Results
 For readers who want to know how far a promise was measured: the worst row of each recorded table. A link leads to all
 rows. A command records them again with `--json benchmarks/results/NAME.json`, and `python scripts/results.py` then
 renews this page. A date is the day of the measurement or of its commit; the device is a CPU with two cores unless one
-is named. Rows from GPUs are in [gpu.jsonl](../benchmarks/gpu.jsonl).
+is named. Errors are relative to float64, and ranked by that of the gradient norm. Rows from GPUs are in
+[gpu.jsonl](../benchmarks/gpu.jsonl).
 """
 ERRORS = ("loss", "grad norm", "update")
 
@@ -80,7 +81,11 @@ PARTS: dict[str, tuple[Table, ...]] = {
         ),
         Table("loss", "x bare", only=("clip_train",), show=("N", "method", "x bare", "peak MiB")),
         Table(
-            "timeline", "idle %", only=("present",), show=("model", "blocks", "step ms", "idle %")
+            "timeline",
+            "idle %",
+            only=("present",),
+            without=("present, with", "present, read"),
+            show=("model", "blocks", "step ms", "idle %"),
         ),
         Table("census", "Triton kernels", show=("part", "pass", "Triton kernels")),
         Table("engines", "CPU s, 1 of 4 kept", show=("engine", "x ZeRO 1, 1 kept")),
@@ -147,10 +152,11 @@ def line(table: Table) -> str:
     row = worst(table, content["rows"])
     shown = [key for key in row if not table.show or key in table.show]
     first, *others = shown
-    cells = "; ".join([cell(row[first]), *(f"{key} {cell(row[key])}" for key in others)])
+    name = f"{first} " if isinstance(row[first], int | float) else ""
+    cells = "; ".join([name + cell(row[first]), *(f"{key} {cell(row[key])}" for key in others)])
     device = "" if where["device"].startswith("CPU") else f", {where['device']}"
-    name = f"[{plain(content['name'])}](../benchmarks/results/{table.file}.json)"
-    return f"| {name} | {where['date']}{device} | {plain(cells)} |"
+    link = f"[{plain(content['name'])}](../benchmarks/results/{table.file}.json)"
+    return f"| {link} | {where['date']}{device} | {plain(cells)} |"
 
 
 def worst(table: Table, rows: list[Row]) -> Row:
