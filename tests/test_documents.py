@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tomllib
 
+import clip_train
 from clip_train.recipe.recipe import known_keys, parse_value
 from launcher.cli.main import main, parse
 from launcher.cli.options import VERBS
@@ -89,6 +90,13 @@ def test_the_first_patch_of_contributing_passes(monkeypatch):
     assert len(names) == 2
     for name in names:
         found[name]()
+
+
+def test_the_page_of_promises_has_the_packages_names():
+    page = (ROOT / "docs" / "api.md").read_text()
+    table = page.partition("## Names of `clip_train`")[2].partition(":::")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(clip_train.__all__)
 
 
 def test_the_page_of_results_is_current():
