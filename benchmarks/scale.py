@@ -32,7 +32,7 @@ import torch
 from common import finish, parser
 
 from clip_train.checkpoint import commit, manifest
-from clip_train.checkpoint.commit import SaveRequest, read_found
+from clip_train.checkpoint.commit import SaveRequest, read_checkpoint
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.reader import FragmentReader
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex
@@ -178,13 +178,13 @@ def saves(params: list, world_size: int, storage: Counting) -> list[dict]:
         "save, rank 0",
         world_size,
         storage,
-        lambda: commit.commit(storage, first, commit.NO_LEASE, timeout_seconds=600.0),
+        lambda: commit.commit_checkpoint(storage, first, commit.NO_LEASE, timeout_seconds=600.0),
     )
     return [whole, own]
 
 
 def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
-    look = partial(read_found, storage, CommitRef(EPOCH, STEP))
+    look = partial(read_checkpoint, storage, CommitRef(EPOCH, STEP))
     first, found = measured("resume, rank 0", world_size, storage, look)
     sent = len(pickle.dumps(found))
     half = max(1, world_size // 2)
@@ -199,7 +199,7 @@ def resumes(params: list, world_size: int, storage: Counting) -> list[dict]:
         return {
             piece.file
             for w in wanted
-            for piece in reader._pieces(w.name, w.slot, w.start, w.start + w.numel)
+            for piece in reader._extents(w.name, w.slot, w.start, w.start + w.numel)
         }
 
     other, opened = measured("resume, a rank", world_size, storage, open_own)

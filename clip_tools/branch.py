@@ -3,7 +3,7 @@
 import argparse
 import posixpath
 
-from clip_train.checkpoint.restore import list_places, open_read_only, places_at
+from clip_train.checkpoint.restore import commit_urls, open_read_only, stores_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
 from clip_train.recipe.recipe import RunConfig, apply_overrides, check_config, with_samples
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     cooldown = args.cooldown or max(1, found.step // 5)
     config = branched(source, found.step, cooldown, found.path, args.overrides)
     folder, remote = config.run_dir, config.checkpoint.remote
-    if remote is not None and list_places(places_at(remote)):
+    if remote is not None and commit_urls(stores_at(remote)):
         raise UserError(
             f"checkpoint.remote ({remote}) holds checkpoints already; choose another run.name"
         )

@@ -109,7 +109,7 @@ def to_evaluate(
         config, found = run_at(args)
         source: FragmentSource = found.reader
         if ema or config.model.lora is not None:
-            like, read = found.reader.whole(ema)
+            like, read = found.reader.open_weights(ema)
             state = {name: read(name) for name in like}
             source = WholeState(on_base(found, state, config))
         return (

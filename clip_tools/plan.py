@@ -156,12 +156,12 @@ def dry_run(args: argparse.Namespace) -> int:
     show(make_plan(resolved))
     config = resolved.recipe
     folder, remote = config.run_dir / "checkpoints", config.checkpoint.remote
-    places = restore.Places(
+    stores = restore.Stores(
         LocalStorage(folder) if folder.is_dir() else None,
         open_storage(remote) if remote is not None else None,
     )
     # without a cache, the checkpoint is read but not fetched
-    resumed = restore.select(config.checkpoint.resume, places, cache=None, log=log)
+    resumed = restore.select(config.checkpoint.resume, stores, cache=None, log=log)
     if resumed is not None:
         _, teacher = load_teachers(resolved.config, torch.device("cpu"))
         digests = {"teacher": teacher, "init_from": digest_of_base(config)}

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from clip_train.checkpoint.config import preflight
-from clip_train.checkpoint.restore import Places, list_places, open_read_only
+from clip_train.checkpoint.restore import Stores, commit_urls, open_read_only
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import count_parameters
@@ -137,12 +137,12 @@ def continues(config: RunConfig, network: bool = True) -> bool:
     if mode not in ("auto", "must"):  # another run's
         return True
     folder = config.run_dir / "checkpoints"
-    places = Places(
+    stores = Stores(
         LocalStorage(folder) if folder.is_dir() else None,
         open_storage(remote, patience_seconds=5.0) if remote is not None and network else None,
     )
     try:
-        return bool(list_places(places))
+        return bool(commit_urls(stores))
     except ClipTrainError:  # `check_store` says what is wrong
         return False
 

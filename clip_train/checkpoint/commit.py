@@ -26,16 +26,18 @@ from clip_train.storage.base import Storage
 
 J = TypeVar("J")
 T = TypeVar("T")
-READS = 3  # until it has its sha256: a bit may have flipped on the way
+READS = 3  # of a file whose sha256 does not match: a bit may have flipped on the way
 _PARALLEL_READS = 32  # of rank manifests
-_POLL_SECONDS = (0.05, 2.0)  # between two listings of the rank manifests: at first, at most
+# between two listings of the rank manifests
+_FIRST_POLL_SECONDS = 0.05
+_LONGEST_POLL_SECONDS = 2.0
 
 
 class DamagedError(CheckpointError):
-    """A committed checkpoint is not whole, and why."""
+    """A committed checkpoint is damaged: the message says which file, and how."""
 
 
-class RefusedError(CheckpointError):
+class SaveFailedError(CheckpointError):
     """This save has failed for good."""
 
 
@@ -43,11 +45,12 @@ class FencedError(CheckpointError):
     """Another process has taken over this run's checkpoints."""
 
 
-class SupersededError(RefusedError):
+class SupersededError(SaveFailedError):
     """This save was never uploaded: a newer one took its place."""
 
 
-def explain(e: BaseException) -> str:
+def error_text(e: BaseException) -> str:
+    """An error for a message to the user; with its type if it is not this program's own."""
     return str(e) if isinstance(e, ClipTrainError) else f"{type(e).__name__}: {e}"
 
 
@@ -77,46 +80,50 @@ def acquire(storage: Storage, others: Sequence[Storage] = ()) -> Lease:
     The lease is also written to `others`, for processes that cannot reach `storage`.
     CheckpointError if the store is not writable.
     """
-    taken = [-1]
+    taken_epochs = [-1]
     with writable(storage):
-        for each in (storage, *others):
-            taken += [*epochs(each), *(ref.epoch for ref in list_commits(each))]
+        for store in (storage, *others):
+            taken_epochs += epochs(store)
+            taken_epochs += [ref.epoch for ref in list_commits(store)]
         body = {
             "token": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        for epoch in itertools.count(max(taken) + 1):
-            name, data = manifest.lease_name(epoch), manifest.add_checksum({**body, "epoch": epoch})
+        for epoch in itertools.count(max(taken_epochs) + 1):
+            name = manifest.lease_name(epoch)
+            data = manifest.add_checksum({**body, "epoch": epoch})
             if storage.put_bytes(name, data, if_absent=True):
                 break
-    for each in others:
+    for store in others:
         with contextlib.suppress(OSError):
-            each.put_bytes(name, data)
+            store.put_bytes(name, data)
     return Lease(epoch, str(body["token"]))
 
 
-def check(storage: Storage, held: Lease) -> None:
+def check_lease(storage: Storage, lease: Lease) -> None:
     """FencedError if another process has taken a higher epoch; OSError.
 
     On a server that ignores If-None-Match, another process may have taken the same epoch; the token
     distinguishes them.
     """
-    epoch = max([held.epoch, *epochs(storage)])
-    who, token = "another process", held.token
+    epoch = max([lease.epoch, *epochs(storage)])  # the highest
+    holder = "another process"
+    token = lease.token
     try:
-        holder = read_small(storage, manifest.lease_name(epoch), manifest.parse_checked)
-        token = holder["token"]
-        who = f"process {holder['pid']} on {holder.get('host')} since {holder.get('since')}"
+        content = read_small(storage, manifest.lease_name(epoch), manifest.parse_checked)
+        token = content["token"]
+        holder = f"process {content['pid']} on {content.get('host')} since {content.get('since')}"
     except (DamagedError, KeyError):
         pass
     except FormatError:
-        who, token = "another process, of a newer clip-train,", ""
-    if epoch > held.epoch or token != held.token:
+        holder = "another process, of a newer clip-train,"
+        token = ""
+    if epoch > lease.epoch or token != lease.token:
         raise FencedError(
-            f"{who} writes to {storage.url} now (its epoch is {epoch}, this process's is "
-            f"{held.epoch}), so this process may not commit there any more: stop one of the two, "
+            f"{holder} writes to {storage.url} now (its epoch is {epoch}, this process's is "
+            f"{lease.epoch}), so this process may not commit there any more: stop one of the two, "
             "or give them different run.name and checkpoint.remote"
         )
 
@@ -134,12 +141,12 @@ class SaveRequest:
     rank: int
     world_size: int
     size: int  # bytes at the start of the shared memory: the safetensors file
-    fragments: dict[str, Any]  # what the file holds and where: `snapshot.Plan.fragments`
-    state: Any = None  # rank 0: the trainer's, encoded
+    fragments: dict[str, Any]  # the content of the file: `storage.tensors.FilePlan.fragments`
+    state: Any = None  # rank 0: the trainer's state, encoded
     created: str = ""  # ISO 8601, UTC
     scores: dict[CommitRef, float] | None = None  # rank 0: the evaluations of `keep_best`
-    since: float = field(default_factory=time.monotonic)  # seconds
-    entry: FileEntry | None = None  # once it is written, as is
+    since: float = field(default_factory=time.monotonic)  # seconds: when the snapshot was taken
+    entry: FileEntry | None = None  # the file, once it is on the local disk
 
 
 def put_rank_manifest(
@@ -149,7 +156,7 @@ def put_rank_manifest(
     OSError."""
     body: dict[str, Any] = {"rank": request.rank, "step": request.step}
     if error is not None:
-        body |= {"error": explain(error), "superseded": isinstance(error, SupersededError)}
+        body |= {"error": error_text(error), "superseded": isinstance(error, SupersededError)}
     else:
         assert request.entry is not None
         body |= {"file": asdict(request.entry), "fragments": request.fragments}
@@ -157,19 +164,21 @@ def put_rank_manifest(
     store.put_bytes(name, manifest.add_checksum(body))
 
 
-def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: float) -> str:
+def commit_checkpoint(
+    store: Storage, request: SaveRequest, lease: Lease, timeout_seconds: float
+) -> str:
     """On rank 0: wait for all ranks' manifests, then write layout, manifest and marker.
 
-    Returns the URL of the attempt that is committed. timeout_seconds: from the snapshot until
-    waiting ends. FencedError, RefusedError; OSError or CheckpointError for failures that may be
-    temporary.
+    Returns the URL of the committed attempt. timeout_seconds: how long to wait for the manifests,
+    counted from the snapshot. FencedError, SaveFailedError; OSError or CheckpointError for failures
+    that may be temporary.
     """
     prefix = request.prefix
     bodies = _rank_manifests(store, prefix, request.world_size, request.since + timeout_seconds)
     files = [FileEntry(**body["file"]) for body in bodies]
     check_sizes(store, prefix, files)
     layout = manifest.build_layout([body["fragments"] for body in bodies])
-    whole = Manifest(
+    checkpoint = Manifest(
         step=request.step,
         epoch=request.epoch,
         world_size=request.world_size,
@@ -178,54 +187,56 @@ def commit(store: Storage, request: SaveRequest, held: Lease, timeout_seconds: f
         state=request.state,
         created=request.created,
     )
-    data = manifest.add_checksum(asdict(whole))
+    data = manifest.add_checksum(asdict(checkpoint))
     store.put_bytes(f"{prefix}/{manifest.LAYOUT}", layout)
     store.put_bytes(f"{prefix}/{manifest.MANIFEST}", data)
     # Each store is asked for its own lease, so that local commits continue while the remote store
     # is down. A commit that comes too late sorts below the successor's.
-    check(store, held)
+    check_lease(store, lease)
     ref = CommitRef(request.epoch, request.step)
-    marker = Commit(*ref, prefix, manifest.sha256_of(data), held.token)
+    marker = Commit(*ref, prefix, manifest.sha256_of(data), lease.token)
     if not store.put_bytes(ref.name, manifest.add_checksum(asdict(marker)), if_absent=True):
         # a writer of this process may have committed this step and died before reporting it
-        there = read_commit(store, ref)
-        if there.token != held.token:
+        committed = read_commit(store, ref)
+        if committed.token != lease.token:
             raise FencedError(f"{store.url}/{ref.name} has been committed by another process")
-        prefix = there.prefix
+        prefix = committed.prefix
     return f"{store.url}/{prefix}"
 
 
 def _rank_manifests(
     store: Storage, prefix: str, world_size: int, end: float
 ) -> list[dict[str, Any]]:
-    """All rank manifests of an attempt, by rank. end: how long to wait, in `time.monotonic`.
+    """All rank manifests of an attempt, in the order of ranks. end: when waiting ends, in
+    `time.monotonic`.
 
-    RefusedError if one has an error or never comes; OSError.
+    SaveFailedError if a manifest has an error or is never written; OSError.
     """
     bodies: dict[int, dict[str, Any]] = {}
     missing = {manifest.rank_manifest_name(prefix, rank): rank for rank in range(world_size)}
     read = partial(read_small, store, parse=manifest.parse_checked)
-    pause, longest_pause = _POLL_SECONDS
+    pause = _FIRST_POLL_SECONDS
     while True:
+        # read before the listing, so that a manifest that came in time is seen
         late = time.monotonic() > end
         listed = [entry.name for entry in store.list(prefix) if entry.name in missing]
         read_bodies = in_parallel(read, listed, _PARALLEL_READS)
         for name, body in zip(listed, read_bodies, strict=True):
             rank = missing.pop(name)
             if "error" in body:
-                kind = SupersededError if body["superseded"] else RefusedError
+                kind = SupersededError if body["superseded"] else SaveFailedError
                 raise kind(f"rank {rank}: {body['error']}")
             bodies[rank] = body
         if not missing:
             return [bodies[rank] for rank in range(world_size)]
         if late:
             absent = ", ".join(map(str, list(missing.values())[:8]))
-            raise RefusedError(
+            raise SaveFailedError(
                 f"no manifest of ranks {absent} under {store.url}/{prefix}: do all ranks "
                 "share this place?"
             )
         time.sleep(pause)
-        pause = min(1.5 * pause, longest_pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
 
 
 # -- reading
@@ -254,19 +265,19 @@ def writable(storage: Storage) -> Iterator[None]:
         yield
     except OSError as e:
         remedy = "make it writable, or choose another run.dir or checkpoint.remote"
-        why = f"checkpoints cannot be written to {storage.url}: {explain(e)}; {remedy}"
-        raise CheckpointError(why) from e
+        message = f"checkpoints cannot be written to {storage.url}: {error_text(e)}; {remedy}"
+        raise CheckpointError(message) from e
 
 
 @dataclass(frozen=True)
-class Found:
-    """A committed checkpoint: its small files, each verified when it was read."""
+class CommittedCheckpoint:
+    """The small files of a committed checkpoint, each verified when it was read."""
 
     ref: CommitRef
     commit: Commit
     manifest: Manifest
     layout: bytes  # LAYOUT
-    url: str = ""  # of the store they were read from
+    url: str = ""  # of the store that they were read from
 
 
 def list_commits(storage: Storage) -> list[CommitRef]:
@@ -282,20 +293,20 @@ def read_small(
     start: int = 0,
     end: int | None = None,
 ) -> T:
-    """Read a small file, or bytes [start, end) of another one, and return `parse` of it. After a
-    ValueError, which a bit flipped in transit can cause, the file is read again.
+    """Read a small file, or the bytes [start, end) of a file, and return `parse` of them.
 
+    If `parse` raises a ValueError, which a bit flipped in transit can cause, they are read again.
     DamagedError, FormatError, OSError.
     """
-    why = ""
+    problem = ""
     for _ in range(READS):
         try:
             return parse(storage.read_bytes(name, start, end))
         except FileNotFoundError:
             raise DamagedError(f"{storage.url}/{name} is missing") from None
-        except (ValueError, RecursionError) as e:  # brackets nested thousands deep
-            why = str(e)
-    raise DamagedError(f"{storage.url}/{name} is not readable: {why}")
+        except (ValueError, RecursionError) as e:  # recursion: brackets nested thousands deep
+            problem = str(e)
+    raise DamagedError(f"{storage.url}/{name} is not readable: {problem}")
 
 
 def read_commit(storage: Storage, ref: CommitRef) -> Commit:
@@ -314,7 +325,7 @@ def prefix_of(storage: Storage, ref: CommitRef) -> str | None:
         return None
 
 
-def read_found(storage: Storage, ref: CommitRef) -> Found:
+def read_checkpoint(storage: Storage, ref: CommitRef) -> CommittedCheckpoint:
     """Read the marker, the manifest and the layout, check their sha256, and check the size of every
     file.
 
@@ -326,15 +337,15 @@ def read_found(storage: Storage, ref: CommitRef) -> Found:
     check = partial(manifest.verified, sha256=marker.manifest_sha256)
     data = read_small(storage, name, check)
     try:
-        whole = Manifest(**manifest.check_format(json.loads(data)))
-        if len(manifest.blocks_of(whole.files)) != whole.world_size:
-            raise ValueError(f"it has {len(whole.files)} files, not {whole.world_size}")
+        content = Manifest(**manifest.check_format(json.loads(data)))
+        if len(manifest.blocks_of(content.files)) != content.world_size:
+            raise ValueError(f"it has {len(content.files)} files, not {content.world_size}")
     except (ValueError, RecursionError) as e:
         raise DamagedError(f"{storage.url}/{name} is not readable: {e}") from e
-    check = partial(manifest.verified, sha256=whole.layout_sha256)
+    check = partial(manifest.verified, sha256=content.layout_sha256)
     layout = read_small(storage, f"{marker.prefix}/{manifest.LAYOUT}", check)
-    check_sizes(storage, marker.prefix, whole.files)
-    return Found(ref, marker, whole, layout, storage.url)
+    check_sizes(storage, marker.prefix, content.files)
+    return CommittedCheckpoint(ref, marker, content, layout, storage.url)
 
 
 def check_sizes(storage: Storage, prefix: str, files: Sequence[FileEntry]) -> None:

@@ -89,26 +89,37 @@ class CheckpointConfig(Settings):
 
 
 def locate(path: str) -> tuple[str, CommitRef | None]:
-    """(the checkpoints' root, which one in it if `path` names one). UserError where there are none;
-    CheckpointError.
+    """The root of the checkpoints at `path`, and the checkpoint if `path` names one (else None).
+
+    UserError if there are no checkpoints; CheckpointError.
     """
-    remote, place = is_remote(path), path.rstrip("/")
+    remote = is_remote(path)
+    place = path.rstrip("/")
     if not remote:
-        here = local_path(path).resolve()
-        if not here.exists():
+        absolute = local_path(path).resolve()
+        if not absolute.exists():
             raise UserError(
                 f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that "
                 "exists"
             )
-        place = here.as_posix()
-    one = re.fullmatch(r"(.+)/(commit/[^/]+|ckpt/[^/]+/[^/]+)", place)
-    ref = (CommitRef.parse(one[2]) or parse_prefix(one[2])) if one else None
-    for each in [one[1]] if one and ref else [place, f"{place}/checkpoints"]:
+        place = absolute.as_posix()
+    roots = [place, f"{place}/checkpoints"]
+    ref = None
+    match = re.fullmatch(r"(.+)/(commit/[^/]+|ckpt/[^/]+/[^/]+)", place)
+    if match is not None:
+        ref = CommitRef.parse(match[2]) or parse_prefix(match[2])
+        if ref is not None:
+            roots = [match[1]]
+    for root in roots:
         try:
-            if list_commits(open_storage(each)) if remote else Path(each, "commit").is_dir():
-                return each, ref
+            if remote:
+                has_commits = bool(list_commits(open_storage(root)))
+            else:
+                has_commits = Path(root, "commit").is_dir()
         except OSError as e:
             raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
+        if has_commits:
+            return root, ref
     raise UserError(
         f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its "
         "checkpoint.remote, its checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* "
@@ -118,9 +129,8 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
 
 # -- requirements of the store, tested before the model is built
 
+# errors of a local disk that another attempt does not change
 _LASTING = (errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.ENAMETOOLONG)
-
-
 _IGNORES_CONDITIONS = (  # the remedy follows the semicolon
     "ignores If-None-Match (conditional writes), so two runs that start at the same moment may "
     "both take it for theirs. Checkpoints are still complete or do not exist, and a run that was "
@@ -136,20 +146,22 @@ def preflight(storage: Storage) -> list[str]:
     UserError (a permission, a bucket, a clock) or CheckpointError (possibly temporary): the first
     operation that fails, and why.
     """
-    folder, content = f"preflight/{uuid.uuid4().hex}", uuid.uuid4().hex.encode()
+    folder = f"preflight/{uuid.uuid4().hex}"
+    content = uuid.uuid4().hex.encode()
     file, once = f"{folder}/file", f"{folder}/once"
     warnings = []
-    doing, right = "be listed", "s3:ListBucket"  # for the error, and the right it needs on S3
+    # for the message: what the store cannot do, and the permission that it needs on S3
+    doing, permission = "be listed", "s3:ListBucket"
     try:
         storage.list("commit")
-        doing, right = "be written to", "s3:PutObject"
+        doing, permission = "be written to", "s3:PutObject"
         storage.put_bytes(file, content)
-        doing, right = "be read", "s3:GetObject"
+        doing, permission = "be read", "s3:GetObject"
         if storage.read_bytes(file) != content:
             raise CheckpointError("returns other bytes than were written")
         if file not in [entry.name for entry in storage.list(folder)]:
             raise CheckpointError("does not list a file that it has stored")
-        doing, right = "be written to conditionally (If-None-Match)", "s3:PutObject"
+        doing, permission = "be written to conditionally (If-None-Match)", "s3:PutObject"
         # two writers, only one of which may win: leases and commits depend on this
         if not storage.put_bytes(once, b"first", if_absent=True):
             raise CheckpointError(
@@ -157,23 +169,25 @@ def preflight(storage: Storage) -> list[str]:
             )
         if storage.put_bytes(once, b"second", if_absent=True):
             warnings.append(f"checkpoint.remote ({storage.url}) {_IGNORES_CONDITIONS}")
-        doing, right = "delete files (needed for retention)", "s3:DeleteObject"
+        doing, permission = "delete files (needed for retention)", "s3:DeleteObject"
         for name in (file, once):
             storage.delete(name)
             if storage.exists(name):
                 raise CheckpointError(f"still has {name}, which was deleted")
     except (OSError, ClipTrainError) as e:
-        raise _failed(storage.url, doing, right, e) from e
+        raise _preflight_error(storage.url, doing, permission, e) from e
     finally:
         with contextlib.suppress(OSError, ClipTrainError):
             if doing != "be listed":
                 storage.delete_tree(folder)
-            if isinstance(storage, LocalStorage):  # unless another one is at it
+            if isinstance(storage, LocalStorage):  # fails if another process tests the store now
                 storage.path(folder).parent.rmdir()
     return warnings
 
 
-def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> ClipTrainError:
+def _preflight_error(
+    url: str, doing: str, permission: str, e: OSError | ClipTrainError
+) -> ClipTrainError:
     """The error and its remedy. A server that is only busy is not the user's mistake."""
     kind: type[ClipTrainError] = UserError
     result = f"cannot {doing}: {e}"
@@ -189,7 +203,8 @@ def _failed(url: str, doing: str, right: str, e: OSError | ClipTrainError) -> Cl
             kind = CheckpointError
             remedy = "try again, and if it stays so check the network, the URL and AWS_ENDPOINT_URL"
         elif head:
-            result, remedy = head, f"{advice} ({right})" if "the right" in advice else advice
+            result = head
+            remedy = f"{advice} ({permission})" if "the right" in advice else advice
         else:
             remedy = "correct its permissions, or choose another place"
     return kind(f"checkpoint.remote ({url}) {result}; {remedy}")

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from clip_train import dist
 from clip_train.checkpoint import manifest
-from clip_train.checkpoint.commit import SaveRequest, acquire, explain, put_rank_manifest
+from clip_train.checkpoint.commit import SaveRequest, acquire, error_text, put_rank_manifest
 from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.process import WriterProcess
-from clip_train.checkpoint.restore import (
-    Log,
-    Places,
-    Resumed,
-    is_shared,
-    select,
-)
+from clip_train.checkpoint.restore import Log, Resumed, Stores, is_shared, select
 from clip_train.checkpoint.retention import Policy, check_space
-from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
+from clip_train.checkpoint.snapshot import FilePlan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
 from clip_train.storage.base import Storage
@@ -59,12 +53,16 @@ class CheckpointManager:
     """Save and resume one run's checkpoints. All ranks make the same calls in the same order,
     including the constructor.
 
-    `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
+    Call `resume`, then `begin` (before the first `save`), `poll` at every step, `close` at the end.
 
-    folder: `<run.dir>/checkpoints`. log, warn: called on rank 0 with messages for the user; warn
-    gets failures. clock: in seconds. Decides when a save is due, or has waited too long. last_good:
-    the newest checkpoint that this process has committed, on the disk or in the store, or resumed
-    from.
+    Args:
+        folder: `<run.dir>/checkpoints`.
+        log, warn: called on rank 0 with messages for the user; `warn` gets failures.
+        clock: seconds. It decides when a save is due, or has been deferred for too long.
+
+    Attributes:
+        last_good: the newest checkpoint that this process has committed, on the disk or in the
+            store, or resumed from.
     """
 
     def __init__(
@@ -87,23 +85,25 @@ class CheckpointManager:
         self._warn_here = warn or log  # on any rank
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
-        self._clock, self._since = clock, clock()  # of the last save, or since one was overdue
-        self._since_step, self._next_look = -1, 0  # of the last save; of the next look at the clock
-        self._deferred: int | None = None  # the step whose save could not be taken yet
-        self._protect: set[CommitRef] = set()  # this run's, that was resumed from: it stays
+        self._clock = clock
+        self._last_save_time = clock()  # or when a save was last reported as overdue
+        self._last_save_step = -1
+        self._next_clock_step = 0  # the step at which the clock is read next
+        self._deferred: int | None = None  # the step whose save is due and has not begun
+        self._protect: set[CommitRef] = set()  # this run's checkpoint that was resumed from
         self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
         self._step = -1  # of the last snapshot, or resumed from
-        self._snapshots = 0  # an attempt's folder is never written with other bytes
+        self._snapshots = 0  # how many were taken: each attempt has a folder of its own
         self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
-        self._writing: SaveRequest | None = None  # it still needs the memory
-        self._saved: int | None = None  # rank 0: the step last committed in the main store
+        self._writing: SaveRequest | None = None  # the save that still needs the memory
+        self._committed_step: int | None = None  # rank 0: the last one in the main store
         self._failures = 0  # rank 0: failed saves in a row
         self._fatal: str | None = None  # why the run must stop
-        self._scores: dict[CommitRef, float] = {}  # rank 0: of `keep_best`
+        self._scores: dict[CommitRef, float] = {}  # rank 0: the evaluations of `keep_best`
         self._numbers: dict[str, float] = {}  # for the next step's record
-        self._end: float | None = None  # `time.monotonic` at which the last waiting save gave up
+        self._deadline: float | None = None  # of the last save that waits, in `time.monotonic`
 
     # -- begin
 
@@ -122,8 +122,8 @@ class CheckpointManager:
         CheckpointError if a checkpoint is required and none is complete, or if one cannot be read.
         UserError for a path without checkpoints.
         """
-        places = Places(self.storage if self._shared else None, self.remote)
-        resumed = select(self.config.resume, places, self.storage, self._log)
+        stores = Stores(self.storage if self._shared else None, self.remote)
+        resumed = select(self.config.resume, stores, self.storage, self._log)
         if resumed is not None:
             self.last_good = LastGood(resumed.step, resumed.path)
             best = resumed.state.get("keep_best", {})
@@ -133,7 +133,8 @@ class CheckpointManager:
         if resumed is not None and resumed.from_this_run:
             self._protect = {resumed.ref}
             if self.remote is None or resumed.in_remote:
-                self._saved = self._step = resumed.step
+                self._step = resumed.step
+                self._committed_step = resumed.step
         return resumed
 
     def begin(self) -> None:
@@ -143,11 +144,13 @@ class CheckpointManager:
         """
         if self._policy is not None:
             return
-        main = self.remote or self.storage
-        others = [self.storage] if self.remote is not None else []
-        held = dist.on_main(partial(acquire, main, others))
+        if self.remote is None:
+            take_lease = partial(acquire, self.storage)
+        else:
+            take_lease = partial(acquire, self.remote, [self.storage])
+        lease = dist.on_main(take_lease)
         self._memory = SharedMemory()
-        self._policy = Policy(self.config, held, str(self.folder), self._shared, self._protect)
+        self._policy = Policy(self.config, lease, str(self.folder), self._shared, self._protect)
         self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
 
     def prepare(
@@ -169,19 +172,19 @@ class CheckpointManager:
     def due(self, step: int, *, evaluates: bool = False) -> bool:
         """Whether to save after `step` (counted from 1); collective, once per step.
 
-        evaluates: an evaluation follows. Its steps are saved first, because it may take longer than
-        a preempted job has left.
+        evaluates: an evaluation follows. The step is saved before it, because the evaluation may
+        take longer than a preempted job has left.
 
-        If a disk is still writing the previous snapshot, a save that is due is deferred. That is
-        not a failure until it has lasted for `checkpoint.save_timeout_minutes`.
+        While a disk is still writing the previous snapshot, a due save is deferred. Being deferred
+        for longer than `checkpoint.save_timeout_minutes` is a failure.
         """
         self._poll()
         every, minutes = self.config.every_steps, self.config.every_minutes
-        due = self._deferred is not None or evaluates
-        due |= every is not None and step > 0 and step % every == 0
-        if minutes is not None and step >= self._next_look:
-            due |= self._look_at_the_clock(step, minutes)
-        if not due:
+        is_due = self._deferred is not None or evaluates
+        is_due |= every is not None and step > 0 and step % every == 0
+        if minutes is not None and step >= self._next_clock_step:
+            is_due |= self._is_time_to_save(step, minutes)
+        if not is_due:
             return False
         if not dist.any_rank(self._writing is not None):
             return True
@@ -189,25 +192,28 @@ class CheckpointManager:
             self._deferred = step
             self._log(f"checkpoint of step {step} is deferred: {self._still_writing()}")
         limit = self.config.save_timeout_minutes
-        if dist.is_main() and self._clock() - self._since > 60 * limit:
-            self._since = self._clock()
+        if dist.is_main() and self._clock() - self._last_save_time > 60 * limit:
+            self._last_save_time = self._clock()
             self._fail(self._deferred, f"for {limit:g} minutes {self._still_writing()}")
         return False
 
     def _still_writing(self) -> str:
         return f"step {self._step} is still being written to {self.folder}"
 
-    def _look_at_the_clock(self, step: int, minutes: float) -> bool:
-        """Whether a timed save is due. Each look is a message to all ranks, so the next one comes
-        after half of the steps that are expected until the save."""
-        if self._since_step < 0:
-            self._since_step = step - 1
-        passed = self._clock() - self._since
+    def _is_time_to_save(self, step: int, minutes: float) -> bool:
+        """Whether a timed save is due, by rank 0's clock. Collective.
+
+        Reading the clock costs a broadcast. So it is read next after half of the steps that are
+        expected until the save.
+        """
+        if self._last_save_step < 0:
+            self._last_save_step = step - 1
+        passed = self._clock() - self._last_save_time
         left = 60 * minutes - passed
-        steps_left = min(left * (step - self._since_step) / max(passed, 1e-9), 2e6)
-        look = (left <= 0, step + max(1, int(steps_left / 2)))
-        due, self._next_look = dist.broadcast_object(look)
-        return due
+        steps_left = min(left * (step - self._last_save_step) / max(passed, 1e-9), 2e6)
+        next_clock_step = step + max(1, int(steps_left / 2))
+        is_due, self._next_clock_step = dist.broadcast_object((left <= 0, next_clock_step))
+        return is_due
 
     def save(
         self,
@@ -222,10 +228,11 @@ class CheckpointManager:
         """Save the run after `step`: all ranks' fragments and tensors, and rank 0's `state`.
 
         shared_tensors: the same on all ranks; rank 0's are written. wait: return when the
-        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`. Waits for a
-        previous snapshot that is still being written; `due` does not let a save begin before. A
-        step that is committed already is not saved again; with `wait`, neither is one whose save is
-        under way.
+        checkpoint is committed, or has failed, or after `checkpoint.grace_seconds`.
+
+        If a previous snapshot is still being written, `save` waits for it. (`due` defers the save
+        instead.) A step that is committed already is not saved again. With `wait`, a step whose
+        save is under way is not saved again either.
 
         CheckpointError after `max_failed_saves` failures in a row, or when another process has
         taken over.
@@ -233,9 +240,9 @@ class CheckpointManager:
         self.begin()
         self._poll()
         end = time.monotonic() + self.config.grace_seconds
-        self._end = end if wait else None
+        self._deadline = end if wait else None
         if self._step == step:
-            known = (self._saved == step, step in self._pending)
+            known = (self._committed_step == step, step in self._pending)
             is_saved, under_way = dist.broadcast_object(known)
             # a stop request during an evaluation: its save has begun before
             if is_saved or (wait and under_way and self._finish(step, end)):
@@ -245,16 +252,19 @@ class CheckpointManager:
         if not self._wait_together(lambda: self._writing is not None, end):
             self._abandon(step, f"; {self._still_writing()}")
             return Saved.FAILED
-        self._since, self._deferred = self._clock(), None
-        self._since_step, self._next_look = step, 0
-        self._step, self._snapshots = step, self._snapshots + 1
-        plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
+        self._deferred = None
+        self._last_save_time = self._clock()
+        self._last_save_step = step
+        self._next_clock_step = 0
+        self._step = step
+        self._snapshots += 1
+        make_plan = partial(plan_file, dist.rank(), fragments, rank_tensors, shared_tensors)
         try:
-            self._writing = dist.agreed(self._snapshot, step, plan, state)
+            self._writing = dist.agreed(self._snapshot, step, make_plan, state)
         except Exception as e:  # anything may go wrong
             if not dist.is_agreed(e):
                 raise
-            self._fail(step, explain(e))
+            self._fail(step, error_text(e))
             self._share()
             if self._fatal is not None:
                 raise CheckpointError(self._fatal) from None
@@ -267,9 +277,9 @@ class CheckpointManager:
         return Saved.COMMITTED if self._finish(step, end) else Saved.FAILED
 
     def _snapshot(
-        self, step: int, make_plan: Callable[[], Plan], state: dict[str, Any]
+        self, step: int, make_plan: Callable[[], FilePlan], state: dict[str, Any]
     ) -> SaveRequest:
-        """Copy this rank's state to the memory. Every failure is an error."""
+        """Copy this rank's state to the shared memory. CheckpointError, or any other error."""
         assert self._memory is not None and self._policy is not None
         if dist.is_main() and self._fatal is not None:
             raise CheckpointError(self._fatal)
@@ -279,8 +289,8 @@ class CheckpointManager:
             values = {ref.name: value for ref, value in self._scores.items()}
             state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
         plan = make_plan()
-        writers = dist.world_size() if self._shared else 1  # ranks' files are about equal
-        check_space(self.folder, writers * plan.num_bytes)
+        num_files = dist.world_size() if self._shared else 1  # on this disk, of about equal size
+        check_space(self.folder, num_files * plan.num_bytes)
         self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
         self._memory.fill(plan)
         epoch = self._policy.lease.epoch
@@ -332,19 +342,22 @@ class CheckpointManager:
         if self._writer is None:
             return
         for message in self._writer.receive(timeout):
-            self._hear(message)
+            self._handle(message)
         how = self._writer.ended
         if how is None:
             return
         self._writer.close()
         self._writer = None
         self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
-        for request in self._pending.values() if dist.rank() > 0 else ():
-            # rank 0's checkpoint writer waits for this rank's manifest
-            local = self.storage if self._shared and request is self._writing else None
-            for store in (self.remote, local):
-                with contextlib.suppress(OSError):
-                    if store is not None:
+        if dist.rank() > 0:  # rank 0's checkpoint writer waits for this rank's manifests
+            for request in self._pending.values():
+                stores: list[Storage] = []
+                if self.remote is not None:
+                    stores.append(self.remote)
+                if self._shared and request is self._writing:
+                    stores.append(self.storage)
+                for store in stores:
+                    with contextlib.suppress(OSError):
                         put_rank_manifest(store, request, CheckpointError(how))
         newest = max(self._pending, default=None)
         self._pending.clear()
@@ -352,10 +365,11 @@ class CheckpointManager:
         if newest is not None:
             self._fail(newest, how)
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
+        """Act on a message from the checkpoint writer."""
         step, text, seconds = message.step, message.text, message.seconds
         if message.event not in (Event.NOTE, Event.WARNING, Event.WRITTEN, Event.LOCAL):
-            # how an attempt has ended: the one that is pending, or one before it
+            # an attempt has ended; ignore it if another one of this step is pending
             if step not in self._pending or self._pending[step].prefix != message.prefix:
                 return
             del self._pending[step]
@@ -375,7 +389,8 @@ class CheckpointManager:
             case Event.SUPERSEDED:
                 self._warn(f"checkpoint of step {step} is not uploaded: {text}")
             case Event.COMMITTED if dist.is_main():  # elsewhere: this rank's part is there
-                self._failures, self._saved = 0, step
+                self._failures = 0
+                self._committed_step = step
                 self._note_good(step, text)
                 self._numbers |= {
                     "checkpoint_step": step,
@@ -408,29 +423,30 @@ class CheckpointManager:
     # -- end
 
     def _wait_together(self, waiting: Callable[[], bool], end: float) -> bool:
-        """Wait until no rank is `waiting`; False if `end` comes first, by rank 0's clock.
-        Collective.
+        """Wait until `waiting()` is false on all ranks. Returns False if `end` comes first, by rank
+        0's clock. Collective.
 
         No rank is in a collective for longer than a second.
         """
         while True:
             left = max(end - time.monotonic(), 0.0)
             self._poll(min(1.0, left) if waiting() else 0.0)
-            over = dist.is_main() and time.monotonic() >= end
-            still, expired = dist.max_scalars(waiting(), over)
-            if not still or expired:
-                return not still
+            is_late = dist.is_main() and time.monotonic() >= end
+            any_waiting, expired = dist.max_scalars(waiting(), is_late)
+            if not any_waiting or expired:
+                return not any_waiting
 
     def _finish(self, step: int, end: float) -> bool:
         """Wait until rank 0 knows that `step` is committed or has failed, or until `end`.
         Collective.
         """
         if step in self._pending and self.remote is not None:
-            left, where = max(end - time.monotonic(), 0.0), self.remote.url
-            self._log(f"waiting up to {left:.0f} s for step {step} to be committed at {where}")
+            left = max(end - time.monotonic(), 0.0)
+            url = self.remote.url
+            self._log(f"waiting up to {left:.0f} s for step {step} to be committed at {url}")
         in_time = self._wait_together(lambda: dist.is_main() and step in self._pending, end)
         self._share()
-        if self._saved == step:
+        if self._committed_step == step:
             self._pending.clear()  # older ones have been superseded
             return True
         if self._fatal is not None:
@@ -441,8 +457,8 @@ class CheckpointManager:
 
     def _share(self) -> None:
         """Collective: share rank 0's knowledge of commits and failures with all ranks."""
-        known = (self._saved, self.last_good, self._fatal)
-        self._saved, self.last_good, self._fatal = dist.broadcast_object(known)
+        known = (self._committed_step, self.last_good, self._fatal)
+        self._committed_step, self.last_good, self._fatal = dist.broadcast_object(known)
 
     def _abandon(self, step: int, why: str = "") -> None:
         self._pending.clear()
@@ -467,7 +483,7 @@ class CheckpointManager:
         result of an unfinished save.
         """
         if self._writer is not None:
-            end = self._end or time.monotonic() + self.config.grace_seconds
+            end = self._deadline or time.monotonic() + self.config.grace_seconds
             step = max(self._pending, default=None)
             if step is not None:
                 left = end - time.monotonic()
@@ -476,11 +492,13 @@ class CheckpointManager:
             while self._writer.ended is None and time.monotonic() < end:
                 left = max(end - time.monotonic(), 0.0)
                 for message in self._writer.receive(min(1.0, left)):
-                    self._hear(message)
+                    self._handle(message)
             if self._pending:
                 text = f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}"
                 self._warn(text)
             self._writer.close()
         if self._memory is not None:
             self._memory.close()
-        self._writer, self._memory, self._policy = None, None, None
+        self._writer = None
+        self._memory = None
+        self._policy = None

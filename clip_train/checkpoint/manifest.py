@@ -102,7 +102,8 @@ def parse_checked(data: bytes) -> dict[str, Any]:
     digest = body.pop("sha256", None) or body.pop("seal", None)  # the name that format 2 gave it
     if digest is None and body.get("format") == FORMAT_VERSION:
         raise ValueError("it has no sha256")
-    if digest not in (None, sha256_of(_canonical(body))):  # before its format is believed
+    # the format is checked after the sha256, so that a flipped bit does not name another version
+    if digest not in (None, sha256_of(_canonical(body))):
         raise ValueError("its sha256 does not match")
     return check_format(body)
 
@@ -149,7 +150,7 @@ def check_format(body: Any) -> dict[str, Any]:
     return body
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """The unit of verification and fetching."""
 
     file: int  # its place in the manifest
@@ -178,7 +179,7 @@ class Manifest:
     step: Natural
     epoch: Natural
     world_size: Natural
-    files: list[FileEntry]  # one of each rank, in their order
+    files: list[FileEntry]  # one for each rank, in the order of ranks
     layout_sha256: str  # of LAYOUT
     state: dict[str, Any]  # the trainer's: counters, data position, recipe, ...
     created: str = ""  # ISO 8601, UTC
@@ -195,16 +196,16 @@ class Commit:
     token: str = ""  # of the lease under which it was written
 
 
-def blocks_of(files: Sequence[FileEntry]) -> list[list[Block]]:
+def blocks_of(files: Sequence[FileEntry]) -> list[list[FileBlock]]:
     """The blocks of each file. ValueError if a file's number of blocks does not match its size."""
-    blocks: list[list[Block]] = []
+    blocks: list[list[FileBlock]] = []
     for number, entry in enumerate(files):
         starts = range(0, entry.size, BLOCK_BYTES)
         if len(starts) != len(entry.blocks):
             raise ValueError(f"{entry.name} of {entry.size} bytes has {len(entry.blocks)} blocks")
         ends = [min(start + BLOCK_BYTES, entry.size) for start in starts]
         cuts = zip(starts, ends, entry.blocks, strict=True)
-        blocks.append([Block(number, entry.name, *cut) for cut in cuts])
+        blocks.append([FileBlock(number, entry.name, *cut) for cut in cuts])
     return blocks
 
 
@@ -217,7 +218,7 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
     byte offset in the file, or -1 if the fragment lacks this kind.
 
     Args:
-        fragments: for each file, `snapshot.Plan.fragments`.
+        fragments: for each file, `storage.tensors.FilePlan.fragments`.
 
     Raises:
         ValueError: the fragments of two ranks contradict each other.
@@ -239,7 +240,9 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
             }
             rows.append((name_ids[name], start, numel, file, offsets))
     rows.sort(key=lambda row: row[:2])
-    columns = [array("q", column) for column in list(zip(*rows, strict=True))[:4]] if rows else []
+    columns: list[array[int]] = []
+    if rows:
+        columns += [array("q", column) for column in list(zip(*rows, strict=True))[:4]]
     columns += [array("q", (row[4].get(kind, -1) for row in rows)) for kind in kinds.values()]
     head = {
         "params": list(params.items()),
@@ -248,9 +251,6 @@ def build_layout(fragments: Sequence[dict[str, Any]]) -> bytes:
         "tensors": [part["tensors"] for part in fragments],
     }
     encoded = json.dumps(head).encode()
-    return zlib.compress(
-        b"".join(
-            [len(encoded).to_bytes(8, "little"), encoded, *(column.tobytes() for column in columns)]
-        ),
-        1,
-    )
+    parts = [len(encoded).to_bytes(8, "little"), encoded]
+    parts += [column.tobytes() for column in columns]
+    return zlib.compress(b"".join(parts), level=1)

@@ -6,40 +6,40 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 
-from clip_train.checkpoint.commit import SaveRequest, explain
+from clip_train.checkpoint.commit import SaveRequest, error_text
 from clip_train.checkpoint.retention import Policy
 from clip_train.checkpoint.writer import Message
 from clip_train.errors import CheckpointError
 
-_EXIT_SECONDS = 10.0  # for a process whose socket is closed to be gone
+_EXIT_SECONDS = 10.0  # to wait until a process whose socket is closed has ended
 
 
 class WriterProcess:
-    """This rank's checkpoint writer: a child over a socketpair, which has no name to be taken.
+    """This rank's checkpoint writer: a child process, connected by a socketpair.
 
-    memory_fd: the memory of the snapshots.
+    memory_fd: the file descriptor of the snapshots' memory.
     """
 
     def __init__(self, policy: Policy, memory_fd: int) -> None:
         """CheckpointError if no process can be started."""
         try:
-            self._connection, theirs = Pipe()
-            # the same import path as here, wherever it comes from
+            self._connection, child_end = Pipe()
+            # the child imports from the same paths as this process
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 "from clip_train.checkpoint.writer import main; "
-                f"main({theirs.fileno()}, {memory_fd}, {os.getpid()})"
+                f"main({child_end.fileno()}, {memory_fd}, {os.getpid()})"
             )
-            with theirs:
+            with child_end:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
-                    pass_fds=(theirs.fileno(), memory_fd),
+                    pass_fds=(child_end.fileno(), memory_fd),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
         except OSError as e:
-            raise CheckpointError(f"no checkpoint writer can be started: {explain(e)}") from e
-        self.ended: str | None = None  # how, once that is known
+            raise CheckpointError(f"no checkpoint writer can be started: {error_text(e)}") from e
+        self.ended: str | None = None  # how the process has ended, once that is known
         self.send(policy)
 
     def send(self, message: Policy | SaveRequest | None) -> None:
@@ -56,7 +56,7 @@ class WriterProcess:
         except (EOFError, OSError):
             self.ended = "the checkpoint writer has ended"
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # its socket closes before it can be waited for
+                # the socket closes before the exit status is known
                 status = self._process.wait(_EXIT_SECONDS)
                 self.ended += f" (signal {-status})" if status < 0 else f" (exit status {status})"
         return messages

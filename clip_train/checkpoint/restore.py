@@ -1,10 +1,10 @@
-"""Choose the checkpoint to resume from: the newest complete one, here or in the remote store.
+"""Choose the checkpoint to resume from: the newest complete one, local or in the remote store.
 
-Newest first: the marker is read; the manifest and the layout must have their sha256; every file its
-size; every block its sha256 (`reader.py`; the ranks share that work). At the first mismatch all
-ranks step back together to the next older one, and report why. A read error with another cause
-(permission, network, a broken disk) is not damage. It stops the run, which would otherwise silently
-lose work.
+Checkpoints are tried from the newest to the oldest. For each, rank 0 reads the marker and checks
+the sha256 of the manifest and the layout and the size of every file. Then the ranks share the
+verification of every block (`reader.py`). At the first mismatch all ranks continue with the next
+older checkpoint, and report why. A read error with another cause (permission, network, a broken
+disk) is not damage. It stops the run, which would otherwise silently lose work.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import (
+    CommittedCheckpoint,
     DamagedError,
-    Found,
     in_parallel,
     list_commits,
-    read_found,
+    read_checkpoint,
     readable,
     writable,
 )
@@ -49,8 +49,8 @@ Skipped = dict[CommitRef, str]
 """Committed checkpoints that are not whole, newest first, and why."""
 
 
-class Places(NamedTuple):
-    """Where checkpoints may be."""
+class Stores(NamedTuple):
+    """The stores of one run's checkpoints; None: there is no such store."""
 
     local: LocalStorage | None
     remote: Storage | None
@@ -66,28 +66,28 @@ class Resumed:
     rank_tensors: dict[str, Tensor] | None  # this rank's; None if the number of ranks has changed
     world_size: int  # of the run that wrote it
     path: str  # a folder or a URL
-    ref: CommitRef  # its marker
+    ref: CommitRef
     in_remote: bool = False  # it is committed in the remote store
-    from_this_run: bool = True  # it is this run's, not from another place
-    skipped: Skipped = field(default_factory=dict)  # newer ones
-    fetched: int = 0  # bytes that came from the remote store, over all ranks
+    from_this_run: bool = True  # False: `checkpoint.resume` names another run
+    skipped: Skipped = field(default_factory=dict)  # damaged checkpoints that are newer
+    fetched: int = 0  # bytes fetched from the remote store, sum over all ranks
 
     def describe(self) -> str:
         """The step, its source, and the checkpoints that were skipped."""
-        got = "nothing fetched"
+        fetched = "nothing fetched"
         if self.fetched:
-            got = f"{self.fetched / 1e6:,.1f} MB fetched"
-        lines = [f"resuming from step {self.step}", f"  source         {self.path} ({got})"]
-        reasons = describe_skipped(self.skipped) or ["nothing"]
-        return "\n".join([*lines, *(f"  passed over    {each}" for each in reasons)])
+            fetched = f"{self.fetched / 1e6:,.1f} MB fetched"
+        lines = [f"resuming from step {self.step}", f"  source         {self.path} ({fetched})"]
+        for reason in describe_skipped(self.skipped) or ["nothing"]:
+            lines.append(f"  passed over    {reason}")
+        return "\n".join(lines)
 
 
 def is_shared(storage: LocalStorage, *, required: bool) -> bool:
     """Collective: whether all ranks see the files that rank 0 writes there. CheckpointError, on all
     ranks.
 
-    required: UserError on all ranks if one of them does not, even after a while. Rank 0 publishes
-    it in its own folder, which the batch script's controller reads.
+    required: raise UserError on all ranks if one of them does not see them within SHARED_SECONDS.
     """
     if dist.world_size() == 1:
         return True
@@ -107,31 +107,36 @@ def is_shared(storage: LocalStorage, *, required: bool) -> bool:
     try:
         dist.on_main(write)
         seen, host = dist.agreed(look), socket.gethostname()
-        blind = dict.fromkeys(filter(None, dist.gather_objects("" if seen else host)))
+        # a dict keeps the order of ranks, and each host once
+        blind_hosts = dict.fromkeys(filter(None, dist.gather_objects("" if seen else host)))
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
-    if required and blind:
+    if required and blind_hosts:
         raise UserError(
-            f"run.dir ({storage.root.parent}) is not shared: {', '.join(blind)} cannot see what "
-            "rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
+            f"run.dir ({storage.root.parent}) is not shared: {', '.join(blind_hosts)} cannot see "
+            "what rank 0 writes; choose a run.dir on a disk that all nodes mount, or set "
             "checkpoint.remote"
         )
-    return not blind
+    return not blind_hosts
 
 
-def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> Resumed | None:
+def select(mode: str, stores: Stores, cache: LocalStorage | None, log: Log) -> Resumed | None:
     """The checkpoint to resume, None for a fresh start. Collective.
 
-    mode: `checkpoint.resume`. places: this run's. cache: its folder, also if not shared; None: look
-    only.
+    If `mode` names another run, this run starts from that run's checkpoint. Later it continues from
+    its own checkpoints, because a requeued job uses the same command.
 
-    If it names another run, this run starts there. Later it continues from its own checkpoints,
-    because a requeued job uses the same command. log: called with progress and notices for the
-    user.
+    Args:
+        mode: `checkpoint.resume`.
+        stores: this run's.
+        cache: this run's folder of checkpoints, also if the ranks do not share it; None: nothing
+            is fetched or verified.
+        log: called with progress and notices for the user.
 
-    CheckpointError if a checkpoint is required and none is complete, or if one cannot be read.
-    UserError for a path without checkpoints, or with one of this run.
+    Raises:
+        CheckpointError: a checkpoint is required and none is complete, or one cannot be read.
+        UserError: the path has no checkpoints, or is a checkpoint of this run.
     """
     if mode == "never":
         return None
@@ -139,12 +144,14 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
     only: CommitRef | None = None
     if mode not in ("auto", "must"):
         other, only = dist.on_main(locate, mode)
-        own_places = [  # as `locate` names them
-            each.root.resolve().as_posix() if isinstance(each, LocalStorage) else each.url
-            for each in (cache, places.remote)
-            if each is not None
-        ]
-        if other in own_places:
+        own_roots = []  # as `locate` names them
+        if cache is not None:
+            own_roots.append(cache.root.resolve().as_posix())
+        if isinstance(stores.remote, LocalStorage):
+            own_roots.append(stores.remote.root.resolve().as_posix())
+        elif stores.remote is not None:
+            own_roots.append(stores.remote.url)
+        if other in own_roots:
             other = None
             if only is not None:
                 raise UserError(
@@ -153,92 +160,100 @@ def select(mode: str, places: Places, cache: LocalStorage | None, log: Log) -> R
                     "(and checkpoint.remote) beside this checkpoint.resume; or remove the newer "
                     "commit/*.json"
                 )
-    found, skipped = resolve(places, cache=cache, log=log)
-    if found is not None and other is not None:
-        log(f"checkpoint.resume ({mode}): this run has checkpoints and continues from its own")
-    if found is not None or mode == "auto":
-        if found is None and skipped:
-            log(f"{_describe_damage(places, skipped)}\nSTARTING FRESH, from step 0")
-        return found
+    resumed, skipped = find_newest(stores, cache=cache, log=log)
+    if resumed is not None:
+        if other is not None:
+            log(f"checkpoint.resume ({mode}): this run has checkpoints and continues from its own")
+        return resumed
+    if mode == "auto":
+        if skipped:
+            log(f"{_describe_damage(stores, skipped)}\nSTARTING FRESH, from step 0")
+        return None
     if other is not None:
-        places = places_at(other)
-        found, skipped = resolve(places, only, cache, log)
-    if found is None:
-        what = _describe_damage(places, skipped)
-        remedy = "set checkpoint.resume to auto to start fresh"
-        raise CheckpointError(f"{what}\n{remedy if mode == 'must' else 'choose another'}")
-    return replace(found, from_this_run=False)
+        stores = stores_at(other)
+        resumed, skipped = find_newest(stores, only, cache, log)
+    if resumed is None:
+        remedy = "choose another"
+        if mode == "must":
+            remedy = "set checkpoint.resume to auto to start fresh"
+        raise CheckpointError(f"{_describe_damage(stores, skipped)}\n{remedy}")
+    return replace(resumed, from_this_run=False)
 
 
-def places_at(root: str) -> Places:
-    """A folder is read in place."""
+def stores_at(root: str) -> Stores:
+    """The checkpoints under a folder, which is read in place, or under a URL."""
     storage = open_storage(root)
-    return Places(storage, None) if isinstance(storage, LocalStorage) else Places(None, storage)
+    return Stores(storage, None) if isinstance(storage, LocalStorage) else Stores(None, storage)
 
 
 def describe_skipped(skipped: Skipped) -> list[str]:
     return [f"step {ref.step}: {reason}" for ref, reason in skipped.items()]
 
 
-def _describe_damage(places: Places, skipped: Skipped) -> str:
-    where = " and ".join(each.url for each in places if each is not None)
+def _describe_damage(stores: Stores, skipped: Skipped) -> str:
+    where = " and ".join(store.url for store in stores if store is not None)
     if not skipped:
         return f"no checkpoint was found under {where}"
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
     return f"none of the checkpoints under {where} is whole:{reasons}"
 
 
-def list_places(places: Places) -> dict[CommitRef, list[str]]:
-    """The URLs of the places that have each commit, newest first. CheckpointError."""
+def commit_urls(stores: Stores) -> dict[CommitRef, list[str]]:
+    """By commit, newest first: the URLs of the stores that have it. CheckpointError."""
     urls: dict[CommitRef, list[str]] = defaultdict(list)
-    for storage in places:
-        if storage is not None:
-            with readable(storage.url):
-                for ref in list_commits(storage):
-                    urls[ref].append(storage.url)
+    for store in stores:
+        if store is not None:
+            with readable(store.url):
+                for ref in list_commits(store):
+                    urls[ref].append(store.url)
     return dict(sorted(urls.items(), reverse=True))
 
 
-def resolve(
-    places: Places,
+def find_newest(
+    stores: Stores,
     only: CommitRef | None = None,
     cache: LocalStorage | None = None,
     log: Log = lambda text: None,
 ) -> tuple[Resumed | None, Skipped]:
     """The newest complete checkpoint, and the damaged ones that are newer. Collective.
 
-    Rank 0 looks, all ranks share hashing and fetching and get the same answer. only: consider this
-    checkpoint alone. cache: what the remote store has is fetched to `places.local`, or else to this
-    folder; None: nothing is fetched; blocks are read from the local disk or the store and verified
-    when they are read. CheckpointError, on all ranks, if one cannot read.
+    Rank 0 lists the checkpoints and reads their small files. All ranks share the hashing and
+    fetching of blocks, and get the same answer.
+
+    only: consider this checkpoint alone. cache: missing blocks are fetched from the remote store to
+    `stores.local`, or else to this folder. If None, nothing is fetched now; a block is verified
+    when it is read from the local disk or the store. CheckpointError, on all ranks, if one rank
+    cannot read.
     """
-    local = places.local
+    local = stores.local
     for _ in range(_LISTINGS):
-        listed = dist.on_main(list_places, places)
+        listed = dist.on_main(commit_urls, stores)
         resumed: Resumed | None = None
         skipped: Skipped = {}
         for ref, urls in listed.items():
             if only is not None and ref != only:
                 continue
-            found = dist.on_main(_read_small_files, places, ref, urls)
-            if isinstance(found, str):
-                skipped[ref] = found
+            checkpoint = dist.on_main(_read_small_files, stores, ref, urls)
+            if isinstance(checkpoint, str):  # damaged
+                skipped[ref] = checkpoint
                 continue
-            folder, remote = _folders(places, urls, cache, found.url, found.commit.prefix)
+            folder, remote = _source_of_blocks(stores, urls, cache, checkpoint)
             shared = local is not None and cache is not None
-            reader = dist.agreed(FragmentReader, found, folder, remote, shared=shared, log=log)
+            reader = dist.agreed(FragmentReader, checkpoint, folder, remote, shared=shared, log=log)
             damage = reader.verify_all() if cache is not None else None
             if damage is not None:
                 skipped[ref] = damage
                 continue
             dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
-            same_ranks = found.manifest.world_size == dist.world_size()
+            rank_tensors = None
+            if checkpoint.manifest.world_size == dist.world_size():
+                rank_tensors = dist.agreed(reader.tensors, dist.rank())
             resumed = Resumed(
-                step=found.manifest.step,
-                state=found.manifest.state,
+                step=checkpoint.manifest.step,
+                state=checkpoint.manifest.state,
                 reader=reader,
-                rank_tensors=dist.agreed(reader.tensors, dist.rank()) if same_ranks else None,
-                world_size=found.manifest.world_size,
+                rank_tensors=rank_tensors,
+                world_size=checkpoint.manifest.world_size,
                 path=reader.path,
                 ref=ref,
                 in_remote=remote is not None,
@@ -246,46 +261,54 @@ def resolve(
                 fetched=int(dist.sum_scalars(reader.fetched)[0]),
             )
             break
-        listed = dist.on_main(list_places, places) if skipped else {}
+        if not skipped:
+            break
+        listed = dist.on_main(commit_urls, stores)
         if skipped.keys() <= listed.keys():
             break
-        # a process that still runs has removed one while we looked: there are newer ones
+        # Another process has removed one of the skipped checkpoints meanwhile: it was not damaged,
+        # and there are newer ones.
     return resumed, skipped
 
 
-def _read_small_files(places: Places, ref: CommitRef, urls: list[str]) -> Found | str:
-    """Facts that need no data, or the reason why it is damaged."""
+def _read_small_files(stores: Stores, ref: CommitRef, urls: list[str]) -> CommittedCheckpoint | str:
+    """The small files of a checkpoint, from the first store where they are whole; else the reasons
+    why they are damaged."""
     reasons: list[str] = []
-    for storage in places:
-        if storage is None or storage.url not in urls:
+    for store in stores:
+        if store is None or store.url not in urls:
             continue
         try:
-            with readable(storage.url):
-                return read_found(storage, ref)
+            with readable(store.url):
+                return read_checkpoint(store, ref)
         except DamagedError as e:
             reasons.append(str(e))
     return "; ".join(reasons)
 
 
-def _folders(
-    places: Places, urls: list[str], cache: LocalStorage | None, url: str, prefix: str
+def _source_of_blocks(
+    stores: Stores, urls: list[str], cache: LocalStorage | None, checkpoint: CommittedCheckpoint
 ) -> tuple[Path | None, Storage | None]:
-    """Where the files of a checkpoint are read or fetched to (None: a temporary folder), and where
-    missing ones come from (None: nowhere). url: of the store that its small files are from.
+    """The folder from which the files of a checkpoint are read, or to which they are fetched (None:
+    a temporary folder), and the store of missing blocks (None: none). urls: of the stores that have
+    this commit.
     """
-    local, remote = places
-    is_local = local is not None and url == local.url
+    local, remote = stores
+    prefix = checkpoint.commit.prefix
+    is_local = local is not None and checkpoint.url == local.url
     if remote is not None and (remote.url not in urls or (cache is None and is_local)):
         remote = None
     if local is not None and (cache is not None or is_local):
         return local.path(prefix), remote
-    return cache.path(manifest.FETCHED + prefix) if cache is not None else None, remote
+    if cache is not None:
+        return cache.path(manifest.FETCHED + prefix), remote
+    return None, remote
 
 
 # -- looking, without changing anything
 
 
-def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
+def list_checkpoints(stores: Stores, *, verify: bool) -> list[dict[str, Any]]:
     """The checkpoints of each store, newest first, as JSON. verify: read every byte.
     CheckpointError.
 
@@ -294,18 +317,18 @@ def list_checkpoints(places: Places, *, verify: bool) -> list[dict[str, Any]]:
     the section of its recipe.
     """
     lines = []
-    for where, storage in zip(("local", "remote"), places, strict=True):
+    for where, storage in zip(("local", "remote"), stores, strict=True):
         if storage is not None:
             with readable(storage.url):
                 for ref in list_commits(storage):
-                    known = _examine(storage, ref, verify=verify)
-                    lines.append({"step": ref.step, "epoch": ref.epoch, "where": where, **known})
+                    content = _examine(storage, ref, verify=verify)
+                    lines.append({"step": ref.step, "epoch": ref.epoch, "where": where, **content})
     return sorted(lines, key=lambda line: (-line["epoch"], -line["step"]))
 
 
 def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any]:
-    """OSError if it cannot be determined whether the checkpoint is complete."""
-    known: dict[str, Any] = {
+    """A checkpoint for `list_checkpoints`. OSError if it is unknown whether it is complete."""
+    content: dict[str, Any] = {
         "problem": None,
         "num_bytes": 0,
         "created": "",
@@ -313,51 +336,52 @@ def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any
         "engine": None,
     }
     try:
-        found = read_found(storage, ref)
-        whole = found.manifest
-        recipe, chosen = whole.state.get("recipe", {}), whole.state.get("chosen_values", {})
-        known |= {
-            "num_bytes": sum(entry.size for entry in whole.files),
-            "created": whole.created,
-            "ranks": whole.world_size,
+        checkpoint = read_checkpoint(storage, ref)
+        files = checkpoint.manifest.files
+        state = checkpoint.manifest.state
+        recipe, chosen = state.get("recipe", {}), state.get("chosen_values", {})
+        content |= {
+            "num_bytes": sum(entry.size for entry in files),
+            "created": checkpoint.manifest.created,
+            "ranks": checkpoint.manifest.world_size,
             "engine": {**recipe.get("engine", {}), **chosen.get("engine", {})},
         }
         if verify:
-            check = partial(fetch_block, storage, found.commit.prefix)
-            blocks = list(chain(*blocks_of(whole.files)))
+            check = partial(fetch_block, storage, checkpoint.commit.prefix)
+            blocks = list(chain(*blocks_of(files)))
             for _ in in_parallel(check, blocks, PARALLEL_BLOCKS):
                 pass
     except (DamagedError, FormatError) as e:
-        known["problem"] = str(e)
-    return known
+        content["problem"] = str(e)
+    return content
 
 
 def open_read_only(
-    places: Places,
+    stores: Stores,
     step: int | None = None,
     only: CommitRef | None = None,
 ) -> Resumed:
     """The newest committed checkpoint, or that of `step`, to export or evaluate. Collective.
 
-    The run's folders are not changed. Only what is read is verified and fetched. UserError if the
-    newest is damaged; CheckpointError.
+    The run's folders are not changed. Blocks are verified and fetched when they are read. only: the
+    commit to open. UserError if the newest is damaged; CheckpointError.
     """
-    where = " or ".join(each.url for each in places if each is not None)
+    where = " or ".join(store.url for store in stores if store is not None)
     if step is not None:
-        refs = [*dist.on_main(list_places, places)]
+        refs = [*dist.on_main(commit_urls, stores)]
         only = next((ref for ref in refs if ref.step == step), None)
         if only is None:
-            there = sorted({ref.step for ref in refs})
-            raise UserError(f"{where} has no checkpoint of step {step}; it has {there or 'none'}")
-    found, skipped = resolve(places, only)
+            steps = sorted({ref.step for ref in refs})
+            raise UserError(f"{where} has no checkpoint of step {step}; it has {steps or 'none'}")
+    resumed, skipped = find_newest(stores, only)
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
-    if found is None:
-        why = f"no whole checkpoint was found under {where}{reasons}"
-        raise UserError(f"{why}; train first, or correct the place")
+    if resumed is None:
+        problem = f"no whole checkpoint was found under {where}{reasons}"
+        raise UserError(f"{problem}; train first, or correct the place")
     if skipped:
         raise UserError(
             f"the newest checkpoint under {where} cannot be read{reasons}\n"
-            f"restore it, or take the one of step {found.step}, which is older, by --step or by "
+            f"restore it, or take the one of step {resumed.step}, which is older, by --step or by "
             "its commit/*.json"
         )
-    return found
+    return resumed

@@ -11,8 +11,8 @@ from pathlib import Path
 from clip_train.checkpoint.commit import (
     NO_LEASE,
     Lease,
-    check,
-    explain,
+    check_lease,
+    error_text,
     list_commits,
     prefix_of,
 )
@@ -22,8 +22,8 @@ from clip_train.errors import CheckpointError
 from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
 
-Failures = dict[str, str]  # what could not be removed, and why
-HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other writers
+Failures = dict[str, str]  # by name of a file or folder: why it could not be removed
+HEADROOM = 64 << 20  # bytes that must stay free beside a checkpoint, for manifests and others
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Policy:
     """What to keep, and where: the first message to a checkpoint writer."""
 
     config: CheckpointConfig
-    lease: Lease = NO_LEASE  # the writer's
+    lease: Lease = NO_LEASE  # of this run's process
     folder: str = ""
     shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
-    protect: set[CommitRef] = field(default_factory=set)  # stay always (the one resumed from)
+    protect: set[CommitRef] = field(default_factory=set)  # never removed: the one resumed from
 
 
-def kept(
+def commits_to_keep(
     commits: list[CommitRef], policy: Policy, scores: dict[CommitRef, float]
 ) -> set[CommitRef]:
     """The checkpoints to keep; the next save removes the others. commits: newest first.
@@ -45,14 +45,14 @@ def kept(
     scores: the evaluations of `keep_best` so far.
     """
     config = policy.config
-    stay = set(commits[: config.keep_last]) | policy.protect
+    keep = set(commits[: config.keep_last]) | policy.protect
     if config.keep_every is not None:
-        stay |= {ref for ref in commits if ref.step % config.keep_every == 0}
+        keep |= {ref for ref in commits if ref.step % config.keep_every == 0}
     scored = [ref for ref in commits if ref in scores]
     if scored:
         sign = -1 if (config.keep_best or "").startswith("-") else 1
-        stay.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
-    return stay
+        keep.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
+    return keep
 
 
 def apply_retention(
@@ -61,41 +61,43 @@ def apply_retention(
     scores: dict[CommitRef, float],
     in_flight: Collection[str] = (),
 ) -> Failures:
-    """Remove old checkpoints and orphans; rank 0's checkpoint writer, after a commit.
+    """Remove old checkpoints and orphans (attempts without a marker). Called by rank 0's checkpoint
+    writer after a commit.
 
-    scores: as in `kept`. in_flight: attempts that may still be committed in another store, from
-    their files here. Returns what could not be removed; all else was. OSError if nothing can be
+    scores: as in `commits_to_keep`. in_flight: attempts that may still be committed in another
+    store, from their files here. Returns what could not be removed. OSError if nothing can be
     listed, or if a remote store is down; FencedError.
 
     It removes the marker first and the data second, so a kill in between leaves an orphan, not a
-    broken checkpoint. Never removes anything with a higher epoch than this writer's: the writer may
-    have slept since it asked for its lease.
+    broken checkpoint. It never removes a checkpoint with a higher epoch than this writer's: another
+    process may have taken the lease since this one read it.
     """
     commits = list_commits(storage)
     failures: Failures = {}
     if not commits:
         return failures
-    check(storage, policy.lease)
-    stay = kept(commits, policy, scores)
+    check_lease(storage, policy.lease)
+    keep = commits_to_keep(commits, policy, scores)
     epoch = policy.lease.epoch
     removed = set()
-    for old in commits:
-        if old in stay or old.epoch > epoch:
+    for ref in commits:
+        if ref in keep or ref.epoch > epoch:
             continue
-        check(storage, policy.lease)
-        with one_of_many(storage, old.name, failures):
-            storage.delete(old.name)
-            removed.add(old)
+        check_lease(storage, policy.lease)
+        with noting_failure(storage, ref.name, failures):
+            storage.delete(ref.name)
+            removed.add(ref)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
-    now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
-    # by commit: the folder that its marker names
-    named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in stay)
+    now = time.time()
+    orphan_grace = 60 * policy.config.orphan_grace_minutes  # seconds
+    # by commit that is kept: the folder that its marker names; None if that cannot be read
+    named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in keep)
     for ref in named:
-        with one_of_many(storage, ref.name, failures):
+        with noting_failure(storage, ref.name, failures):
             named[ref] = prefix_of(storage, ref)
     for (ref, attempt), files in attempts(storage, failures).items():
-        # A successor or this process may still commit it. No rank still writes an attempt older
-        # than this process's newest commit, because each rank writes its saves one at a time.
+        # Pending: a successor or this process may still commit it. No rank still writes an attempt
+        # older than this process's newest commit, because each rank writes one save at a time.
         pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
         if pending or attempt in in_flight or is_named(named, ref, attempt):
             continue
@@ -103,8 +105,8 @@ def apply_retention(
         modified = max(entry.modified for entry in files)
         if ref not in removed and now - modified < grace:
             continue
-        with one_of_many(storage, attempt, failures):
-            # a marker may have appeared since the commits were listed
+        with noting_failure(storage, attempt, failures):
+            # a marker may have been written since the commits were listed
             if (
                 ref not in removed
                 and storage.exists(ref.name)
@@ -116,18 +118,19 @@ def apply_retention(
 
 
 @contextlib.contextmanager
-def one_of_many(storage: Storage, name: str, failures: Failures) -> Iterator[None]:
-    """An OSError inside the block is about `name` alone, and is noted: the others are removed.
+def noting_failure(storage: Storage, name: str, failures: Failures) -> Iterator[None]:
+    """Note an OSError inside the block as the failure of `name`, so that the caller continues with
+    other names.
 
-    In a remote store that holds for a denied request only. If the store is down, each further
-    request would be retried for minutes.
+    In a remote store, only a denied request is noted; other errors are raised. If the store is
+    down, each further request would be retried for minutes.
     """
     try:
         yield
     except OSError as e:
         if not isinstance(storage, LocalStorage) and not isinstance(e, PermissionError):
             raise
-        failures[name] = explain(e)
+        failures[name] = error_text(e)
 
 
 def attempts(storage: Storage, failures: Failures) -> dict[tuple[CommitRef, str], list[Entry]]:
@@ -137,10 +140,10 @@ def attempts(storage: Storage, failures: Failures) -> dict[tuple[CommitRef, str]
     files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
     entries: list[Entry] = []
     if isinstance(storage, LocalStorage):
-        for place in ("ckpt", f"{FETCHED}ckpt"):
-            for folder in sorted(storage.path(place).glob("*/*")):
+        for parent in ("ckpt", f"{FETCHED}ckpt"):
+            for folder in sorted(storage.path(parent).glob("*/*")):
                 name = folder.relative_to(storage.root).as_posix()
-                with one_of_many(storage, name, failures):
+                with noting_failure(storage, name, failures):
                     entries += storage.list(name, unfinished=True)
     else:
         entries = storage.list("ckpt")
@@ -153,7 +156,8 @@ def attempts(storage: Storage, failures: Failures) -> dict[tuple[CommitRef, str]
 
 
 def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -> bool:
-    """Whether a marker names the attempt; an unreadable one (None) may name any of its step."""
+    """Whether a marker names the attempt. An unreadable marker (None) may name any attempt of its
+    step."""
     return ref in named and named[ref] in (attempt, None)
 
 
@@ -161,23 +165,23 @@ def _remove(storage: Storage, attempt: str) -> None:
     storage.delete_tree(attempt)
     if isinstance(storage, LocalStorage):
         storage.delete_tree(FETCHED + attempt)
-        with contextlib.suppress(OSError):  # the step has another attempt
+        with contextlib.suppress(OSError):  # not empty: the step has another attempt
             storage.path(attempt).parent.rmdir()
 
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> Failures:
-    """On a disk that not all ranks share: remove what was written or fetched before. Returns what
-    could not be removed."""
+    """On a disk that not all ranks share: remove the files that earlier processes (with a lower
+    epoch) wrote or fetched. Returns what could not be removed."""
     failures: Failures = {}
     for ref, attempt in attempts(storage, failures):
-        with one_of_many(storage, attempt, failures):
+        with noting_failure(storage, attempt, failures):
             if ref.epoch < epoch and not storage.exists(ref.name):
                 _remove(storage, attempt)
     return failures
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """CheckpointError when `needed` bytes will not fit on the disk of `folder`, which is made."""
+    """Make `folder`. CheckpointError if `needed` bytes do not fit on its disk."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed + HEADROOM > free:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from clip_train.checkpoint import manifest
-from clip_train.storage.tensors import Plan, lay_out
+from clip_train.storage.tensors import FilePlan, lay_out
 from clip_train.task import Fragment
 
-SPARE_BYTES = 1 << 20  # spare bytes: a later header may be longer
+SPARE_BYTES = 1 << 20  # allocated beyond the first file's size: a later header may be longer
 
 
 def plan_file(
@@ -27,13 +27,13 @@ def plan_file(
     fragments: Iterable[Fragment],
     rank_tensors: dict[str, Tensor],
     shared_tensors: dict[str, Tensor] | None = None,
-) -> Plan:
-    """One rank's file. ValueError for tensors that do not fit.
+) -> FilePlan:
+    """Plan one rank's file. ValueError for a fragment that is not a range of its parameter.
 
     shared_tensors: the same on all ranks; rank 0 alone keeps them.
     """
     fragments = list(fragments)
-    shapes = {each.name: tuple(int(n) for n in each.shape) for each in fragments}
+    shapes = {fragment.name: tuple(int(n) for n in fragment.shape) for fragment in fragments}
     tensors: dict[str, Tensor] = {}
     for fragment in fragments:
         numel, start = math.prod(shapes[fragment.name]), fragment.start
@@ -50,18 +50,19 @@ def plan_file(
             tensors[f"{slot}|{start}|{fragment.name}"] = tensor.detach()
     for name, tensor in rank_tensors.items():
         tensors[manifest.RANK_KEY + name] = tensor.detach()
-    for name, tensor in (shared_tensors or {}).items() if rank == 0 else ():
-        tensors[manifest.SHARED_KEY + name] = tensor.detach()
+    if rank == 0 and shared_tensors is not None:
+        for name, tensor in shared_tensors.items():
+            tensors[manifest.SHARED_KEY + name] = tensor.detach()
     plan = lay_out(tensors, {"shapes": json.dumps(shapes)})
     plan.fragments["shapes"] = shapes
     for fragment in fragments:
-        row: list[tuple[str, str, int]] = []
+        slots: list[tuple[str, str, int]] = []  # slot, dtype, byte offset in the file
         for slot in fragment.tensors:
             key = f"{slot}|{fragment.start}|{fragment.name}"
             dtype, (numel,), offset = plan.fragments["tensors"].pop(key)
-            row.append((slot, dtype, offset))
-        if row and numel:
-            plan.fragments["rows"].append((fragment.name, fragment.start, numel, row))
+            slots.append((slot, dtype, offset))
+        if slots and numel:
+            plan.fragments["rows"].append((fragment.name, fragment.start, numel, slots))
     return plan
 
 
@@ -69,8 +70,8 @@ class SharedMemory:
     """Host memory behind a file descriptor that is shared with the checkpoint writer. It is kept
     between saves and only grows.
 
-    Anonymous: it is freed when both processes have ended. Pinned for a GPU: then the copy
-    runs at full speed.
+    The memory has no name, so it is freed when both processes have ended. It is pinned for a GPU,
+    so that the copy runs at full speed.
     """
 
     def __init__(self) -> None:
@@ -80,12 +81,13 @@ class SharedMemory:
         self._map = memoryview(b"")
         self._view = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
+        # the thread uses this process's GPU; -1 changes nothing
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        # -1: as it is
         self._thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
     def reserve(self, num_bytes: int, *, pin: bool = False) -> Future[None]:
-        """Allocate, touch and pin, in a thread; the result may be an OSError or a MemoryError."""
+        """Allocate, touch and pin this memory, in a thread. The future may raise an OSError or a
+        MemoryError."""
 
         def grow() -> None:
             if num_bytes <= self.capacity:
@@ -93,7 +95,7 @@ class SharedMemory:
             self._unpin()
             size = -(-(num_bytes + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
             os.ftruncate(self.fd, size)
-            # a new mapping: the old one goes with the last tensor over it
+            # a new mapping: the old one is unmapped with the last tensor over it
             self._map = memoryview(mmap.mmap(self.fd, size))
             self._view = torch.frombuffer(self._map, dtype=torch.uint8)
             self._view[:: mmap.PAGESIZE] = 0  # a page fault costs more than copying the page
@@ -102,19 +104,19 @@ class SharedMemory:
 
         return self._thread.submit(grow)
 
-    def fill(self, plan: Plan) -> None:
-        """Copy the file that `plan` describes to its start. When it returns, training may
-        continue."""
+    def fill(self, plan: FilePlan) -> None:
+        """Copy the planned file to the start of the memory. When this returns, the training loop
+        may change the tensors."""
         assert plan.num_bytes <= self.capacity
         self._map[: len(plan.head)] = plan.head
-        for at, tensor in plan.places:
+        for offset, tensor in plan.contents:
             if tensor.numel():
-                # in one go: slicing and casting the view costs 5 us more for each of thousands of
+                # one call: slicing and casting `_view` costs 5 us more for each of thousands of
                 # tensors
-                place = torch.frombuffer(
-                    self._map, dtype=tensor.dtype, count=tensor.numel(), offset=at
+                target = torch.frombuffer(
+                    self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset
                 )
-                place.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
+                target.view(tensor.shape).copy_(tensor, non_blocking=self._pinned)
         if plan.on_gpu:
             torch.cuda.synchronize()
 
@@ -131,14 +133,15 @@ class SharedMemory:
 
 
 def _register(view: Tensor) -> bool:
-    """Pin memory that torch has not allocated. Without it, the copy is slower but still correct."""
+    """Pin memory that torch has not allocated. Returns False if it cannot be pinned: then the copy
+    is slower."""
     try:
         status = int(torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
     except (AttributeError, RuntimeError):
         return False
     if status != 0:
-        # It stays CUDA's last error, which the check after the training's next kernel would raise:
-        # one of ours has it.
+        # The failure stays CUDA's last error, which is raised after the next kernel. Launch one
+        # here, so that it is not raised in the training loop.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
     return status == 0

@@ -1,8 +1,9 @@
 """The checkpoint writer: a process beside each rank that writes its snapshots. No torch.
 
-Its rank starts it and holds the other end of a socketpair; both processes have the memory with the
-snapshot. Three threads: messages; jobs for the local disk (file, rank manifest, commit, retention);
-jobs for the remote store (the same). It ends with its rank.
+Its rank starts it and has the other end of a socketpair. Both processes map the memory with the
+snapshot. The writer has three threads: one receives messages, one runs jobs for the local disk
+(file, rank manifest, commit, retention), one runs the same jobs for the remote store. It ends with
+its rank.
 """
 
 import contextlib
@@ -24,11 +25,11 @@ from typing import Any
 
 from clip_train.checkpoint.commit import (
     FencedError,
-    RefusedError,
+    SaveFailedError,
     SaveRequest,
     SupersededError,
-    commit,
-    explain,
+    commit_checkpoint,
+    error_text,
     in_parallel,
     put_rank_manifest,
 )
@@ -53,16 +54,17 @@ class Event(Enum):
     """A message from a checkpoint writer to its rank."""
 
     NOTE = auto()  # a line for the user
-    WARNING = auto()  # the same, about something that the user has to correct
-    WRITTEN = auto()  # the snapshot is on the disk, or cannot be: the memory is free
+    WARNING = auto()  # a line about a problem that the user has to correct
+    WRITTEN = auto()  # writing to the disk is over, even if it failed: the memory is free
     LOCAL = auto()  # committed on the local disk
-    COMMITTED = auto()  # committed in the main store; not on rank 0: this rank's part is there
-    SUPERSEDED = auto()  # not uploaded, as a newer one was waiting
+    COMMITTED = auto()  # rank 0: committed in the main store; other ranks: their file is there
+    SUPERSEDED = auto()  # not uploaded, because a newer save took its place
     FAILED = auto()
     FENCED = auto()  # another process has taken over
 
 
-_ENDS = {
+# by the type of a job's error: how the save has ended; otherwise FAILED
+_EVENTS = {
     type(None): Event.COMMITTED,
     FencedError: Event.FENCED,
     SupersededError: Event.SUPERSEDED,
@@ -73,7 +75,7 @@ _ENDS = {
 class Message:
     event: Event
     text: str  # why it failed, where it was committed, or a line for the user
-    prefix: str = ""  # the attempt
+    prefix: str = ""  # the attempt's folder
     step: int = 0
     seconds: float = 0.0  # since the snapshot was taken
 
@@ -82,14 +84,15 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
     """Run the process until its rank asks it to finish, or has ended."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides when this ends
-    os.nice(5)  # training comes first
+    os.nice(5)  # training has priority
     with contextlib.suppress(OSError, AttributeError):
-        # the rank may be bound to the cores that it keeps busy
+        # use all cores: the rank may be bound to those that it keeps busy
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     connection = Connection(connection_fd)
     try:
         writer = Writer(connection.recv(), memory_fd, connection.send)
-        while os.getppid() == parent:  # a process that the rank has forked may hold its end open
+        # Check the parent too: if the rank has forked, a child may keep its end of the socket open.
+        while os.getppid() == parent:
             if connection.poll(1.0):
                 writer.receive(connection.recv())
     except (EOFError, OSError):
@@ -98,7 +101,7 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
 
 
 class Writer:
-    """One rank's saves. send: takes messages for the rank; called from any thread."""
+    """Writes one rank's saves. send: sends a message to the rank; called from any thread."""
 
     def __init__(self, policy: Policy, memory_fd: int, send: Callable[[Message], None]) -> None:
         self.policy = policy
@@ -109,20 +112,22 @@ class Writer:
         patience = float(os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", self._timeout))
         self.remote = open_storage(remote, patience_seconds=patience) if remote else None
         self._memory_fd = memory_fd
-        self._send, self._sending = send, threading.Lock()
-        # Two retentions at once would find each other's folders gone. Both threads run the local
-        # one; that of a remote store may take as long as an outage.
-        self._tidying = threading.Lock()
+        self._send = send
+        self._send_lock = threading.Lock()
+        # Both threads run the local retention. Two at once would find each other's folders removed.
+        # The remote retention has no lock: it may take as long as an outage.
+        self._tidy_lock = threading.Lock()
         self._active: set[str] = set()  # attempts that may still be committed
         self._stuck: dict[str, set[str]] = {}  # by store: what could not be removed last time
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
         self._newest = 0  # the step that is uploaded next
-        self._upload_job: Future[Any] | None = None  # its upload, which may have begun
+        self._upload_job: Future[Any] | None = None  # the upload of that step
 
     def receive(self, request: SaveRequest | None) -> None:
-        """From the rank; None: finish. Never waits for a disk or a store."""
-        if request is None:  # exit when every job before has ended
+        """Start a save; None: finish all saves, then exit. Never waits for a disk or a store."""
+        if request is None:
+            # exit after the jobs of both pools
             self._local_jobs.submit(self._remote_jobs.submit, os._exit, 0)
             return
         request.since = time.monotonic()
@@ -133,7 +138,8 @@ class Writer:
     # -- the local disk
 
     def _save_locally(self, request: SaveRequest) -> str | None:
-        """Returns where it is committed; None: it is going to be uploaded."""
+        """Write a save to the local disk and, on rank 0 of a shared disk, commit it. Returns where
+        it is committed; None: it is going to be uploaded."""
         shared, local = self.policy.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
         try:
@@ -144,19 +150,19 @@ class Writer:
                 put_rank_manifest(local, request)
         finally:
             self._report(Event.WRITTEN, "", request)
-        where = ""
+        url = ""
         if shared and request.rank == 0:
             try:
-                where = commit(local, request, self.policy.lease, self._timeout)
-                self._report(Event.LOCAL, where, request)
+                url = commit_checkpoint(local, request, self.policy.lease, self._timeout)
+                self._report(Event.LOCAL, url, request)
             except (OSError, CheckpointError) as e:
-                if self.remote is None or isinstance(e, (FencedError, RefusedError)):
+                if self.remote is None or isinstance(e, (FencedError, SaveFailedError)):
                     raise
-                text = f"step {request.step} is not committed locally: {explain(e)}"
+                text = f"step {request.step} is not committed locally: {error_text(e)}"
                 self._report(Event.NOTE, text)
         self._tidy(local, request.scores)
         if self.remote is None:
-            return where
+            return url
         self._newest = request.step
         if self._upload_job is not None:
             self._upload_job.cancel()  # has no effect once the upload has begun
@@ -170,7 +176,7 @@ class Writer:
         """Upload file and rank manifest and, on rank 0, commit. Returns where it is committed.
 
         The store repeats each of its requests. After a failed upload the next save is uploaded.
-        FencedError, RefusedError, OSError.
+        FencedError, SaveFailedError, OSError.
         """
         assert self.remote is not None and request.entry is not None
         name = f"{request.prefix}/{request.entry.name}"
@@ -178,12 +184,12 @@ class Writer:
         put_rank_manifest(self.remote, request)
         if request.rank > 0:
             return ""
-        return commit(self.remote, request, self.policy.lease, self._timeout)
+        return commit_checkpoint(self.remote, request, self.policy.lease, self._timeout)
 
     # -- results of saves
 
     def _ended(self, request: SaveRequest, job: Future[Any]) -> None:
-        """Report how a save has ended: it is not going to be committed any more, in any store.
+        """Called when a job has ended. Report the end of the save, unless its upload follows.
 
         If an upload was cancelled, a newer save took its place.
         """
@@ -194,21 +200,22 @@ class Writer:
             error = job.exception()
         if error is None and job.result() is None:
             return
-        text = job.result() if error is None else explain(error)
-        self._report(_ENDS.get(type(error), Event.FAILED), text, request)
+        text = job.result() if error is None else error_text(error)
+        self._report(_EVENTS.get(type(error), Event.FAILED), text, request)
         self._active.discard(request.prefix)
         if not self.policy.shared and request.entry is not None:
             with contextlib.suppress(OSError):
                 path = self.local.path(f"{request.prefix}/{request.entry.name}")
                 path.unlink()
-                path.parent.rmdir()  # unless it has another rank's
+                path.parent.rmdir()  # fails if another rank's file is there
                 path.parent.parent.rmdir()
         if error is None:
             if self.remote is not None:
                 self._tidy(self.remote, request.scores)
                 self._tidy(self.local, request.scores)  # uploaded files may now be removed
         elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
-            if self.policy.shared and request.entry is None:  # else it may be committed locally
+            # if the file was written, the save may still be committed locally
+            if self.policy.shared and request.entry is None:
                 with contextlib.suppress(OSError):
                     put_rank_manifest(self.local, request, error)
             if self.remote is not None:
@@ -227,18 +234,20 @@ class Writer:
             seconds = time.monotonic() - request.since
             message = Message(event, text, request.prefix, request.step, seconds)
         # if the rank is gone, the message thread ends this process
-        with self._sending, contextlib.suppress(OSError):
+        with self._send_lock, contextlib.suppress(OSError):
             self._send(message)
 
     def _tidy(self, store: Storage, scores: dict[CommitRef, float] | None) -> None:
-        """Retention, by rank 0; on a disk that not all ranks share each rank removes leftovers.
+        """Remove old checkpoints, on rank 0. On a disk that not all ranks share, each rank removes
+        its leftovers.
 
         scores: rank 0's; None on the others.
         """
+        is_local = store is self.local
         try:
-            with self._tidying if store is self.local else contextlib.nullcontext():
+            with self._tidy_lock if is_local else contextlib.nullcontext():
                 failures: Failures = {}
-                if store is self.local and not self.policy.shared:
+                if is_local and not self.policy.shared:
                     failures = remove_leftovers(self.local, self.policy.lease.epoch)
                 elif scores is not None:
                     failures = apply_retention(store, self.policy, scores, set(self._active))
@@ -252,31 +261,31 @@ class Writer:
                     "other old checkpoints were. Each save tries again; remove it by hand, or it "
                     "takes space",
                 )
-        except Exception as e:  # saving continues, whatever it is
-            text = f"{store.url}: old checkpoints could not be removed: {explain(e)}"
+        except Exception as e:  # saving continues after any error
+            text = f"{store.url}: old checkpoints could not be removed: {error_text(e)}"
             self._report(Event.WARNING, text)
 
 
-# -- from memory to the disk, hashed once on the way
+# -- from memory to the disk, hashed while it is copied
 
 
 def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
     """Copy the first `size` bytes to a new file; returns the sha256 of each block. OSError.
 
-    A block is mapped only while it is copied: a mapping's pages count as this process's memory.
-    Where the disk allows it, the file is written past the page cache, which costs less and leaves
-    the cache to the training data. One thread writes at a time: the kernel lets others spin for
-    the file, on cores that training needs.
+    A block is mapped only while it is copied, because a mapping's pages count as this process's
+    memory. If the disk allows it, the file is written past the page cache (O_DIRECT), which costs
+    less and leaves the cache to the training data. One thread writes at a time: others would spin
+    in the kernel for the file, on cores that training needs.
     """
     writing = threading.Lock()
     with open_own(path, "wb") as file:
 
         def copy(start: int) -> str:
             length = min(BLOCK_BYTES, size - start)
-            # the memory has whole pages, and the disk takes only those past the page cache
-            pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+            # O_DIRECT needs whole pages, which the memory has
+            padded = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
             with (
-                mmap.mmap(memory_fd, pages, prot=mmap.PROT_READ, offset=start) as block,
+                mmap.mmap(memory_fd, padded, prot=mmap.PROT_READ, offset=start) as block,
                 memoryview(block) as view,
             ):
                 with writing:
@@ -301,5 +310,5 @@ def _write(fd: int, data: memoryview, at: int) -> None:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if e.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # this file system aligns differently: write through the page cache
+            # this file system needs another alignment: write through the page cache
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)

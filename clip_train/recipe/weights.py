@@ -20,7 +20,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.checkpoint.config import locate
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.restore import Places, Resumed, open_read_only, places_at
+from clip_train.checkpoint.restore import Resumed, Stores, open_read_only, stores_at
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models import hub
 from clip_train.models.config import ModelConfig
@@ -109,7 +109,7 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
             f"checkpoint: {e}"
         ) from e
     check_has_base(what, place, found)
-    like, read = found.reader.whole(here=fetches)  # the node's other ranks read nothing
+    like, read = found.reader.open_weights(here=fetches)  # the node's other ranks read nothing
     written = _on_node(
         fetches, _readable, what, export_saved, like, found.state["architecture"], folder, read
     )
@@ -250,7 +250,7 @@ def recipe_in(place: str) -> str | None:
     return None if is_commit else place
 
 
-def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places, CommitRef | None]:
+def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Stores, CommitRef | None]:
     """Interpret a recipe, a run's folder, or a place of checkpoints.
 
     Returns the recipe (None if only the checkpoints have it), where the checkpoints are, and which
@@ -259,7 +259,7 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places
     recipe = recipe_in(place)
     if recipe is None:
         root, only = dist.on_main(locate, place)
-        return None, places_at(root), only
+        return None, stores_at(root), only
     config, here = load_config(recipe, overrides), local_path(place)
     moved = (here / "checkpoints").is_dir()
     folder = (here if moved else config.run_dir) / "checkpoints"
@@ -270,4 +270,4 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Places
             f"{folder} does not exist: train first (clip-train train ...), or correct run.dir or "
             "run.name"
         )
-    return config, Places(local, remote), None
+    return config, Stores(local, remote), None

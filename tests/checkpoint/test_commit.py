@@ -16,10 +16,10 @@ from clip_train.checkpoint.commit import (
     NO_LEASE,
     FencedError,
     Lease,
-    RefusedError,
+    SaveFailedError,
     SaveRequest,
     acquire,
-    commit,
+    commit_checkpoint,
     put_rank_manifest,
 )
 from clip_train.checkpoint.manifest import CommitRef, FileEntry
@@ -68,7 +68,7 @@ def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path:
     held = acquire(storage)
     put(storage, range(100))
     storage.third_look = lambda: put(storage, range(100, WORLD_SIZE))
-    commit(storage, request(0), held, 3600.0)
+    commit_checkpoint(storage, request(0), held, 3600.0)
     assert storage.exists(CommitRef(0, 7).name) and len(storage.asked) == WORLD_SIZE
     assert storage.asked.total() == WORLD_SIZE  # each once, when it is there
 
@@ -77,18 +77,18 @@ def test_a_rank_whose_manifest_never_comes_is_named(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     put(storage, range(WORLD_SIZE - 1))
     with pytest.raises(
-        RefusedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"
+        SaveFailedError, match=f"no manifest of ranks {WORLD_SIZE - 1} under {tmp_path}"
     ):
-        commit(storage, request(0), NO_LEASE, 3.0)
+        commit_checkpoint(storage, request(0), NO_LEASE, 3.0)
     assert not storage.exists(CommitRef(0, 7).name)
 
 
 def test_another_ranks_error_is_named(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     put(storage, range(WORLD_SIZE - 1))
-    put_rank_manifest(storage, request(WORLD_SIZE - 1), RefusedError("no space"))
-    with pytest.raises(RefusedError, match=f"rank {WORLD_SIZE - 1}: no space"):
-        commit(storage, request(0), NO_LEASE, 60.0)
+    put_rank_manifest(storage, request(WORLD_SIZE - 1), SaveFailedError("no space"))
+    with pytest.raises(SaveFailedError, match=f"rank {WORLD_SIZE - 1}: no space"):
+        commit_checkpoint(storage, request(0), NO_LEASE, 60.0)
 
 
 @pytest.mark.parametrize("token, fenced", [("mine", False), ("theirs", True)])
@@ -102,5 +102,5 @@ def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
     marker = manifest.Commit(0, 7, earlier, "0" * 64, token)
     storage.put_bytes(CommitRef(0, 7).name, manifest.add_checksum(asdict(marker)))
     with pytest.raises(FencedError) if fenced else contextlib.nullcontext():
-        where = commit(storage, request(0), Lease(0, "mine"), 60.0)
+        where = commit_checkpoint(storage, request(0), Lease(0, "mine"), 60.0)
         assert where == f"{tmp_path}/{earlier}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clip_train.checkpoint.restore import Places, open_read_only
+from clip_train.checkpoint.restore import Stores, open_read_only
 from clip_train.errors import CheckpointError
 from clip_train.storage.local import LocalStorage
 from launcher.cli.main import main
@@ -135,9 +135,9 @@ def test_looking_writes_nothing_and_takes_the_copy_that_is_complete(tmp_path: Pa
         """How many bytes of the data come from the store."""
         before = sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*"))
         remote = Counting(store)
-        found = open_read_only(Places(LocalStorage(here), remote))
+        found = open_read_only(Stores(LocalStorage(here), remote))
         assert found.step == 2
-        like, read = found.reader.whole()
+        like, read = found.reader.open_weights()
         for key, tensor in ((name, read(name)) for name in like):
             assert bits(tensor) == bits(whole(2)[key, "param"])
         assert sorted((path, path.stat().st_mtime_ns) for path in here.rglob("*")) == before

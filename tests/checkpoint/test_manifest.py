@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clip_train.checkpoint.commit import DamagedError, read_commit, read_found
+from clip_train.checkpoint.commit import DamagedError, read_checkpoint, read_commit
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import (
     Commit,
@@ -113,7 +113,7 @@ def test_a_commit_marker_cannot_point_elsewhere(tmp_path: Path) -> None:
 )
 def test_a_manifest_that_makes_no_sense_is_damage(tmp_path: Path, wrong: dict) -> None:
     with pytest.raises(DamagedError, match="is not readable"):
-        read_found(committed(tmp_path, WHOLE | wrong), CommitRef(0, 3))
+        read_checkpoint(committed(tmp_path, WHOLE | wrong), CommitRef(0, 3))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_manifest_with_a_wrong_file_is_damage(tmp_path: Path, wrong: dict) -> 
     (entry,) = WHOLE["files"]  # type: ignore[misc]
     storage = committed(tmp_path, WHOLE | {"files": [entry | wrong]})
     with pytest.raises(DamagedError, match="is not readable"):
-        read_found(storage, CommitRef(0, 3))
+        read_checkpoint(storage, CommitRef(0, 3))
 
 
 def test_config_checks_itself() -> None:

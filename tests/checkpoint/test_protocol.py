@@ -18,7 +18,7 @@ import pytest
 from clip_train.checkpoint import commit
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, kept
+from clip_train.checkpoint.retention import Policy, apply_retention, commits_to_keep
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in
 from tests.checkpoint.parts import committed
@@ -89,7 +89,7 @@ def test_a_lease_of_a_newer_version_stops_an_older_writer(tmp_path: Path, epoch:
     sealed = json.dumps({**content, "sha256": hashlib.sha256(canonical).hexdigest()}).encode()
     (tmp_path / f"lease/e{epoch:06d}.json").write_bytes(sealed)
     with pytest.raises(commit.FencedError, match="of a newer clip-train, writes to"):
-        commit.check(storage, held)
+        commit.check_lease(storage, held)
 
 
 def test_a_marker_that_the_listing_hides_keeps_its_data(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_best_is_one_that_is_there() -> None:
     for name, best in (("top1", 3), ("-loss", 1)):
         scores = {CommitRef(0, 4): 9.0, **dict(zip(refs[1:], (3.0, 2.0, 1.0), strict=True))}
         scores[CommitRef(0, 6)] = 0.0
-        stay = kept(refs, Policy(CheckpointConfig(keep_last=1, keep_best=name)), scores)
+        stay = commits_to_keep(refs, Policy(CheckpointConfig(keep_last=1, keep_best=name)), scores)
         assert {ref.step for ref in stay} == {5, best}
 
 
@@ -177,5 +177,5 @@ def test_a_manifest_that_flips_on_its_way_is_read_again(tmp_path: Path) -> None:
                 else data
             )
 
-    found = commit.read_found(Flipping(tmp_path / "a"), CommitRef(0, 1))
+    found = commit.read_checkpoint(Flipping(tmp_path / "a"), CommitRef(0, 1))
     assert not once and found.manifest.step == 1

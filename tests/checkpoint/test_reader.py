@@ -12,7 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from clip_train.checkpoint.commit import Found
+from clip_train.checkpoint.commit import CommittedCheckpoint
 from clip_train.checkpoint.manifest import (
     BLOCK_BYTES,
     Commit,
@@ -25,14 +25,14 @@ from clip_train.checkpoint.reader import FragmentReader
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.writer import copy_hashed
 from clip_train.errors import CheckpointError
-from clip_train.storage.tensors import Plan, lay_out
+from clip_train.storage.tensors import FilePlan, lay_out
 from clip_train.task import Fragment
 from tests.checkpoint.parts import SHAPES, SLOTS, bits, cut, whole
 
 PREFIX = "ckpt/s0000000001/e000000-1"
 
 
-def write_file(path: Path, plan: Plan) -> list[str]:
+def write_file(path: Path, plan: FilePlan) -> list[str]:
     """As the checkpoint writer does: through the shared memory."""
     memory = SharedMemory()
     memory.reserve(plan.num_bytes).result()
@@ -46,7 +46,7 @@ def write_file(path: Path, plan: Plan) -> list[str]:
     return blocks
 
 
-def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
+def reader_of(folder: Path, plans: dict[str, FilePlan]) -> FragmentReader:
     entries = []
     for name, plan in plans.items():
         blocks = write_file(folder / PREFIX / name, plan)
@@ -55,12 +55,12 @@ def reader_of(folder: Path, plans: dict[str, Plan]) -> FragmentReader:
     return FragmentReader(found(entries, layout), folder / PREFIX, None)
 
 
-def found(entries: list[FileEntry], layout: bytes) -> Found:
+def found(entries: list[FileEntry], layout: bytes) -> CommittedCheckpoint:
     whole = Manifest(1, 0, len(entries), entries, "", {})
-    return Found(CommitRef(0, 1), Commit(0, 1, PREFIX, ""), whole, layout)
+    return CommittedCheckpoint(CommitRef(0, 1), Commit(0, 1, PREFIX, ""), whole, layout)
 
 
-def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, Plan]:
+def plans(seed: int, ranks: Iterable[int], world_size: int) -> dict[str, FilePlan]:
     return {
         f"rank{rank:05d}.safetensors": plan_file(
             rank,
@@ -98,7 +98,7 @@ def test_any_range_at_any_cut(tmp_path: Path, world_size: int) -> None:
 
 
 def test_whole_parameters_for_export(tmp_path: Path) -> None:
-    like, read = write(tmp_path, 1, 3).whole()
+    like, read = write(tmp_path, 1, 3).open_weights()
     state, full = whole(1), {name: read(name) for name in like}
     assert {name: tuple(t.shape) for name, t in full.items()} == SHAPES
     assert all(bits(full[name]) == bits(state[name, "param"]) for name in SHAPES)

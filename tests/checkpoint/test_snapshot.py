@@ -51,7 +51,7 @@ def test_memory_that_cannot_be_pinned_is_copied_to_all_the_same(
         (1, 0) if status == 0 else (0, 1)
     )
     memory.fill(dataclasses.replace(plan, on_gpu=False))
-    ((at, tensor),) = plan.places
+    ((at, tensor),) = plan.contents
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
     memory.close()
     assert cuda.registered == 0
@@ -71,6 +71,6 @@ def test_it_is_there_before_the_first_save_and_only_grows() -> None:
     larger = plan_file(0, [], {"rng": torch.arange(700_000)})
     memory.reserve(larger.num_bytes).result()
     memory.fill(larger)
-    ((at, tensor),) = larger.places
+    ((at, tensor),) = larger.contents
     assert os.pread(memory.fd, tensor.numel() * 8, at) == tensor.numpy().tobytes()
     memory.close()

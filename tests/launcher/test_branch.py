@@ -164,7 +164,9 @@ class Reader:
     def __init__(self, held: list[weakref.ref]) -> None:
         self.held = held
 
-    def whole(self, ema: bool) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    def open_weights(
+        self, ema: bool
+    ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
         def read(name: str) -> torch.Tensor:
             array = np.full((7, 3), ord(name) / 3, np.float32)
             self.held.append(weakref.ref(array))  # which lives as long as a tensor over it

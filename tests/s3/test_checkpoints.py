@@ -128,7 +128,7 @@ def test_no_secret_is_told_or_kept(
 
 @pytest.mark.full
 def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) -> None:
-    from clip_train.checkpoint.restore import list_checkpoints, open_read_only, places_at
+    from clip_train.checkpoint.restore import list_checkpoints, open_read_only, stores_at
 
     run = Run(tmp_path, url, keep_last=3, orphan_grace_minutes=10.0)
     assert run.save(1) and run.save(2) and run.save(3)
@@ -136,7 +136,7 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     key = data_key(view, 2)
     view.flip(key)
     view.put("run/ckpt/s0000000009/e000000-0123abcd/rank00000.safetensors", b"half")
-    places = places_at(url)
+    places = stores_at(url)
     lines = list_checkpoints(places, verify=False)
     assert [(line["step"], line["problem"] is None) for line in lines] == [
         (3, True),
@@ -152,7 +152,7 @@ def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket)
     assert "sha256" in str(lines[1]["problem"])
     shutil.rmtree(tmp_path)
     found = open_read_only(places, 1)
-    assert bits(found.reader.whole()[1]("ln.weight")) == bits(whole(1)["ln.weight", "param"])
+    assert bits(found.reader.open_weights()[1]("ln.weight")) == bits(whole(1)["ln.weight", "param"])
     with pytest.raises(UserError, match=r"has no checkpoint of step 7; it has \[1, 2, 3\]"):
         open_read_only(places, 7)
     assert [marker["step"] for marker in view.commits("run").values()] == [1, 2, 3]
