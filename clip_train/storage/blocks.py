@@ -1,4 +1,4 @@
-"""Read a file in numbered blocks, verify them by an index's checksums, and share blocks between
+"""Read a file in numbered blocks; verify blocks by the checksums of an index; share blocks between
 processes."""
 
 import abc
@@ -39,11 +39,12 @@ def block_sum(data: bytes) -> str:
 
 
 class BlockCache:
-    """The latest blocks of a file that processes of a node read together: each is fetched once.
+    """The latest blocks of files that several processes of a node read; each is fetched once.
 
-    A slot is a file in memory: one block, and the digest of its identity. It is locked while it is
-    filled. Locks end with their process. The memory ends with the process that made it, which must
-    live while others read, because a pickle holds the slots' paths under /proc.
+    A slot is a file in memory: the bytes of one block, then its tag (a digest of file and block
+    number). A slot is locked while it is filled. The kernel releases a lock when its process ends.
+    A pickle holds the slots' paths under /proc, so the process that made the cache must live while
+    others read.
     """
 
     def __init__(self, slots: int) -> None:
@@ -53,44 +54,45 @@ class BlockCache:
         self._slots = [f"/proc/{os.getpid()}/fd/{number}" for number in descriptors]
 
     def load(self, name: str, block: int, end: int, start: Callable[[int], Future[bytes]]) -> bytes:
-        """Return one block. Meanwhile, blocks after it, up to `end`, are fetched if no other
-        process fetches them.
+        """Return one block. Start to fetch the blocks after it, up to `end`, if no other process
+        fetches them.
 
         Args:
-            name: of the file and of its content.
-            start: begins to fetch a block. OSError from its result.
+            name: identifies the file and its content.
+            start: begins to fetch a block. Its result may be an OSError.
         """
         for number in range(block + 1, min(end, block + 1 + len(self._slots) // 4)):
             slot, tag = self.slot(name, number)
             try:
                 fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                known = os.pread(slot.fileno(), len(tag), max(0, slot.seek(0, 2) - len(tag)))
-            except BlockingIOError:
-                known = tag  # soon
-            if known == tag:
+            except BlockingIOError:  # another process fills this slot
+                slot.close()
+                continue
+            slot_tag = os.pread(slot.fileno(), len(tag), max(0, slot.seek(0, 2) - len(tag)))
+            if slot_tag == tag:
                 slot.close()
             else:
-                start(number).add_done_callback(partial(_keep, slot, tag))
+                start(number).add_done_callback(partial(_fill_slot, slot, tag))
         slot, tag = self.slot(name, block)
         with slot:
             fcntl.flock(slot, fcntl.LOCK_EX)
-            kept = slot.read()
-            if kept.endswith(tag):
-                return kept[: -len(tag)]
+            content = slot.read()
+            if content.endswith(tag):
+                return content[: -len(tag)]
             fetched = start(block)
             data = fetched.result()
-            _keep(slot, tag, fetched)
+            _fill_slot(slot, tag, fetched)
             return data
 
     def slot(self, name: str, block: int) -> tuple[io.FileIO, bytes]:
-        """The slot where this block may be, and the digest at the slot's end if it is there."""
-        # neighbors have places of their own, mostly also where one file follows another
+        """The slot of this block, and the tag at the slot's end if the block is in it."""
+        # the blocks of a file have successive slots, so that neighbors do not replace each other
         path = self._slots[(zlib.crc32(name.encode()) + block) % len(self._slots)]
         return io.FileIO(path, "r+"), hashlib.sha256(f"{name} {block}".encode()).digest()
 
 
-def _keep(slot: io.FileIO, tag: bytes, fetched: Future[bytes]) -> None:
-    """Fills a slot that is locked, and frees it."""
+def _fill_slot(slot: io.FileIO, tag: bytes, fetched: Future[bytes]) -> None:
+    """Write the block into a locked slot, and unlock it by closing it."""
     with slot:
         if not fetched.cancelled() and fetched.exception() is None:
             slot.truncate(0)
@@ -99,17 +101,17 @@ def _keep(slot: io.FileIO, tag: bytes, fetched: Future[bytes]) -> None:
 
 
 class BlockFile(io.RawIOBase):
-    """A seekable stream for `io.BufferedReader`; a subclass loads block k. Holds one block."""
+    """A seekable stream for `io.BufferedReader`. It holds one block, which a subclass loads."""
 
     def __init__(self, url: str, size: int, block_bytes: int) -> None:
         self.url, self.size, self.block_bytes = url, size, block_bytes
         self._position = 0
-        self._number = -1  # of the block in `_data`
+        self._number = -1  # the number of the block in `_data`
         self._data = memoryview(b"")
 
     @abc.abstractmethod
     def _load(self, block: int) -> bytes:
-        """Return the whole of one block. OSError."""
+        """Return all bytes of one block. OSError."""
 
     def bounds(self, block: int) -> tuple[int, int]:
         """The bytes [from, to) of a block."""
@@ -119,16 +121,17 @@ class BlockFile(io.RawIOBase):
         """Fill the buffer, at most up to the end of a block; 0 at the end of the file."""
         if self._position >= self.size:
             return 0
-        block, begin = divmod(self._position, self.block_bytes)
+        block, offset = divmod(self._position, self.block_bytes)
         if block != self._number:
-            self._number, self._data = -1, memoryview(b"")  # freed before the next one comes
+            self._number = -1
+            self._data = memoryview(b"")  # freed before the next block is loaded
             self._data = memoryview(self._load(block))
             self._number = block
-        piece = self._data[begin : begin + len(buffer)]
-        assert piece, f"block {block} of {self.url} is shorter than it must be"
-        buffer[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
+        data = self._data[offset : offset + len(buffer)]
+        assert data, f"block {block} of {self.url} is shorter than it must be"
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]

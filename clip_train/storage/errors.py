@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass
 
-# again: another attempt may succeed. unreachable: nothing listens there, or the host's name is
-# unknown. expired: these credentials were valid once. denied: they are
-# invalid or missing. taken: the name exists. elsewhere: in another region. final: refused for good.
+# What an error means for the next attempt.
 Meaning = Literal[
     "missing",
     "no bucket",
-    "taken",
-    "denied",
-    "expired",
-    "elsewhere",
-    "final",
-    "again",
-    "unreachable",
+    "taken",  # the name exists already
+    "denied",  # the credentials are invalid or missing, or lack a permission
+    "expired",  # the credentials were valid once
+    "elsewhere",  # the bucket is in another region
+    "final",  # another attempt cannot succeed
+    "again",  # another attempt may succeed
+    "unreachable",  # nothing listens there, or the host's name is unknown
 ]
 
-_BY_CODE: dict[str, Meaning] = {  # whatever the status: many of these are a 400
+# A code counts more than the status: many of these are a 400.
+_BY_CODE: dict[str, Meaning] = {
     **dict.fromkeys(
         ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), "expired"
     ),
@@ -73,7 +72,8 @@ _SIGN = "check the URL's user and password; a signed URL may have expired: sign 
 
 
 class StorageError(OSError):
-    """Final: retrying is over. Names the URL, the operation, the reason and the remedy."""
+    """The last attempt has failed. The message has the URL, the operation, the reason and the
+    remedy."""
 
 
 class MissingError(StorageError, FileNotFoundError):
@@ -114,6 +114,8 @@ _FINAL = (TypeError, ValueError, NotImplementedError, ChangedError)
 def meaning(error: BaseException) -> Meaning:
     """The consequence of one attempt's error for the next attempt."""
     status, code, message = _answer(error)
+    is_final = isinstance(error, _FINAL) and not isinstance(error, UnicodeError)
+    is_final |= type(error).__name__ == "InvalidPathError"  # obstore's, of a name in a listing
     kind: Meaning = "again"
     if _STILL_EXPIRED in message:
         kind = "expired"
@@ -127,46 +129,52 @@ def meaning(error: BaseException) -> Meaning:
     elif isinstance(error, FileExistsError) or type(error).__name__ == "AlreadyExistsError":
         kind = "taken"
     elif isinstance(error, FileNotFoundError):
-        # fsspec's HTTP reports every failed look-up so: its cause tells a broken connection
+        # fsspec's HTTP raises this for every failed look-up; a broken connection is its cause
+        kind = "missing"
         cause = error.__cause__
         is_http = type(cause).__module__.startswith("aiohttp")
-        broken = is_http or isinstance(cause, OSError | asyncio.TimeoutError)
-        kind = "again" if broken and not isinstance(cause, FileNotFoundError) else "missing"
-    elif type(error).__name__ == "InvalidPathError" or (  # a name in a listing
-        isinstance(error, _FINAL) and not isinstance(error, UnicodeError)
-    ):
+        is_broken = is_http or isinstance(cause, OSError | asyncio.TimeoutError)
+        if is_broken and not isinstance(cause, FileNotFoundError):
+            kind = "again"
+    elif is_final:
         kind = "final"
     return kind
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what caused it, in turn."""
+    """The error, then its cause, then the cause of that, ..."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One line: status, code and message of the server's answer, and the remedy if known."""
     if isinstance(error, TransferError | ChangedError):
         return str(error)
-    kind, cause = meaning(error), error.__cause__ or error
+    kind = meaning(error)
     if kind == "unreachable":
         return _REMEDIES[kind]
     status, code, message = _answer(error)
-    head = code if status is None else f"HTTP {status} {code}".strip()
-    text = " ".join(message.split()) or ("no reason given" if status is None else "")
+    text = " ".join(message.split())
+    if status is None:
+        head = code
+        text = text or "no reason given"
+    else:
+        head = f"HTTP {status} {code}".strip()
     advice = _REMEDIES.get(code) or _REMEDIES.get(type(error).__name__) or _REMEDIES.get(kind, "")
+    cause = error.__cause__ or error
     if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
     elif kind == "denied" and status is None:
         advice = _LOG_IN
-    return "; ".join(filter(None, (": ".join(filter(None, (head, text))), advice)))
+    reason = ": ".join(filter(None, (head, text)))
+    return "; ".join(filter(None, (reason, advice)))
 
 
-def route(error: BaseException, server: str) -> str:
-    """The server and the proxy of a request that nobody has answered, as the end of a message;
-    empty if somebody has. server: its host, perhaps with the scheme and a port."""
+def describe_route(error: BaseException, server: str) -> str:
+    """The end of a message about a request without an answer: its server and its proxies. Empty if
+    there was an answer. server: its host, perhaps with the scheme and a port."""
     if _answer(error)[0] is not None or meaning(error) not in ("again", "unreachable"):
         return ""
     host = server.rpartition("://")[2]

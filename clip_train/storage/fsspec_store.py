@@ -17,7 +17,7 @@ from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError
 from clip_train.storage.redact import REMOVED, WAS_REDACTED
-from clip_train.storage.remote import Pace, RemoteStorage, whole
+from clip_train.storage.remote import Pace, RemoteStorage, checked_length
 
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
@@ -25,14 +25,15 @@ _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "crea
 class FsspecStorage(RemoteStorage):
     """`Storage` over a file system of fsspec; a write is as atomic as that file system's.
 
-    fsspec keeps one instance per process, which must not be used after a fork.
+    fsspec has one instance of a file system per process, which must not be used after a fork.
     """
 
     def __init__(self, url: str, **limits: Any) -> None:
         """UserError for a protocol that is not known or not installed."""
         if WAS_REDACTED.search(url):
             raise UserError(f"{url}: {REMOVED}")
-        try:  # a cached listing would hide what another writer has put there since
+        try:
+            # no cached listings: they would hide files that another writer has stored since
             self._fs, root = fsspec.core.url_to_fs(
                 url.removeprefix("fsspec+"), use_listings_cache=False
             )
@@ -41,7 +42,7 @@ class FsspecStorage(RemoteStorage):
                 f"{url}: not a URL that fsspec can open ({e}); give a store of your own by its "
                 "dotted path, or correct it"
             ) from e
-        if hasattr(self._fs, "client_kwargs"):  # of HTTP, before its first request
+        if hasattr(self._fs, "client_kwargs"):  # HTTP: set before its first request
             from clip_train.storage.http import BoundedResponse
 
             self._fs.client_kwargs.setdefault("response_class", BoundedResponse)
@@ -68,12 +69,13 @@ class FsspecStorage(RemoteStorage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """File systems have no streams in common: the whole range must come in time."""
+        """File systems have no common way to stream, so the time limit is for the whole range."""
         if end is None:
             return await pace.hold(self._call("cat_file", key), self.part_bytes)
+        num_bytes = end - begin
         request = self._call("cat_file", key, start=begin, end=end)
-        so_far = f"not all of {end - begin} bytes"
-        return whole(await pace.hold(request, end - begin, so_far), end - begin)
+        data = await pace.hold(request, num_bytes, f"not all of {num_bytes} bytes")
+        return checked_length(data, num_bytes)
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:
         try:
@@ -87,7 +89,7 @@ class FsspecStorage(RemoteStorage):
         ]
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
-        if not self._fs.async_impl:  # it may have real folders
+        if not self._fs.async_impl:  # the file system may have real folders
             await self._call("makedirs", self._fs._parent(key), exist_ok=True)
         if isinstance(source, Path):
             write = self._call("put_file", str(source), key)
@@ -99,7 +101,8 @@ class FsspecStorage(RemoteStorage):
         return await pace.hold(write, len(source))
 
     def _write(self, key: str, data: bytes, mode: str) -> None:
-        """mode: `pipe_file` would look first and write then; "xb" is one system call."""
+        """mode "xb": creating the file is one system call; `pipe_file` would look first and then
+        write."""
         with self._fs.open(key, mode) as file:
             file.write(data)
 
@@ -112,8 +115,8 @@ class FsspecStorage(RemoteStorage):
     def glob(self, pattern: str) -> list[str]:
         """Uses the file system's own search, because a listing of everything below a web page may
         never end."""
-        found = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
-        return sorted(self.url + key.removeprefix(self.root) for key in found)
+        keys = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
+        return sorted(self.url + key.removeprefix(self.root) for key in keys)
 
 
 def _modified(info: dict[str, Any]) -> float:

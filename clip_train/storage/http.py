@@ -1,4 +1,4 @@
-"""Answers of HTTP servers that are no longer than what was asked for."""
+"""Reject answers of HTTP servers that are longer than the requested range."""
 
 import re
 
@@ -10,20 +10,21 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An answer to a range, which a server may not fill the memory with."""
+    """An answer to a range request. It is read only up to the range's length, so that a server
+    cannot fill the memory."""
 
     async def read(self) -> bytes:
         """The body. ChangedError if it is longer than the range of the request."""
-        asked = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
-        if self._body is None and asked is not None and self.ok:
-            most = int(asked[2]) - int(asked[1]) + 1
+        match = _RANGE.fullmatch(self.request_info.headers.get("Range", ""))
+        if self._body is None and match is not None and self.ok:
+            limit = int(match[2]) - int(match[1]) + 1  # bytes
             body = bytearray()
             async for part in self.content.iter_any():
                 body += part
-                if len(body) > most:
+                if len(body) > limit:
                     self.close()
                     raise ChangedError(
-                        f"the server sends more than the {most} bytes asked for: it ignores ranges"
+                        f"the server sends more than the {limit} bytes asked for: it ignores ranges"
                     )
             self._body = bytes(body)
         return await super().read()

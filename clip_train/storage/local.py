@@ -43,7 +43,7 @@ def open_own(path: str | os.PathLike[str], mode: str) -> IO[Any]:
 
 
 def no_wait(name: str, flags: int) -> int:
-    """Open a pipe in a file's place as an empty file."""
+    """An opener for `open`: a pipe in place of a file is read as empty instead of blocking."""
     return os.open(name, flags | os.O_NONBLOCK)
 
 
@@ -65,7 +65,7 @@ class LocalStorage(Storage):
     def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with open(self.path(name), "rb", opener=no_wait) as f:
             if start:
-                f.seek(start)  # a pipe cannot
+                f.seek(start)  # only if needed: a pipe cannot seek
             data = f.read(-1 if end is None else end - start)
         if end is not None and len(data) != end - start:
             raise OSError(errno.EIO, f"{self.path(name)} ends before byte {end}")
@@ -73,9 +73,9 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Yield a path to write to; then the file is stored under `name`, whole. OSError."""
+        """Yield a path to write to. Afterwards, the file is stored under `name`. OSError."""
         target = self.path(name)
-        with _part_of(target) as part:
+        with _part_file(target) as part:
             yield part
             _fsync(part)
             os.replace(part, target)
@@ -86,7 +86,7 @@ class LocalStorage(Storage):
 
     def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
         target = self.path(name)
-        with _part_of(target) as part:
+        with _part_file(target) as part:
             part.write_bytes(data)
             _fsync(part)
             try:
@@ -94,24 +94,25 @@ class LocalStorage(Storage):
                     _claim(target, part)
             except FileExistsError:
                 return False
-            os.replace(part, target)  # nothing happens if it is a link to the same file
+            os.replace(part, target)  # no effect if `_claim` has linked `part` as `target`
         return True
 
     def list(self, prefix: str = "", *, unfinished: bool = False) -> list[Entry]:
         """unfinished: list the hidden files of unfinished writes as well."""
 
-        def refuse(error: OSError) -> None:
+        def on_error(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
 
         entries = []
-        for folder, _, names in os.walk(self.path(prefix), onerror=refuse, followlinks=True):
+        for folder, _, names in os.walk(self.path(prefix), onerror=on_error, followlinks=True):
             for path in (Path(folder, name) for name in names):
-                if unfinished or not path.match(_PART):
-                    with contextlib.suppress(FileNotFoundError):  # another process removed it
-                        stat = path.stat()
-                        name = path.relative_to(self.root).as_posix()
-                        entries.append(Entry(name, stat.st_size, stat.st_mtime))
+                if path.match(_PART) and not unfinished:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # another process removed the file
+                    stat = path.stat()
+                    name = path.relative_to(self.root).as_posix()
+                    entries.append(Entry(name, stat.st_size, stat.st_mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int:
@@ -129,20 +130,21 @@ class LocalStorage(Storage):
             raise ValueError("delete_tree needs a folder below the root")
         errors: list[OSError] = []
 
-        def note(function: Any, path: str, error: Any) -> None:
+        def on_error(function: Any, path: str, error: Any) -> None:
+            if isinstance(error, tuple):  # `onerror` gets (type, error, traceback)
+                error = error[1]
             # another process may have removed a file meanwhile
-            error = error[1] if isinstance(error, tuple) else error
             if not isinstance(error, FileNotFoundError):
                 errors.append(error)
 
-        if target.is_symlink():  # to another disk: what it leads to is not ours
+        if target.is_symlink():  # remove the link only, not the folder behind it
             self.delete(prefix)
             return
         # with a handler, it continues after a file that cannot be removed
         if sys.version_info >= (3, 12):
-            shutil.rmtree(target, onexc=note)
+            shutil.rmtree(target, onexc=on_error)
         else:
-            shutil.rmtree(target, onerror=note)
+            shutil.rmtree(target, onerror=on_error)
         if errors:
             raise errors[0]
         with contextlib.suppress(FileNotFoundError):
@@ -150,9 +152,10 @@ class LocalStorage(Storage):
 
 
 @contextlib.contextmanager
-def _part_of(target: Path) -> Iterator[Path]:
-    """Yield a name beside `target` to write to. Fsync every folder that gained an entry."""
-    missing = [each for each in (target.parent, *target.parent.parents) if not each.is_dir()]
+def _part_file(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target` to write to. Fsync every folder that gained an entry."""
+    parents = (target.parent, *target.parent.parents)
+    missing = [folder for folder in parents if not folder.is_dir()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         _fsync(folder.parent)
@@ -171,7 +174,7 @@ def _claim(target: Path, part: Path) -> None:
     except OSError as e:
         if e.errno not in _NO_LINKS:
             raise
-        target.touch(exist_ok=False)  # empty: readers take it for a torn one
+        target.touch(exist_ok=False)  # empty for a moment: readers take it for damaged
 
 
 def _fsync(path: Path) -> None:

@@ -24,7 +24,7 @@ from obstore.store import S3Store
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
-from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, reached, whole
+from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, checked_length, reached
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
 _MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
@@ -32,7 +32,6 @@ _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
 _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
-
 
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
 servers: dict[str, str] = {}  # by bucket: where its client sends requests, if that is known
@@ -43,8 +42,8 @@ class ObjectStorage(RemoteStorage):
     """`Storage` over `scheme://bucket/prefix`; obstore finds the credentials by itself."""
 
     most_listed = 1_000_000  # objects: an endless listing must not fill the memory
-    listing_seconds = PATIENCE_SECONDS  # at least; a longer patience is kept
-    listed_per_second = 2_000  # objects: what a longer listing must reach on average
+    listing_seconds = PATIENCE_SECONDS  # a listing may take as long, or as the storage's patience
+    listed_per_second = 2_000  # objects: the least average rate of a longer listing
 
     def __init__(self, url: str, **limits: Any) -> None:
         scheme, _, path = url.partition("://")
@@ -73,7 +72,8 @@ class ObjectStorage(RemoteStorage):
         self._client = await asyncio.to_thread(self._shared_client)
 
     def _shared_client(self) -> Any:
-        """All requests share it, so each is limited where it is made."""
+        """The client of all requests to this bucket. Each request has its own time limit, so the
+        client has none."""
         with _opening:
             if self.bucket not in clients:
                 options = {**_CLIENT, "timeout": timedelta(days=1)}
@@ -87,59 +87,61 @@ class ObjectStorage(RemoteStorage):
         return servers.get(self.bucket, super().server)
 
     def renew(self, kind: Meaning, again: bool) -> bool:
-        # whoever renews credentials may be late, or just writing the file
-        late = self.host in reached and (kind == "expired" or self.bucket not in clients)
+        # another program may renew the credentials too late, or be writing their file now
+        may_come = self.host in reached and (kind == "expired" or self.bucket not in clients)
         clients.pop(self.bucket, None)
-        return late or not again
+        return may_come or not again
 
     async def head(self, key: str, pace: Pace) -> Entry:
         try:
-            found = await pace.hold(obstore.head_async(self._client, key))
+            meta = await pace.hold(obstore.head_async(self._client, key))
         except TransferError:
             raise
         except Exception:  # the answer to a HEAD has no body with the reason
             request = obstore.get_range_async(self._client, key, start=0, length=1)
             await pace.hold(request)
             raise
-        return Entry(key, found["size"], tag=found["e_tag"])
+        return Entry(key, meta["size"], tag=meta["e_tag"])
 
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """An idle timeout would miss a very slow transfer, so the average rate is checked."""
+        """Checks the average rate: an idle timeout would not notice a very slow transfer."""
         options: Any = {} if end is None else {"range": (begin, end)}
         request = obstore.get_async(self._client, key, options=options)
         answer = await pace.hold(request)
-        found = answer.meta["e_tag"]
-        if tag not in (None, found):
-            raise ChangedError(f"its ETag was {tag} when it was opened and is {found}")
-        data, start = bytearray(), time.monotonic()
+        e_tag = answer.meta["e_tag"]
+        if tag not in (None, e_tag):
+            raise ChangedError(f"its ETag was {tag} when it was opened and is {e_tag}")
+        num_bytes = (answer.meta["size"] if end is None else end) - begin
+        data = bytearray()
+        start = time.monotonic()
         chunks = aiter(answer.stream(_CHUNK_BYTES))
         while True:
             elapsed = time.monotonic() - start
             due = len(data) / pace.rate if pace.rate else elapsed  # seconds
-            left = replace(pace, seconds=pace.seconds + due - elapsed)
+            chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
             try:
-                data += await left.hold(anext(chunks), so_far=f"only {len(data)} bytes")
+                data += await chunk_pace.hold(anext(chunks), so_far=f"only {len(data)} bytes")
             except StopAsyncIteration:
-                return whole(bytes(data), (answer.meta["size"] if end is None else end) - begin)
+                return checked_length(bytes(data), num_bytes)
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:
-        """A server may send names forever: after a minute, the average rate is watched."""
-        found: list[Entry] = []
+        """A server may send names forever, so after a minute the average rate is checked."""
+        entries: list[Entry] = []
         start = time.monotonic()
         pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
         while True:
             elapsed = time.monotonic() - start
-            due = max(self.listing_seconds, self.patience) + len(found) / self.listed_per_second
+            due = max(self.listing_seconds, self.patience) + len(entries) / self.listed_per_second
             if elapsed > due:
-                raise TransferError(f"only {len(found):,} objects were listed in {elapsed:.3g} s")
+                raise TransferError(f"only {len(entries):,} objects were listed in {elapsed:.3g} s")
             page = await pace.hold(anext(pages, None))
             if not page:
-                return found
-            for each in page:
-                found.append(Entry(each["path"], each["size"], each["last_modified"].timestamp()))
-            if len(found) > self.most_listed:
+                return entries
+            for meta in page:
+                entries.append(Entry(meta["path"], meta["size"], meta["last_modified"].timestamp()))
+            if len(entries) > self.most_listed:
                 raise ChangedError(
                     f"more than {self.most_listed:,} objects are listed there: name a folder with "
                     "fewer, or check the server, whose listing may have no end"
@@ -220,17 +222,17 @@ class S3Storage(ObjectStorage):
 
 def _credentials(session: Session) -> Callable[[], dict[str, Any]]:
     """A provider of the default chain's credentials, which botocore refreshes."""
-    held = session.get_credentials()
-    if held is None:
+    credentials = session.get_credentials()
+    if credentials is None:
         raise NoCredentialsError
 
     def provide() -> dict[str, Any]:
-        found = held.get_frozen_credentials()
+        current = credentials.get_frozen_credentials()
         return {
-            "access_key_id": found.access_key,
-            "secret_access_key": found.secret_key,
-            "token": found.token,
-            "expires_at": datetime.now(timezone.utc),  # so botocore is asked again
+            "access_key_id": current.access_key,
+            "secret_access_key": current.secret_key,
+            "token": current.token,
+            "expires_at": datetime.now(timezone.utc),  # so that obstore calls this again
         }
 
     return provide

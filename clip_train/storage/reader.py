@@ -25,9 +25,10 @@ class RangedFile(BlockFile):
     checksums, a block is verified before any of its bytes is returned. With a cache, blocks are
     read from it and added to it.
 
-    Raises (all of them `StorageError`, final, with the file, the bytes and the attempt):
-        MissingError: the object does not exist. DeniedError: refused twice, the second time with
-        fresh credentials. StorageError: another object than at opening, or every attempt failed.
+    Raises (after the last attempt, with the file, the bytes and the attempt):
+        MissingError: the object does not exist.
+        DeniedError: refused twice, the second time with fresh credentials.
+        StorageError: the object has changed since it was opened, or every attempt failed.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class RangedFile(BlockFile):
         checksums: Checksums | None,
         cache: BlockCache | None = None,
     ) -> None:
-        self._remote, self._config, self._checksums = remote, config, checksums
+        self._remote = remote
+        self._config = config
+        self._checksums = checksums
         self._cache = cache
-        self._ahead: dict[int, Future[bytes]] = {}
-        self._depth = 0
-        self._previous = -2
+        self._ahead: dict[int, Future[bytes]] = {}  # by number of the block
+        self._depth = 0  # how many blocks to fetch ahead
+        self._previous = -2  # the number of the block that was loaded last
         self._pace = Pace(
             config.patience_seconds,
             config.min_rate,
@@ -66,10 +69,11 @@ class RangedFile(BlockFile):
             end = min(block + 1 + self._config.read_ahead, -(-self.size // self.block_bytes))
             name = f"{self.url} {self._tag} {self.size} {self.block_bytes}"
             return self._cache.load(name, block, end, self._start)
-        in_order, self._previous = block == self._previous + 1, block
+        in_order = block == self._previous + 1
+        self._previous = block
         self._depth = min(max(2, 2 * self._depth), self._config.read_ahead) if in_order else 0
-        others = sum(held for file, held in list(_ahead_bytes.items()) if file != id(self))
-        room = max(0, self._config.read_ahead_bytes - others) // self.block_bytes
+        others = sum(size for file, size in list(_ahead_bytes.items()) if file != id(self))
+        room = max(0, self._config.read_ahead_bytes - others) // self.block_bytes  # blocks
         end = min(block + 1 + min(self._depth, room), -(-self.size // self.block_bytes))
         next_blocks = range(block + 1, end)
         for number in set(self._ahead) - {block, *next_blocks}:

@@ -1,7 +1,7 @@
-"""Passwords, signatures and tokens in URLs: logs and recipes hold `REDACTED` in their place.
+"""Replace passwords, signatures and tokens in URLs by `REDACTED`, for logs and recipes.
 
-Signing parameters that change with each signature (a date, an expiry) are replaced too, so a
-re-signed URL stays equal.
+Parameters that change with each signature (a date, an expiry) are replaced too, so a URL that was
+signed again stays equal.
 """
 
 import re

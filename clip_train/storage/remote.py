@@ -29,9 +29,9 @@ from clip_train.storage.errors import (
     Meaning,
     StorageError,
     TransferError,
-    describe,
+    describe_error,
+    describe_route,
     meaning,
-    route,
 )
 from clip_train.storage.redact import redact
 
@@ -40,12 +40,12 @@ PART_BYTES = 8 << 20  # of an upload
 MIN_RATE = 256 << 10  # bytes per second, of all parts together
 REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
-_MIN_ATTEMPTS = 3  # even if each took long, unless no answer came
+_MIN_ATTEMPTS = 3  # even after the time limit, if the server has answered
 LONGEST_BACKOFF_SECONDS = 20.0
-LOUD_ATTEMPT = 3  # fewer failures than this are normal on S3
+LOUD_ATTEMPT = 3  # warn from this attempt on: fewer failures are normal on S3
 _log = logging.getLogger("clip_train.storage")
 reached: set[str] = set()  # hosts and buckets that have answered this process
-_random = random.Random()  # its own: jitter must not shift any other draws
+_random = random.Random()  # a separate generator: jitter must not shift any other draws
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Pace:
     """Limits for the duration of an answer, and for the number of attempts."""
 
     seconds: float  # until the answer begins
-    rate: float  # bytes per second on average from then on; 0: any
+    rate: float  # least bytes per second on average, once it has begun; 0: no limit
     attempts: int = _MIN_ATTEMPTS  # at least
-    total_seconds: float | None = None  # at least; None: only attempts count, and messages say so
+    total_seconds: float | None = None  # of all attempts, at least; None: only attempts are limited
     backoff_seconds: float = 0.2  # doubled by each attempt
-    keys: str = ""  # the recipe's keys for the first two, for messages
-    limit: str = ""  # the key for the number of attempts, or for their time, for messages
+    keys: str = ""  # for messages: the recipe's keys for `seconds` and `rate`
+    limit: str = ""  # for messages: the key for `attempts` or `total_seconds`
 
     async def hold(self, answer: Awaitable[T], num_bytes: int = 0, so_far: str = "no answer") -> T:
-        """Return the answer to a request of this many bytes. TransferError if it takes too long."""
+        """Await the answer to a request of this many bytes. TransferError if it takes too long."""
         seconds: float | None = self.seconds
         if num_bytes:
             seconds = self.seconds + num_bytes / self.rate if self.rate else None
@@ -75,7 +75,7 @@ class RemoteStorage(Storage):
     """A remote store: a subclass makes single requests, this class limits and repeats them.
 
     The abstract methods are the requests. They run on fsspec's event loop and keep to the `Pace`
-    (`pace.hold`). Their keys are whole: root and name. So are the names that `listing` returns.
+    (`pace.hold`). Their keys, and the names that `listing` returns, contain the root.
 
     A request raises FileNotFoundError, FileExistsError (`if_absent`) or PermissionError. It raises
     ChangedError or ValueError if another attempt cannot help, and TransferError if it can. An error
@@ -83,15 +83,16 @@ class RemoteStorage(Storage):
     Any other error is tried again.
 
     A process makes a storage for each shard that it opens, and never closes one. So let them share
-    a client, as `ObjectStorage` does. Take a URL apart at `://`: `urlsplit` finds no scheme in
+    a client, as `ObjectStorage` does. Split a URL at `://`: `urlsplit` finds no scheme in
     `my_package.MyStore://bucket/prefix`, because of its underscore.
 
-    All keys begin with `root`, which is a part of `url`.
-
-    min_rate: bytes per second. request_seconds: of a request, besides what its bytes take.
-
-    patience_seconds: of one operation with all its retries (None: the environment's
-    `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
+    Args:
+        root: the part of `url` with which all keys begin.
+        part_bytes: of an upload.
+        min_rate: bytes per second.
+        request_seconds: time limit of a request, besides the time for its bytes.
+        patience_seconds: time limit of one operation with all its retries (None: the environment's
+            `CLIP_TRAIN_S3_PATIENCE_SECONDS`, or a minute).
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class RemoteStorage(Storage):
         request_seconds: float = REQUEST_SECONDS,
         patience_seconds: float | None = None,
     ) -> None:
-        self.url, self.root, self.part_bytes = url.rstrip("/"), root.rstrip("/"), part_bytes
+        self.url = url.rstrip("/")
+        self.root = root.rstrip("/")
+        self.part_bytes = part_bytes
         self.host = url.partition("://")[2].partition("/")[0]
         default = os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", PATIENCE_SECONDS)
         self.patience = float(default if patience_seconds is None else patience_seconds)
@@ -120,22 +123,21 @@ class RemoteStorage(Storage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """Exactly the bytes [begin, end) (None: all); tag: of the object that it must still be."""
+        """Exactly the bytes [begin, end) (None: to the end). ChangedError if the object's tag is
+        not `tag` (None: any)."""
 
     @abstractmethod
     async def listing(self, folder: str, pace: Pace) -> builtins.list[Entry]:
         """All keys that begin with `folder`, or an error; never a part of them.
 
-        Each with the time of its last change; if the store has none, the present time. What looks
-        old may be removed.
+        Each entry has the time of its last change. If the store has none, use the present time:
+        the caller may remove files that look old.
         """
 
     @abstractmethod
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
-        """Store a small object by one request, or a file of any size (never with `if_absent`).
-
-        Completely or not at all.
-        """
+        """Store a small object by one request, or a file of any size (never with `if_absent`):
+        completely or not at all."""
 
     @abstractmethod
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
@@ -163,17 +165,18 @@ class RemoteStorage(Storage):
     def wait(
         self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace | None = None
     ) -> T:
-        """Call it outside the main thread, so that a signal handler can run meanwhile."""
+        """Make the request on the event loop's thread, and wait. Signal handlers run meanwhile."""
         future = self.start(what.strip(), request, pace or self.pace)
         try:
             return future.result()
         finally:
-            future.cancel()  # if a handler has raised
+            future.cancel()  # has an effect only if a signal handler has raised
 
     async def _repeat(self, what: str, request: Callable[[Pace], Awaitable[T]], pace: Pace) -> T:
         """Return the result of `request`, with retries. StorageError with the URL, `what`, the
         reason and the remedy."""
-        end, renewed = time.monotonic() + (pace.total_seconds or 0.0), False
+        end = time.monotonic() + (pace.total_seconds or 0.0)
+        renewed = False
         for attempt in itertools.count(1):
             try:
                 await self.connect()
@@ -181,20 +184,22 @@ class RemoteStorage(Storage):
                 reached.add(self.host)
                 return answer
             except Exception as e:
-                kind, left = meaning(e), end - time.monotonic()
-                count = (
-                    f", attempt {attempt} of {pace.attempts}" if pace.total_seconds is None else ""
-                )
-                reason = describe(e) + route(e, self.server)
+                kind = meaning(e)
+                left = end - time.monotonic()
+                count = ""
+                if pace.total_seconds is None:
+                    count = f", attempt {attempt} of {pace.attempts}"
+                reason = describe_error(e) + describe_route(e, self.server)
                 message = redact(f"{self.url}: {what}{count}: {reason}")
-                helps = kind == "again"
+                may_help = kind == "again"  # another attempt
                 if kind == "unreachable":  # the URL may be wrong
-                    helps = attempt < LOUD_ATTEMPT or self.host in reached
+                    may_help = attempt < LOUD_ATTEMPT or self.host in reached
                 if kind in ("denied", "expired"):
-                    helps = await asyncio.to_thread(self.renew, kind, renewed)
+                    may_help = await asyncio.to_thread(self.renew, kind, renewed)
                     renewed = True
-                silent = pace.total_seconds is not None and isinstance(e, TransferError)
-                if not helps or (left <= 0 and (silent or attempt >= pace.attempts)):
+                is_silent = pace.total_seconds is not None and isinstance(e, TransferError)
+                is_last = left <= 0 and (is_silent or attempt >= pace.attempts)
+                if is_last or not may_help:
                     if kind == "again" and pace.limit:
                         message += f"; {pace.limit} limits the attempts"
                     raise RAISED.get(kind, StorageError)(message) from e
@@ -220,9 +225,10 @@ class RemoteStorage(Storage):
 
     def list(self, prefix: str = "") -> list[Entry]:
         key = self.key(prefix).rstrip("/")
-        found = self.wait(f"listing {prefix}", partial(self.listing, f"{key}/" if key else ""))
-        cut = len(self.root) + 1 if self.root else 0
-        return sorted(Entry(each.name[cut:], each.size, each.modified) for each in found)
+        folder = f"{key}/" if key else ""
+        entries = self.wait(f"listing {prefix}", partial(self.listing, folder))
+        cut = len(self.root) + 1 if self.root else 0  # characters before the name
+        return sorted(Entry(entry.name[cut:], entry.size, entry.modified) for entry in entries)
 
     def size(self, name: str) -> int:
         return self.wait(f"looking at {name}", partial(self.head, self.key(name))).size
@@ -231,7 +237,8 @@ class RemoteStorage(Storage):
         try:
             self.wait(f"writing {name}", partial(self.put, self.key(name), data, if_absent))
         except FileExistsError:
-            return self.read_bytes(name) == data  # an attempt of ours whose answer was lost
+            # True: an attempt of this call stored it, and its answer was lost
+            return self.read_bytes(name) == data
         return True
 
     def put_file(self, local_path: str | os.PathLike, name: str) -> None:
@@ -247,13 +254,14 @@ class RemoteStorage(Storage):
 
     def glob(self, pattern: str) -> builtins.list[str]:
         """URLs of the files whose names match, sorted. OSError, also if a folder is not listed."""
-        like = re.compile(glob_translate(pattern))
+        regex = re.compile(glob_translate(pattern))
         names = [entry.name for entry in self.list()]
-        folders = {name.rpartition("/")[0] for name in names}  # consoles make objects for them
-        return [f"{self.url}/{name}" for name in names if like.match(name) and name not in folders]
+        folders = {name.rpartition("/")[0] for name in names}  # consoles make objects for folders
+        return [f"{self.url}/{name}" for name in names if regex.match(name) and name not in folders]
 
 
-def whole(data: bytes, num_bytes: int) -> bytes:
+def checked_length(data: bytes, num_bytes: int) -> bytes:
+    """`data`. TransferError if its length is not `num_bytes`."""
     if len(data) != num_bytes:
         raise TransferError(f"received {len(data)} bytes instead of {num_bytes}")
     return data

@@ -31,8 +31,8 @@ _SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9+._:-]*?)(?:://|::)")
 
 
 def _scheme(url: str) -> str:
-    found = _SCHEME.match(url)
-    return "" if found is None else found[1]
+    match = _SCHEME.match(url)
+    return "" if match is None else match[1]
 
 
 def is_remote(url: str) -> bool:
@@ -76,10 +76,10 @@ def open_read(
 ) -> BinaryIO:
     """Open a seekable stream over a local file or a remote object.
 
-    checksums: a remote object is compared with them; `clip-train index --check` does local files.
-    cache: of a remote object's blocks, with other processes.
-    FileNotFoundError; another OSError if that is unknown: a `StorageError` has been retried
-    already; UserError for an unknown protocol.
+    checksums: a remote object is compared with them (`clip-train index --check` compares local
+    files). cache: shares a remote object's blocks with other processes.
+    FileNotFoundError; another OSError (a `StorageError` has been retried already); UserError for an
+    unknown protocol.
     """
     url = os.fspath(url)
     if is_remote(url):
@@ -104,11 +104,13 @@ def expand_glob(url: str | os.PathLike[str]) -> list[str]:
         return [url]
     if is_remote(url):
         folder = plain.rpartition("/")[0]
-        found = cast("RemoteStorage", open_storage(f"{folder}/")).glob(url[len(folder) + 1 :])
+        files = cast("RemoteStorage", open_storage(f"{folder}/")).glob(url[len(folder) + 1 :])
     else:
         pattern = local_path(url)
-        found = [url] if pattern.exists() else sorted(local_glob.glob(str(pattern), recursive=True))
-        found = [path for path in found if not os.path.isdir(path)]
-    if not found:
+        files = [url]  # a file whose name has a bracket
+        if not pattern.exists():
+            files = sorted(local_glob.glob(str(pattern), recursive=True))
+        files = [path for path in files if not os.path.isdir(path)]
+    if not files:
         raise UserError(f"no file matches {url}: check the path, and that it can be read from here")
-    return found
+    return files

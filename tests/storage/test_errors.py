@@ -19,7 +19,7 @@ from botocore.exceptions import (
     NoCredentialsError,
 )
 
-from clip_train.storage.errors import ChangedError, TransferError, describe, meaning
+from clip_train.storage.errors import ChangedError, TransferError, describe_error, meaning
 
 
 class Answers(ThreadingHTTPServer):
@@ -184,7 +184,9 @@ def test_what_botocore_raises_within_obstore_means_the_same(
 
     with pytest.raises(Exception) as caught:
         obstore.get(s3(server.url, credential_provider=provide), "key")
-    assert meaning(caught.value) == meaning(error) and describe(caught.value) == describe(error)
+    assert meaning(caught.value) == meaning(error) and describe_error(
+        caught.value
+    ) == describe_error(error)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,14 @@ def test_what_botocore_raises_within_obstore_means_the_same(
 def test_description_of_an_answer(
     server: Answers, status: int, code: str, message: str, text: str
 ) -> None:
-    found = describe(refused(server, "GET", status, code, message))
+    found = describe_error(refused(server, "GET", status, code, message))
     assert found.startswith(text) and "SECRET" not in found and "\n" not in found
 
 
 def test_description_of_no_answer() -> None:
     with pytest.raises(Exception) as caught:
         obstore.get(s3("http://127.0.0.1:1"), "key")
-    assert "error sending request: Connection refused" in describe(caught.value)
+    assert "error sending request: Connection refused" in describe_error(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -240,4 +242,4 @@ def test_description_of_no_answer() -> None:
     ids=lambda v: "" if isinstance(v, str) else str(v)[:40],
 )
 def test_description(error: Exception, text: str) -> None:
-    assert describe(error).startswith(text)
+    assert describe_error(error).startswith(text)
