@@ -58,7 +58,8 @@ class LogConfig(Settings):
     its environment."""
 
     def mistakes_here(self) -> list[str]:
-        """The packages that this machine lacks, and callbacks that are none."""
+        """Packages that are not installed on this machine, and callbacks that cannot be
+        imported."""
         names = [name for name in ("tensorboard", "wandb") if getattr(self, name)]
         mistakes = [
             f"log.{name} (true): {name} is not installed; pip install {name}, or set "

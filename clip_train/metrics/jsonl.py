@@ -11,7 +11,7 @@ from clip_train.storage.local import no_wait, open_own
 
 
 class JsonlSink:
-    """One JSON object per line, handed to the operating system line by line.
+    """Writes one JSON object per line, each line at once.
 
     Floats keep every digit; NaN and infinities, which JSON does not have, become null.
     """
@@ -25,7 +25,7 @@ class JsonlSink:
         self._file = open_own(self.path, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
-        """ClipTrainError where the file has been removed or moved: its lines would be lost."""
+        """ClipTrainError if the file was removed or moved: its lines would be lost."""
         try:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -35,7 +35,9 @@ class JsonlSink:
             ) from None
         values = {}
         for name, scalar in record.items():
-            value = scalar.item() if hasattr(scalar, "item") else scalar  # of numpy or torch
+            value = scalar
+            if hasattr(scalar, "item"):  # a scalar of numpy or torch
+                value = scalar.item()
             is_json = not isinstance(value, float) or math.isfinite(value)
             values[name] = value if is_json else None
         line = json.dumps(values, allow_nan=False, ensure_ascii=False)
@@ -46,28 +48,32 @@ class JsonlSink:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Keep the first line of each step up to `step`. Later steps, torn lines and repeated steps are
-    removed. Two starts of one run that overlap write the same steps, with equal numbers."""
+    """Keep the first line of each step up to `step`; remove later steps, torn lines and repeated
+    steps. (If two starts of one run overlap, both write the same steps, with equal numbers.)"""
     if not path.is_file():
         return
-    kept = end = 0  # bytes
+    read = 0  # bytes
+    written = 0  # bytes that stay
     steps: set[int] = set()
-    with path.open("rb") as file, open_own(path, "r+b") as own:
-        for line in file:
-            end += len(line)
+    with path.open("rb") as source, open_own(path, "r+b") as target:
+        for line in source:
+            read += len(line)
             record = parse_record(line) if line.endswith(b"\n") else None
-            if record is None or record.get("step", 0) > step or record.get("step", 0) in steps:
+            if record is None:
                 continue
-            steps.add(record.get("step", 0))
-            if kept + len(line) < end:
-                own.seek(kept)
-                own.write(line)
-            kept += len(line)
-        own.truncate(kept)
+            line_step = record.get("step", 0)
+            if line_step > step or line_step in steps:
+                continue
+            steps.add(line_step)
+            if written + len(line) < read:  # a line before this one was removed
+                target.seek(written)
+                target.write(line)
+            written += len(line)
+        target.truncate(written)
 
 
 def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records one by one; lines that are not JSON are left out. FileNotFoundError."""
+    """The records one by one; lines that are not JSON objects are skipped. FileNotFoundError."""
     with open(path, "rb", opener=no_wait) as file:
         for line in file:
             record = parse_record(line)
@@ -76,6 +82,7 @@ def iter_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is something else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

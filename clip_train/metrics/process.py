@@ -1,7 +1,7 @@
-"""Whether the process of a run still runs, from what it wrote about itself in attempts.jsonl.
+"""Whether the process of a run is still running, by what it wrote about itself in attempts.jsonl.
 
-Only the machine that it ran on can tell. A process number alone is not enough: it is used again
-after a while, and containers have numbers of their own.
+Only the machine on which it ran can tell. A process id alone is not enough: ids are used again, and
+each container has its own ids.
 """
 
 import os
@@ -13,23 +13,24 @@ from typing import Any
 
 def this_process() -> dict[str, Any]:
     """This process, for `is_running`."""
-    return {"pid": os.getpid(), "started": _stat(os.getpid())[1], **_machine()}
+    _, started = _stat(os.getpid())
+    return {"pid": os.getpid(), "started": started, **_machine()}
 
 
 def is_running(process: Mapping[str, Any]) -> bool | None:
     """None if this machine cannot tell: the process ran elsewhere, or belongs to another user.
 
-    process: of `this_process`.
+    process: as `this_process` returned it.
     """
     machine = _machine()
-    here = all(value and process.get(name) == value for name, value in machine.items())
+    ran_here = all(value and process.get(name) == value for name, value in machine.items())
     pid = process.get("pid")
-    if not here or not isinstance(pid, int):
+    if not ran_here or not isinstance(pid, int):
         return None
     try:
         state, started = _stat(pid)
     except OSError:
-        # it is gone, or /proc shows only a user's own processes
+        # the process has ended, or /proc shows only a user's own processes
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -37,13 +38,13 @@ def is_running(process: Mapping[str, Any]) -> bool | None:
         except OSError:
             return None
         return None
-    # a zombie has ended, but nobody has asked for its exit status yet
+    # Z and X: the process has ended, and its parent has not read its exit status
     return started == process.get("started") and state not in "ZX"
 
 
 def _machine() -> dict[str, str]:
-    """The host, its boot and the container, within which a process number has one meaning. Empty
-    texts where the system does not say."""
+    """The host, its boot and its namespace of process ids (a container's), within which an id is
+    unique. Empty texts if the system does not tell them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")

@@ -1,6 +1,7 @@
 """Progress for the user: a progress bar, or a line of the log every few seconds."""
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from clip_train.callbacks import Callback
 
 logger = logging.getLogger(__name__)
 
-HEADLINE = (  # of an evaluation: name, label, format of the value
+# of an evaluation: name, label, format of the value
+HEADLINE = (
     ("zero_shot_top1", "zero-shot top-1", "2%"),
     ("zero_shot_top5", "top-5", "2%"),
     ("image_to_text_R@1", "image-to-text R@1", "2%"),
@@ -18,11 +20,11 @@ HEADLINE = (  # of an evaluation: name, label, format of the value
     ("val_loss", "val_loss", "4g"),
 )
 SAVES = ("checkpoint_step", "checkpoint_failures")  # keys of a record
-_SMOOTHING = 0.9  # of the step's time: what the ETA is made from
+_SMOOTHING = 0.9  # of the seconds per step from which the ETA is computed
 
 
 class ProgressLine(Callback):
-    """A progress bar if stderr is a terminal; otherwise (a job's log) a line every few seconds, and
+    """If stderr is a terminal, a progress bar; otherwise (a job's log) a line every few seconds and
     at the last step. For rank 0 only.
     """
 
@@ -37,10 +39,10 @@ class ProgressLine(Callback):
         self._total = total_steps
         self._every_seconds = every_seconds
         self._clock = clock
-        self._printed: float | None = None  # when the last line was, in seconds
-        self._first = True  # the first step includes the start of workers and kernels
-        self._seconds: float | None = None  # per step, smoothed, without the first one
-        self._saves: dict[str, int] = {}  # the last checkpoint committed, failures since
+        self._last_line_time: float | None = None  # seconds, by `clock`
+        self._is_first_step = True  # it includes the start of workers and kernels
+        self._step_seconds: float | None = None  # smoothed, without the first step
+        self._saves: dict[str, int] = {}  # by SAVES: the last committed step, failures since then
         self._bar: Any = None
         if not sys.stderr.isatty():
             return
@@ -64,48 +66,54 @@ class ProgressLine(Callback):
         invalid: Mapping[str, int] | None = None,
     ) -> None:
         step, seconds = record["step"], record["step_seconds"]
-        if not self._first:
-            before = seconds if self._seconds is None else self._seconds
-            self._seconds = _SMOOTHING * before + (1 - _SMOOTHING) * seconds
-        self._first = False
+        if self._is_first_step:
+            self._is_first_step = False
+        elif self._step_seconds is None:
+            self._step_seconds = seconds
+        else:
+            self._step_seconds = _SMOOTHING * self._step_seconds + (1 - _SMOOTHING) * seconds
         self._saves |= {name: record[name] for name in SAVES if name in record}
-        last = step >= self._total
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=self._describe(record))
             return
         now = self._clock()
-        if self._printed is None or now - self._printed >= self._every_seconds or last:
-            self._printed = now
+        is_due = self._last_line_time is None or now - self._last_line_time >= self._every_seconds
+        if is_due or step >= self._total:
+            self._last_line_time = now
             logger.info("step %d/%d  %s", step, self._total, self._describe(record))
 
     def _describe(self, record: dict[str, Any]) -> str:
         wait = 100 * record["data_wait_seconds"] / max(record["step_seconds"], 1e-9)
         left = "..."
-        if self._seconds is not None:
-            left = format_seconds(max(self._total - record["step"], 0) * self._seconds)
+        if self._step_seconds is not None:
+            left = format_seconds(max(self._total - record["step"], 0) * self._step_seconds)
         parts = [
-            f"loss {record['loss']:.4f}", f"{record['samples_per_second']:,.0f} samples/s",
-            f"data wait {wait:.0f}%", f"ETA {left}",
-        ]  # fmt: skip
-        saved, failed = (self._saves.get(name, 0) for name in SAVES)
-        if saved:
-            parts.append(f"saved at {saved}")
+            f"loss {record['loss']:.4f}",
+            f"{record['samples_per_second']:,.0f} samples/s",
+            f"data wait {wait:.0f}%",
+            f"ETA {left}",
+        ]
+        saved_step, failed = (self._saves.get(name, 0) for name in SAVES)
+        if saved_step:
+            parts.append(f"saved at {saved_step}")
         if failed:
             parts.append(f"{failed} failed save{'s' if failed > 1 else ''}")
         return "  ".join(parts)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
-        """The main numbers, above the bar: rich redirects stderr while the bar is shown."""
-        sets = [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
-        shown = [
+        """Log the main numbers. They appear above the bar: rich redirects stderr while it is
+        shown."""
+        prefixes = ["", "ema_"]
+        prefixes += [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
+        numbers = [
             f"{prefix}{label} {record[prefix + name]:.{digits}}"
-            for prefix in dict.fromkeys(["", "ema_", *sets])
+            for prefix in dict.fromkeys(prefixes)
             for name, label, digits in HEADLINE
             if prefix + name in record
         ]
-        more = len(record) - len(shown) - 1  # the step
-        rest = f"  (and {more} more in eval.jsonl)" if more else ""
-        logger.info("step %d: %s%s", record["step"], "  ".join(shown), rest)
+        num_others = len(record) - len(numbers) - 1  # without the step
+        rest = f"  (and {num_others} more in eval.jsonl)" if num_others else ""
+        logger.info("step %d: %s%s", record["step"], "  ".join(numbers), rest)
 
     def phase(self, name: str) -> None:
         """Stop the bar when the loop has ended: later lines appear below it."""
@@ -124,9 +132,14 @@ def format_seconds(seconds: float) -> str:
 
 def format_number(value: Any) -> str:
     """A short number: 4 digits, 12.3k, 4.56M. Other values stay as they are."""
-    if value is None or isinstance(value, (bool, str)):
-        return "-" if value is None else str(value)
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
-    return f"{value:.4g}" if abs(value) < 1e4 and value != int(value) else f"{value:,.0f}"
+    if value is None:
+        return "-"
+    if isinstance(value, (bool, str)):
+        return str(value)
+    # from 10,000 on with a unit
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(value) >= least:
+            return f"{value / size:.4g}{unit}"
+    if math.isnan(value) or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

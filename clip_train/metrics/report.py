@@ -22,20 +22,20 @@ from clip_train.settings import as_yaml
 from clip_train.storage.local import LocalStorage
 
 DATE = "%a %d %b %Y %H:%M"
-SIZE = 1000  # of a chart, in its own units: it is stretched to the width that there is
-BUCKETS = 320  # of a curve as it is drawn; the mean, the least and the greatest are 960 points
-EVALUATIONS_SHOWN = 6  # of the captions of an image: the first, the last and some between them
+SIZE = 1000  # width of a chart in its own units; the browser stretches it to the page
+BUCKETS = 320  # per curve; each has a mean, a least and a greatest value: 960 points
+EVALUATIONS_SHOWN = 6  # for the captions of an image: the first, the last and some between them
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve in a chart."""
+    """One curve in a chart, and how it is drawn."""
 
     title: str
     curve: Curve | Score
     color: int = 0
     dashed: bool = False
-    factor: float = 1.0  # of its values in the chart
+    factor: float = 1.0  # the chart shows the curve's values times this
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Chart:
     unit: str = ""
 
     def drawn_lines(self) -> list[Line]:
-        """One value is a number and not a line."""
+        """The lines of at least two values; a single value is shown as a number."""
         return [line for line in self.lines if len(line.curve.values) > 1]
 
 
@@ -165,7 +165,7 @@ def latest_numbers(charts: Sequence[Chart]) -> list[tuple[str, str]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What ran, in words: names and values. What the folder does not say is left out."""
+    """The facts about a run, as names and values; unknown ones are left out."""
     latest = run.starts[-1] if run.starts else {}
     out: list[tuple[str, str]] = []
 
@@ -255,54 +255,55 @@ def examples(run: Run) -> list[dict[str, Any]]:
 
 def _examples(folder: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """records: of examples.jsonl, by ascending step."""
-    shown = []
-    for i, image in enumerate(records[-1]["images"] if records else ()):
-        earlier = []
+    if not records:
+        return []
+    images = []
+    for i, image in enumerate(records[-1]["images"]):
+        evaluations = []  # those of this image
         for record in records:
-            same = [other for other in record["images"][i : i + 1] if other["key"] == image["key"]]
-            if same:
+            if i < len(record["images"]) and record["images"][i]["key"] == image["key"]:
                 ranked = [
                     {
-                        "caption": each["caption"],
-                        "cosine": "-" if each["cosine"] is None else f"{each['cosine']:.3f}",
-                        "own": each["own"],
+                        "caption": caption["caption"],
+                        "cosine": "-" if caption["cosine"] is None else f"{caption['cosine']:.3f}",
+                        "own": caption["own"],
                     }
-                    for each in same[0]["ranked"]
+                    for caption in record["images"][i]["ranked"]
                 ]
-                earlier.append({"step": record["step"], "ranked": ranked})
+                evaluations.append({"step": record["step"], "ranked": ranked})
+        # the first, the last, and some between them
         picked = {
-            round(j * (len(earlier) - 1) / max(1, EVALUATIONS_SHOWN - 1))
+            round(j * (len(evaluations) - 1) / max(1, EVALUATIONS_SHOWN - 1))
             for j in range(EVALUATIONS_SHOWN)
         }
         source = ""
         with contextlib.suppress(OSError):
             data = (folder / "examples" / f"{i}.jpg").read_bytes()
             source = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
-        shown.append(
+        images.append(
             {
                 "key": image["key"],
                 "captions": image["captions"],
                 "source": source,
-                "evaluations": [earlier[j] for j in sorted(picked, reverse=True)],
+                "evaluations": [evaluations[j] for j in sorted(picked, reverse=True)],
             }
         )
-    return shown
+    return images
 
 
 # -- how they are drawn
 
 
 def drawn(run: Run, chart: Chart) -> dict[str, Any]:
-    """A chart over the run's steps for the template: the mean as a line; if it is alone, with the
-    band between the extremes."""
-    last = run.step or 1
+    """A chart over the run's steps for the template. Each line shows the mean; a chart with one line
+    also has the band between the extremes."""
     lines = chart.drawn_lines()
-    last = max(last, *(line.curve.steps[-1] for line in lines))
+    last = max(run.step or 1, *(line.curve.steps[-1] for line in lines))  # step
     summaries = [summarize(line) for line in lines]
     least = min(summary[:, 2].min() for summary in summaries)
     most = max(summary[:, 3].max() for summary in summaries)
     pad = 0.05 * (most - least) or 0.05 * abs(most) or 1.0
-    bottom, top = least - pad, most + pad
+    bottom, top = least - pad, most + pad  # of the vertical axis
     if chart.unit == "%" and bottom < 0 <= least:
         bottom = 0.0
 
@@ -310,22 +311,24 @@ def drawn(run: Run, chart: Chart) -> dict[str, Any]:
         heights = SIZE * (top - values) / (top - bottom)
         return [f"{x:.1f},{y:.1f}" for x, y in zip(SIZE * steps / last, heights, strict=True)]
 
-    shown = []
+    paths = []
     for line, summary in zip(lines, summaries, strict=True):
         steps, mean, low, high = summary.T
         band: list[str] = []
         if len(lines) == 1 and len(line.curve.values) > len(steps):
             band = [*points(steps, high), *reversed(points(steps, low))]
         path = points(steps, mean)
-        few = isinstance(line.curve, Score) and len(path) <= 30
-        shown.append(
+        dots = ""  # on each of a few evaluations
+        if isinstance(line.curve, Score) and len(path) <= 30:
+            dots = "".join(f"M{point}h0" for point in path)
+        paths.append(
             {
                 "title": line.title,
                 "color": line.color % 6,
                 "dashed": line.dashed,
                 "points": " ".join(path),
                 "band": " ".join(band),
-                "dots": "".join(f"M{point}h0" for point in path) if few else "",
+                "dots": dots,
                 "value": format_number(line.factor * line.curve.values[-1]) + chart.unit,
             }
         )
@@ -334,7 +337,7 @@ def drawn(run: Run, chart: Chart) -> dict[str, Any]:
     return {
         "title": chart.title,
         "unit": chart.unit,
-        "lines": shown,
+        "lines": paths,
         "starts": [f"{SIZE * step / last:.1f}" for step in starts],
         "x_ticks": [(f"{100 * x / last:.2f}", format_number(x)) for x in ticks(0, last, 4)],
         "y_ticks": [(f"{height:.2f}", format_number(y) + chart.unit) for height, y in heights],
@@ -345,8 +348,8 @@ def drawn(run: Run, chart: Chart) -> dict[str, Any]:
 
 
 def summarize(line: Line) -> np.ndarray:
-    """[at most BUCKETS, 4]: the mean step, and the mean, least and greatest value of equal
-    stretches."""
+    """[at most BUCKETS, 4]: the curve in parts of equal length; for each, the mean step, and the
+    mean, least and greatest value."""
     values = line.factor * np.array(line.curve.values, dtype=np.float64)
     points = np.array([line.curve.steps, values], dtype=np.float64).T
     parts = np.array_split(points, min(len(points), BUCKETS))
@@ -359,4 +362,4 @@ def ticks(low: float, high: float, num: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step)
-    return [step * each for each in range(first, math.floor(high / step) + 1)]
+    return [step * multiple for multiple in range(first, math.floor(high / step) + 1)]

@@ -1,4 +1,5 @@
-"""The evaluations of a run as a table: one row a data set, the last and the best value of each score.
+"""The evaluations of a run as a table: a row for each data set, with the last and the best value of
+each score.
 
 A name in eval.jsonl is `[ema_][SET/][width_N/]METRIC` (docs/evaluation.md).
 """
@@ -31,7 +32,7 @@ class Score:
 
     name: str  # in eval.jsonl
     metric: str  # without its data set
-    higher_is_better: bool | None  # None: nobody has said
+    higher_is_better: bool | None  # None: unknown
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class Score:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The best value, and the first step that had it; None if nobody knows what is better."""
+        """The best value, and the first step that had it; None if it is unknown what is better."""
         if self.higher_is_better is None:
             return None
         value = max(self.values) if self.higher_is_better else min(self.values)
@@ -58,8 +59,8 @@ class Score:
 
 @dataclass
 class DataSet:
-    """One row: a data set, by the weights or their moving average, by all or the first values of
-    the features."""
+    """One row: the scores on a data set, of the weights or their moving average, with whole
+    features or only their first values."""
 
     name: str
     place: str = ""  # as the recipe has it
@@ -73,13 +74,14 @@ class DataSet:
 
     @property
     def prefix(self) -> str:
-        """What the names of its scores in eval.jsonl begin with."""
+        """The start of the names of the row's scores in eval.jsonl."""
         for score in self.scores.values():
             return score.name.removesuffix(score.metric)
         return ""
 
     def same_numbers(self) -> list[list[Score]]:
-        """All scores; the rules for one recall are together if they agree at every evaluation."""
+        """All scores in groups. The rules for one recall are a group if they give the same numbers
+        at every evaluation."""
         groups: dict[tuple[Any, ...], list[Score]] = {}
         for score in self.scores.values():
             key = (recall_of(score.metric), *score.steps, *score.values)
@@ -87,7 +89,7 @@ class DataSet:
         return list(groups.values())
 
     def own_scores(self) -> list[Score]:
-        """Scores of `evaluate.functions`."""
+        """The scores of `evaluate.functions`."""
         known = (*HEADLINES, "zero_shot_top5", "unusable_samples")
         return [
             score
@@ -117,7 +119,7 @@ class Scores:
 
     @property
     def rows(self) -> list[DataSet]:
-        """Those that have a score of the columns."""
+        """The data sets that have a score of the columns."""
         columns = self.columns
         return [row for row in self.data_sets if columns.keys() & row.scores.keys()]
 
@@ -125,8 +127,11 @@ class Scores:
 def read_scores(
     evaluations: Iterable[Mapping[str, Any]], places: Any, labelled: Any, keep_best: Any
 ) -> Scores:
-    """evaluations: the records of eval.jsonl. places, labelled, keep_best: the recipe's `data.val`,
-    `evaluate.zero_shot_data` and `checkpoint.keep_best`, as far as they are known."""
+    """The scores in the records of eval.jsonl.
+
+    places, labelled, keep_best: the recipe's `data.val`, `evaluate.zero_shot_data` and
+    `checkpoint.keep_best`; None if unknown.
+    """
     best = str(keep_best or "")
     rows: dict[tuple[str, str], DataSet] = {}
     last_step = None
@@ -134,12 +139,11 @@ def read_scores(
     for step, record in sorted({record["step"]: record for record in evaluations}.items()):
         last_step = step
         for name, value in record.items():
-            number = isinstance(value, (int, float)) and math.isfinite(value)
-            if name == "step" or not number:
+            is_number = isinstance(value, (int, float)) and math.isfinite(value)
+            if name == "step" or not is_number:
                 continue
-            data_set, variant, metric = split_name(name, places)
-            zero_shot = metric.startswith("zero_shot_") and not data_set
-            if zero_shot and labelled:
+            data_set, variant, metric = split_score_name(name, places)
+            if metric.startswith("zero_shot_") and not data_set and labelled:
                 data_set, place = "zero-shot", str(labelled)
             elif isinstance(places, dict):
                 place = str(places.get(data_set, ""))
@@ -158,14 +162,14 @@ def read_scores(
 
 
 def recall_of(metric: str) -> str:
-    """OpenCLIP's name of a recall under any rule; other metrics are their own."""
+    """OpenCLIP's name for a recall under any rule; other metrics unchanged."""
     metric = metric.removeprefix("dedup_")
     metric = metric.replace("text_retrieval_recall@", "image_to_text_R@")
     return metric.replace("image_retrieval_recall@", "text_to_image_R@")
 
 
 def is_higher_better(name: str, metric: str, keep_best: str) -> bool | None:
-    """keep_best: the recipe's, which knows it of scores of the user's own."""
+    """keep_best: the recipe's key, which says it for one score, also of the user's own."""
     if keep_best.removeprefix("-") == name:
         return not keep_best.startswith("-")
     if _FRACTION.fullmatch(metric):
@@ -175,7 +179,7 @@ def is_higher_better(name: str, metric: str, keep_best: str) -> bool | None:
     return None
 
 
-def split_name(name: str, places: Any) -> tuple[str, str, str]:
+def split_score_name(name: str, places: Any) -> tuple[str, str, str]:
     """The data set ("" if there is one without a name), the variant, and the metric.
 
     places: the recipe's `data.val`.
@@ -197,14 +201,14 @@ def split_name(name: str, places: Any) -> tuple[str, str, str]:
 
 
 def set_of(name: str, places: Any) -> str:
-    if isinstance(places, str):
-        return ""
+    """The data set with which the name of a score begins; "" if there is none."""
     first, slash, _ = name.partition("/")
-    known = first in places if isinstance(places, dict) else not first.startswith("width_")
-    # without a recipe, "ema_" is more likely the average's than part of a set's name
-    if isinstance(places, dict) or not first.startswith("ema_"):
-        return first if slash and known else ""
-    return ""
+    if isinstance(places, str) or not slash:
+        return ""
+    if isinstance(places, dict):
+        return first if first in places else ""
+    # without a recipe, "ema_" more likely means the average than a part of a set's name
+    return "" if first.startswith(("width_", "ema_")) else first
 
 
 def score_text(score: Score, value: float) -> str:

@@ -22,7 +22,7 @@ OFF = "it is off until the run starts again; metrics.jsonl and eval.jsonl have a
 
 
 def numbers_of(record: dict[str, Any], kind: Kind) -> dict[str, float]:
-    """The values of a record that charts show, as `train/loss`, `eval/...`."""
+    """The numbers of a record by their names in charts: `train/loss`, `eval/...`."""
     return {
         f"{kind}/{name}": value
         for name, value in record.items()
@@ -56,8 +56,10 @@ class WandbSink:
         id_file = run_dir / "wandb_id"
         identity = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:12]
         LocalStorage(run_dir).put_bytes(id_file.name, identity.encode())
-        # its metadata would hold the command line, secrets included; the name before wandb 0.19
-        recent = "x_disable_meta" in wandb.Settings.__annotations__
+        # no metadata: it would contain the command line, with its secrets
+        disable_meta = "_disable_meta"
+        if "x_disable_meta" in wandb.Settings.__annotations__:  # from wandb 0.19 on
+            disable_meta = "x_disable_meta"
         self._run = wandb.init(
             project=project or "clip-train",
             name=run_dir.resolve().name,
@@ -65,13 +67,13 @@ class WandbSink:
             dir=str(run_dir),
             config=recipe,
             resume="allow",
-            settings={"x_disable_meta" if recent else "_disable_meta": True},
+            settings={disable_meta: True},
         )
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
         numbers = numbers_of(record, kind)
-        if numbers:  # with our own step: wandb's counter refuses steps that are repeated
+        if numbers:  # `step` is a metric of ours: wandb's own counter refuses repeated steps
             self._run.log({**numbers, "step": record["step"]})
 
     def close(self) -> None:
@@ -122,14 +124,16 @@ class Sinks(Callback):
         }
 
     def write(self, record: dict[str, Any], kind: Kind = "train") -> None:
-        """`record` to `metrics.jsonl` (train; with the `time`), `eval.jsonl` (eval) or
+        """Write a record to `metrics.jsonl` (train; with the `time`), `eval.jsonl` (eval) or
         `invalid.json` (invalid), and to the charts."""
         if kind == "invalid" and self._files:
             put = partial(self._folder.put_bytes, "invalid.json", json.dumps(record).encode())
             self._skipped.attempt("invalid.json", put, remedy="report.html lacks their number")
-        if kind in self._files:  # charts record the time themselves
-            stamp = {"time": round(time.time(), 3)} if kind == "train" else {}
-            self._files[kind].write(record | stamp)
+        if kind in self._files:
+            line = dict(record)
+            if kind == "train":  # charts record the time themselves
+                line["time"] = round(time.time(), 3)
+            self._files[kind].write(line)
         for name, chart in list(self._charts.items()):
             self._try(name, partial(chart.write, record, kind))
 

@@ -23,7 +23,7 @@ class Skipped:
         self.step = step  # optimizer steps taken so far; the trainer keeps it up to date
         self._warn = warn
         self._steps: dict[str, list[int]] = {}  # by the skipped action
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}  # by the skipped action: the last one
         self._of_others: list[str] = []  # on rank 0, after `gather`
 
     def attempt(
@@ -63,19 +63,19 @@ class Skipped:
         self._reasons[what] = reason
 
     def gather(self) -> None:
-        """Collective: from here on rank 0's list has also what only other ranks skipped."""
-        of_ranks = dist.gather_objects(self.lines())
-        known = set(of_ranks[0])
-        for rank, lines in enumerate(of_ranks):
+        """Collective: add to rank 0's list what only other ranks skipped."""
+        lines_by_rank = dist.gather_objects(self.lines())
+        known = set(lines_by_rank[0])
+        for rank, lines in enumerate(lines_by_rank):
             self._of_others += [f"rank {rank}: {line}" for line in lines if line not in known]
             known.update(lines)
 
     def lines(self) -> list[str]:
-        """One line for each thing that was skipped: at which steps, and the last reason."""
+        """One line for each skipped action: at which steps, and the last reason."""
         lines = []
         for what, steps in self._steps.items():
-            shown = ", ".join(map(str, steps[:STEPS_SHOWN]))
+            at_steps = ", ".join(map(str, steps[:STEPS_SHOWN]))
             if len(steps) > STEPS_SHOWN:
-                shown += f" and {len(steps) - STEPS_SHOWN} more"
-            lines.append(f"{what} after step {shown}: {' '.join(self._reasons[what].split())}")
+                at_steps += f" and {len(steps) - STEPS_SHOWN} more"
+            lines.append(f"{what} after step {at_steps}: {' '.join(self._reasons[what].split())}")
         return [*lines, *self._of_others]
