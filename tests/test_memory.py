@@ -10,7 +10,7 @@ import torch
 from clip_tools.inspect import NO_RUN
 from clip_train.batch import BatchConfig, BatchPlan, plan_batch
 from clip_train.errors import UserError
-from clip_train.memory.plan import Profile, Room, choose
+from clip_train.memory.plan import Profile, Room, cheapest_layout
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
@@ -47,7 +47,7 @@ def brute_force(limit: float, fixed: float, profiles: dict[bool, Profile]) -> fl
 @pytest.mark.parametrize("profiles", [{False: CACHE}, BOTH], ids=["cache", "both"])
 @pytest.mark.parametrize("limit", [1070, 1100, 1300, 1500, 2000, 2600, 3400, 4500, 5200])
 def test_the_least_work_that_fits(limit, profiles):
-    layout = choose(N, 1, Room(limit, 1000), profiles)
+    layout = cheapest_layout(N, 1, Room(limit, 1000), profiles)
     assert layout.bytes <= limit
     assert layout.cost == brute_force(limit, 1000, profiles)
     assert (
@@ -56,27 +56,33 @@ def test_the_least_work_that_fits(limit, profiles):
 
 
 def test_more_memory_is_never_slower_and_enough_is_the_full_batch():
-    costs = [choose(N, 1, Room(limit, 0), {False: CACHE}).cost for limit in range(64, 5000, 37)]
+    costs = [
+        cheapest_layout(N, 1, Room(limit, 0), {False: CACHE}).cost for limit in range(64, 5000, 37)
+    ]
     assert costs == sorted(costs, reverse=True)
-    assert choose(N, 1, Room(1e9, 0), BOTH).plan == BatchPlan(N, 1, N, 1)
+    assert cheapest_layout(N, 1, Room(1e9, 0), BOTH).plan == BatchPlan(N, 1, N, 1)
 
 
 def test_what_the_recipe_says_stays():
-    assert choose(N, 2, Room(1e9, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(N, 2, 8, 4)
-    assert choose(N, 1, Room(700, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(
+    assert cheapest_layout(N, 2, Room(1e9, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(
+        N, 2, 8, 4
+    )
+    assert cheapest_layout(N, 1, Room(700, 0), {False: CACHE}, micro_size=8).plan == BatchPlan(
         N, 1, 8, 1 + (700 - 8 * 64) // 480
     )
-    assert choose(N, 1, Room(1000, 0), {False: CACHE}, kept_graphs=2).plan.kept_graphs == 2
+    assert cheapest_layout(N, 1, Room(1000, 0), {False: CACHE}, kept_graphs=2).plan.kept_graphs == 2
 
 
 def test_reductions_in_each_backward_cost():
-    once, often = (choose(N, 2, Room(1200, 0, many), {False: CACHE}) for many in (False, True))
+    once, often = (
+        cheapest_layout(N, 2, Room(1200, 0, many), {False: CACHE}) for many in (False, True)
+    )
     assert often.cost > once.cost and often.plan.accum_steps <= once.plan.accum_steps
 
 
 def test_too_little_is_told_with_what_is_needed():
     with pytest.raises(UserError, match=r"nothing fits.*memory_limit.*zero_stage"):
-        choose(N, 1, Room(1010, 1000), BOTH)
+        cheapest_layout(N, 1, Room(1010, 1000), BOTH)
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,60 @@
-"""Choose micro-batch size and retained graphs: the least work among the layouts that fit into
-memory. A run and `clip-train plan` use the same function. `n` samples on a rank go through the
-model in `k` micro-batches of `b`, the graphs of the last `m` are retained.
+"""Choose the micro-batch size and the number of retained graphs: the least work that fits into
+memory. A run and `clip-train plan` use the same function.
+
+The `n` samples of a rank go through the model in `k` micro-batches of `b` samples. The graphs of
+the last `m` micro-batches are retained.
 """
 
 import itertools
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from clip_train.batch import BatchPlan
 from clip_train.errors import UserError
 from clip_train.settings import Recompute
 
 GIB = 2**30
-BACKWARD = 2.0  # forwards that a backward costs
-# Forwards by activation checkpointing. Whole blocks: each block's last product is not needed again.
-# Pointwise: GELU and the norms move as many bytes as a fifth of a forward's time.
+# Costs in forwards of one sample.
+BACKWARD = 2.0
+# What is recomputed, by activation checkpointing. Whole blocks: the last product of each block is
+# not needed again. Pointwise: GELU and the norms take as long as a fifth of a forward.
 RECOMPUTED: dict[Recompute, float] = {False: 0.0, "pointwise": 0.2, True: 0.7}
 RECOMPUTED_NAMES: dict[Recompute, str] = {
     False: "",
     "pointwise": ", GELU and norms recomputed",
     True: ", activation checkpointing",
 }
-CALL = 1.0  # a call of the model costs about as much as one more sample: launches, small products
-# and one more reduction of the gradients over ranks, partly hidden, about as 16 samples
-REDUCTION = 16.0
+CALL = 1.0  # of one call of the model: kernel launches, small products
+REDUCTION = 16.0  # of one reduction of the gradients over ranks, partly hidden
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes that one more sample needs: the difference between two sizes of micro-batch."""
+    """Bytes that each sample of a micro-batch adds."""
 
-    forward: float  # at the highest point of a forward without a graph
-    graph: float  # held between forward and backward
-    building: float  # at the highest point of a forward with a graph
-    backward: float  # at the highest point of its backward
+    forward: float  # at the peak of a forward without a graph
+    graph: float  # of the graph, between forward and backward
+    building: float  # at the peak of a forward with a graph
+    backward: float  # at the peak of the backward
 
     @property
     def peak(self) -> float:
         return max(self.building, self.backward)
 
-    def deeper(self, more: "Profile", less: "Profile", times: int) -> "Profile":
-        """With `times` more blocks. `more` has one block more than `less`.
+    def deeper(self, more: "Profile", less: "Profile", num_blocks: int) -> "Profile":
+        """The profile of a model with `num_blocks` more blocks. `more` has one block more than
+        `less`: the difference is a block's.
 
-        Without a graph no block is held.
+        A forward without a graph needs no more memory, because no block's activations stay.
         """
-        each = zip(astuple(self)[1:], astuple(more)[1:], astuple(less)[1:], strict=True)
         return Profile(
-            max(self.forward, more.forward), *(here + times * (b - a) for here, b, a in each)
+            forward=max(self.forward, more.forward),
+            graph=self.graph + num_blocks * (more.graph - less.graph),
+            building=self.building + num_blocks * (more.building - less.building),
+            backward=self.backward + num_blocks * (more.backward - less.backward),
         )
 
     def bytes_for(self, plan: BatchPlan) -> float:
-        """At the peak of a step: all retained graphs, and one micro-batch being computed."""
+        """Bytes at the peak of a step: all retained graphs, and one micro-batch being computed."""
         others = min(plan.kept_graphs - 1, plan.accum_steps - 1) * plan.micro_size
         return others * self.graph + plan.micro_size * max(self.peak, self.forward)
 
@@ -60,8 +65,8 @@ class Memory:
 
     parameters: float
     gradients: float
-    optimizer: float  # fp32 master weights and moments; 0 where they are offloaded
-    buffers: float  # of the engine: gradients and parameters on their way
+    optimizer: float  # fp32 master weights and moments; 0 if they are offloaded
+    buffers: float  # of the engine: gradients and parameters in communication
     # the batch, the gathered features, their gradients, memory banks, and two tiles of logits
     features: float = 0.0
     activations: float = 0.0  # of the retained graphs, and of the micro-batch being computed
@@ -84,11 +89,11 @@ class Room:
 
     limit: float  # bytes
     fixed: float  # bytes that do not depend on the micro-batch
-    reduces_often: bool = False  # gradients over ranks in each of the k backwards
+    reduces_often: bool = False  # each of the k backwards reduces the gradients over ranks
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """One way to compute a step."""
 
     plan: BatchPlan
@@ -109,24 +114,24 @@ class Layout:
     def cost(self) -> float:
         """In forwards of one sample on one rank."""
         n, k = self.plan.per_rank, self.plan.accum_steps
-        # forwards, backwards, and forwards again
+        # forwards, backwards, and second forwards of micro-batches whose graph is not retained
         calls = k + k + (k - min(self.plan.kept_graphs, k))
         reductions = k - 1 if self.room.reduces_often else 0
         return n * (self.forwards_per_sample + BACKWARD) + CALL * calls + REDUCTION * reductions
 
     def describe(self) -> str:
         plan, profile = self.plan, self.profile
-        more = RECOMPUTED_NAMES[self.activation_checkpointing]
+        recomputed = RECOMPUTED_NAMES[self.activation_checkpointing]
         return (
             f"{plan.accum_steps} micro-batches of {plan.micro_size}, {plan.kept_graphs} graphs "
-            f"kept{more}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
+            f"kept{recomputed}: {self.forwards_per_sample:.2f} forwards per sample, the least work that "
             f"fits. Memory per rank: {gib(self.bytes)} of {gib(self.room.limit)}, "
             f"{gib(self.room.fixed)} of it fixed. Memory per sample: {gib(profile.graph)} with "
             f"its graph, {gib(profile.forward)} without, {gib(profile.peak)} at the peak"
         )
 
 
-def choose(
+def cheapest_layout(
     global_size: int,
     world_size: int,
     room: Room,
@@ -134,31 +139,34 @@ def choose(
     *,
     micro_size: int | None = None,
     kept_graphs: int | None = None,
-) -> Layout:
+) -> StepLayout:
     """The cheapest layout that fits, or the smallest of equally cheap ones. UserError: none fits.
 
-    `profiles`: activation checkpointing -> Profile. None allows any number. Micro-batches of equal
-    size only (up to one sample), unless a size is given.
+    profiles: by activation checkpointing; each of its keys is tried. micro_size, kept_graphs: None
+    allows any. Without a micro_size, only sizes that divide the samples equally (up to one sample)
+    are tried.
     """
     n = -(-global_size // world_size)
-    layouts = []
-    sizes = (
-        sorted({-(-n // k) for k in range(1, n + 1)})
-        if micro_size is None
-        else [min(micro_size, n)]
-    )
+    if micro_size is None:
+        sizes = sorted({-(-n // k) for k in range(1, n + 1)})
+    else:
+        sizes = [min(micro_size, n)]
+    layouts: list[StepLayout] = []
     for b, (checkpointing, profile) in itertools.product(sizes, profiles.items()):
-        one = Layout(BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room)
-        k = one.plan.accum_steps
-        # with all graphs retained, the cache would only repeat their forward
+        one_graph = StepLayout(
+            BatchPlan(global_size, world_size, b, 1), checkpointing, profile, room
+        )
+        k = one_graph.plan.accum_steps
         if checkpointing is True and (micro_size is None or kept_graphs is not None):
+            # recomputed blocks only with all graphs retained: a second forward would repeat them
             counts = {k} if kept_graphs is None or kept_graphs >= k else set()
         elif kept_graphs is not None:
             counts = {min(kept_graphs, k)}
-        else:  # more graphs are always faster: one, and the most that fit
-            beside = (room.limit - one.bytes) // (b * max(profile.graph, 1.0))
-            counts = {1, max(1, min(k, 1 + int(beside)))}
-        layouts += [replace(one, plan=replace(one.plan, kept_graphs=m)) for m in counts]
+        else:  # one graph, and as many as fit: more graphs are always faster
+            others = (room.limit - one_graph.bytes) // (b * max(profile.graph, 1.0))
+            counts = {1, max(1, min(k, 1 + int(others)))}
+        for m in counts:
+            layouts.append(replace(one_graph, plan=replace(one_graph.plan, kept_graphs=m)))
     fitting = [layout for layout in layouts if layout.bytes <= room.limit]
     if not fitting:
         least = min((layout.bytes for layout in layouts), default=room.fixed)

@@ -1,4 +1,4 @@
-"""Measure the memory of one more sample: count every tensor of a step while it lives.
+"""Measure the memory that each sample adds: count the bytes of every live tensor during a step.
 
 The step runs on fake tensors: no memory, no arithmetic, no weights.
 """
@@ -16,12 +16,12 @@ from clip_train.engines.base import surrogate
 from clip_train.memory.plan import Profile
 from clip_train.task import IMAGE_TEXT, MicroBatch
 
-# Samples: enough that constant parts (gradients of the weights) are negligible.
+# In samples: so many that constant parts (gradients of the weights) are negligible.
 FAKE_SIZE = 2**30
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made while it is on, and still live."""
+    """While this mode is on, counts the bytes of all new tensors that are still alive."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         """known: tensors that exist already; views of them are not counted."""
@@ -37,17 +37,18 @@ class LiveBytes(TorchDispatchMode):
         if key in self._seen:
             return
 
-        def gone(_: Any) -> None:
+        def on_freed(_: Any) -> None:
             self._seen.pop(key, None)
             self.live -= size
 
-        self._seen[key] = weakref.ref(storage, gone)
+        self._seen[key] = weakref.ref(storage, on_freed)
         self.live += size
         self.highest = max(self.highest, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 self._add(storage, storage.nbytes())
@@ -70,10 +71,16 @@ def fake_profile(
             del out
             count.highest = count.live
             features = IMAGE_TEXT.features(model, inputs)
-            graph, building = count.live, count.highest
+            graph = count.live
+            building = count.highest
             count.highest = count.live
             total = surrogate(features, {name: torch.ones_like(x) for name, x in features.items()})
             del features
             total.backward()
             backward = count.highest
-    return Profile(*(round(size / FAKE_SIZE) for size in (forward, graph, building, backward)))
+    return Profile(
+        forward=round(forward / FAKE_SIZE),
+        graph=round(graph / FAKE_SIZE),
+        building=round(building / FAKE_SIZE),
+        backward=round(backward / FAKE_SIZE),
+    )

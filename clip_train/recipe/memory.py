@@ -15,7 +15,7 @@ from clip_train.batch import BatchPlan
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.losses.tiles import GPU_SIDE
-from clip_train.memory.plan import Memory, Profile, Room, choose
+from clip_train.memory.plan import Memory, Profile, Room, cheapest_layout
 from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import (
     build_model,
@@ -187,7 +187,7 @@ def choose_layout(
         reduces_often=plan.world_size > 1 and not engine.reduces_once,
     )
     try:
-        layout = choose(
+        layout = cheapest_layout(
             plan.global_size,
             plan.world_size,
             room,

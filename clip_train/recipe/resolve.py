@@ -25,7 +25,7 @@ from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.losses.config import LossConfig
-from clip_train.memory.plan import Layout
+from clip_train.memory.plan import StepLayout
 from clip_train.models.clip import own_mistakes, parameter_sizes
 from clip_train.models.config import (
     AnyArchitecture,
@@ -55,7 +55,7 @@ class Resolved:
     config: RunConfig  # what runs
     plan: BatchPlan
     architecture: AnyArchitecture
-    layout: Layout | None = None  # what memory has decided
+    layout: StepLayout | None = None  # what memory has decided
     source: SourceSummary | None = None  # on the rank that has looked at the shards
     unlabelled: str | None = None  # there, too: the note of `check_labels`
     no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory

@@ -40,7 +40,7 @@ from launcher.runtime.verdict import (
 )
 
 if TYPE_CHECKING:
-    from clip_train.memory.plan import Layout
+    from clip_train.memory.plan import StepLayout
     from clip_train.trainer import Trainer
     from launcher.runtime.watchdog import Watchdog
 
@@ -65,7 +65,7 @@ class Outcome:
         self.run_dir = Path(os.environ[RUN_DIR]) if RUN_DIR in os.environ else None
         self.notify: str | None = None  # `log.notify`
         self.trainer: Trainer | None = None
-        self.layout: Layout | None = None  # what `auto` became, if anything is auto
+        self.layout: StepLayout | None = None  # what `auto` became, if anything is auto
 
     def succeed(self) -> None:
         """A rank that ended well: everything is committed. Rank 0 writes the verdict and the
