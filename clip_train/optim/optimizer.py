@@ -14,69 +14,76 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.muon import Matrices, MuonAdamW
 from clip_train.settings import checked_options, import_path, is_import_path, shown
 
-# The smallest unit that can be updated alone. elements: each for itself, so engines may cut and
-# join parameters (muon gathers what is cut). parameters: whole ones.
+# What an update needs at once. elements: one element, so engines may cut and join parameters (muon
+# gathers cut matrices). parameters: whole parameters.
 Needs = Literal["elements", "parameters"]
-# Elements whose bytes are a multiple of 16 in bf16, the least that fast kernels take; and those of
-# which cuBLAS has its pick.
-ALIGNED, WELL_ALIGNED = 8, 128
+# In elements of bf16: 8 are 16 bytes, the least alignment that fast kernels accept; at 128, cuBLAS
+# can choose among all its kernels.
+ALIGNED = 8
+WELL_ALIGNED = 128
 find_class = partial(import_path, "optim.name", base=torch.optim.Optimizer)
 
 
 def needs(config: OptimConfig) -> Needs:
-    """The unit of an update.
+    """What an update needs at once.
 
-    An imported optimizer takes two steps on a matrix and, as separate parameters, on its rows. If
-    rows are updated in the same way apart and together, it is elementwise.
+    An imported optimizer is tried: it takes two steps on a matrix and, as separate parameters, on
+    the rows of that matrix. If both give the same rows, it is elementwise.
 
-    UserError if the class does not take the options, or if a checkpoint cannot hold its state: it
-    may keep `step` and tensors of the parameter's shape, and may change no entry of its groups.
+    UserError if the class does not take the options, or if a checkpoint cannot hold its state: the
+    state may be `step` and tensors of the parameter's shape, and no entry of a group may change.
     """
     if not is_import_path(config.name):
         return "elements"
-    drawn = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
-    whole = nn.Parameter(drawn[0].clone())
-    rows: list[Tensor] = [nn.Parameter(row.clone()) for row in drawn[0].split(1)]
-    path, make = config.name, find_class(config.name)
+    path = config.name
+    optimizer_class = find_class(path)
     options = checked_options("optim.name", path, config.options)
+    # [3, 4, 4]: a matrix, and the gradients of two steps
+    random = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    matrix = nn.Parameter(random[0].clone())
+    rows: list[Tensor] = [nn.Parameter(row.clone()) for row in random[0].split(1)]
     try:
-        optimizer = make([whole, *rows], lr=config.lr, **options)
+        optimizer = optimizer_class([matrix, *rows], lr=config.lr, **options)
         group = optimizer.param_groups[0]
-        fresh = dict(group)
-        for gradient in drawn[1:]:
-            whole.grad = gradient.clone()
-            for row, part in zip(rows, gradient.split(1), strict=True):
-                row.grad = part.clone()
+        initial_group = dict(group)
+        for gradient in random[1:]:
+            matrix.grad = gradient.clone()
+            for row, row_gradient in zip(rows, gradient.split(1), strict=True):
+                row.grad = row_gradient.clone()
             optimizer.step()
     except (TypeError, ValueError, RuntimeError) as e:
         raise UserError(
             f"optim.name ({path}) cannot be used with optim.options ({shown(config.options)}): "
             f"{e}; correct them"
         ) from None
-    lost = [key for key, value in group.items() if value != fresh.get(key)]
-    for slot, value in optimizer.state[whole].items():
-        fits = value is None or (isinstance(value, Tensor) and value.shape == whole.shape)
-        if not (fits or (slot == "step" and float(value) == 2)):
-            lost.append(slot)
-    if lost:
+    unsaved = [key for key, value in group.items() if value != initial_group.get(key)]
+    for slot, value in optimizer.state[matrix].items():
+        has_shape = isinstance(value, Tensor) and value.shape == matrix.shape
+        if value is None or has_shape or (slot == "step" and float(value) == 2):
+            continue
+        unsaved.append(slot)
+    if unsaved:
         raise UserError(
-            f"optim.name ({path}) keeps the state {', '.join(lost)}, which does not have a "
+            f"optim.name ({path}) keeps the state {', '.join(unsaved)}, which does not have a "
             "parameter's shape and cannot be saved in a checkpoint; choose another optimizer"
         )
-    alike = torch.allclose(whole, torch.cat(rows), rtol=1e-5, atol=1e-7)
-    return "elements" if alike else "parameters"
+    is_elementwise = torch.allclose(matrix, torch.cat(rows), rtol=1e-5, atol=1e-7)
+    return "elements" if is_elementwise else "parameters"
 
 
 def lr_factors(config: OptimConfig, names: Collection[str]) -> dict[str, float]:
     """The factor on each parameter's learning rate. UserError for a pattern that matches none."""
-    multipliers, depth = config.lr_multipliers, depths(names)
+    multipliers = config.lr_multipliers
+    # as the recipe has them, for messages: 2 rather than 2.0
     written = {glob: factor if factor % 1 else int(factor) for glob, factor in multipliers.items()}
     matched = {glob: matching("optim.lr_multipliers", written, glob, names) for glob in multipliers}
-    first = {
-        name: next((multipliers[glob] for glob in multipliers if name in matched[glob]), 1.0)
-        for name in names
-    }
-    return {name: first[name] * config.layer_decay ** depth[name] for name in names}
+    depth = depths(names)
+    factors: dict[str, float] = {}
+    for name in names:
+        # the first pattern that matches counts
+        multiplier = next((multipliers[glob] for glob in multipliers if name in matched[glob]), 1.0)
+        factors[name] = multiplier * config.layer_decay ** depth[name]
+    return factors
 
 
 def without_decay(config: OptimConfig, names: Collection[str]) -> set[str]:
@@ -84,12 +91,12 @@ def without_decay(config: OptimConfig, names: Collection[str]) -> set[str]:
 
     UserError for a pattern that matches none.
     """
-    found = {
+    excluded = {
         name for name in names if any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
     }
-    return found.union(
-        *(matching("optim.no_decay", config.no_decay, glob, names) for glob in config.no_decay)
-    )
+    for glob in config.no_decay:
+        excluded |= set(matching("optim.no_decay", config.no_decay, glob, names))
+    return excluded
 
 
 def muon_matrices(config: OptimConfig, shapes: Matrices) -> Matrices:
@@ -111,15 +118,18 @@ def parameter_groups(
 ) -> list[dict]:
     """torch's groups of trained parameters, with `weight_decay`, `lr_factor`, `muon` and `shapes`.
 
-    Matrices and embeddings decay; vectors and parameters of `without_decay` do not: OpenCLIP's two
-    groups, unless factors differ. muon: with optim.name=muon, the group holds matrices of blocks.
+    Matrices and embeddings decay; vectors and parameters of `without_decay` do not. These are
+    OpenCLIP's two groups, unless factors differ. `muon`: the group has matrices of blocks, which
+    Muon updates.
 
-    Engines flatten a group into one tensor. So that every parameter starts at a multiple of 16
-    bytes there, a group has at most one parameter with another size, its last: after `logit_scale`,
-    of one element, cuBLAS would exclude its fast kernels for every bias.
+    Engines flatten a group into one tensor, in which every parameter must start at a multiple of 16
+    bytes. So only the last parameter of a group may have another size. (Behind `logit_scale`, of
+    one element, cuBLAS would not use its fast kernels for any bias.)
     """
     named = dict(parameters)
-    factors, without = lr_factors(config, named), without_decay(config, named)
+    factors = lr_factors(config, named)
+    without = without_decay(config, named)
+    # by (decays, factor, updated by Muon)
     groups: dict[tuple[bool, float, bool], dict[str, nn.Parameter]] = {}
     # Under zero.Init a parameter is an empty placeholder: its true shape is in ds_shape.
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named.items()}
@@ -131,10 +141,10 @@ def parameter_groups(
             groups.setdefault(key, {})[name] = p
     parts = [
         (key, names)
-        for key, found in sorted(groups.items())
-        for names in aligned({name: math.prod(shapes[name]) for name in found})
+        for key, group in sorted(groups.items())
+        for names in aligned({name: math.prod(shapes[name]) for name in group})
     ]
-    # ZeRO 3 joins all groups: those that end with an odd size come last
+    # ZeRO 3 joins all groups, so groups that end with an unaligned size come last
     parts.sort(key=lambda part: math.prod(shapes[part[1][-1]]) % ALIGNED != 0)
     return [
         {
@@ -149,16 +159,18 @@ def parameter_groups(
 
 
 def aligned(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Cut a group, and sort each part, so that its parameters are aligned when it is flattened.
+    """Cut a group into parts, and sort each, so that parameters are aligned when a part is
+    flattened.
 
-    sizes: elements of each parameter, by name. Sizes that are multiples of `ALIGNED` come first,
-    the largest alignment before all others. Of the remaining ones, each part has one, its last.
+    sizes: elements of each parameter, by name. The first part has all sizes that are multiples of
+    `ALIGNED` (those of `WELL_ALIGNED` first) and ends with one other parameter. Each further part
+    is one parameter.
     """
-    even = [name for name, size in sizes.items() if size % ALIGNED == 0]
-    odd = [name for name, size in sizes.items() if size % ALIGNED != 0]
-    even.sort(key=lambda name: sizes[name] % WELL_ALIGNED != 0)
-    parts = [even + odd[:1]]
-    parts += [[name] for name in odd[1:]]
+    multiples = [name for name, size in sizes.items() if size % ALIGNED == 0]
+    others = [name for name, size in sizes.items() if size % ALIGNED != 0]
+    multiples.sort(key=lambda name: sizes[name] % WELL_ALIGNED != 0)
+    parts = [multiples + others[:1]]
+    parts += [[name] for name in others[1:]]
     return parts
 
 
@@ -168,9 +180,10 @@ def build_optimizer(
     *,
     offloaded: bool = False,
 ) -> torch.optim.Optimizer:
-    """`parameters`: (name, parameter) pairs, as from `named_parameters()`.
+    """The optimizer of a recipe.
 
-    offloaded: the tensors that the optimizer updates will be in the CPU's memory.
+    parameters: (name, parameter) pairs, as from `named_parameters()`. offloaded: the tensors that
+    the optimizer updates will be in the CPU's memory.
     """
     groups = parameter_groups(config, parameters)
     lr = config.lr
