@@ -14,7 +14,7 @@ from clip_train.settings import (
     shown,
 )
 
-IMAGENET = "imagenet"  # not a file: OpenCLIP's classes and templates in imagenet.json here
+IMAGENET = "imagenet"  # a name, not a file: OpenCLIP's classes and templates (imagenet.json)
 
 
 class EvaluateConfig(Settings):

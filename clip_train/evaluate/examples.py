@@ -42,11 +42,11 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """A caption of the validation set, beside an image."""
+class RankedCaption:
+    """A caption of the validation set that the model ranks among the first for an image."""
 
     caption: str
-    cosine: float | None  # None: it is not a number
+    cosine: float | None  # between the features; None: not a number
     own: bool  # it is one of the image's own captions
 
 
@@ -55,55 +55,62 @@ class Examples(Callback):
 
     def __init__(self, run_dir: Path, resume_step: int, skipped: Skipped) -> None:
         """resume_step: records of later steps are removed, as in eval.jsonl. OSError."""
-        self._run_dir, self._skipped = run_dir, skipped
+        self._run_dir = run_dir
+        self._skipped = skipped
         self._captions: list[str] = []  # of this rank's samples, in order
-        self._examples: list[Example] = []  # the first of this rank's
-        self._latest: tuple[list[Example], list[list[Ranked]]] | None = None  # on rank 0
+        self._examples: list[Example] = []  # the first samples of this rank
+        # on rank 0: the images, and the captions ranked first for each
+        self._latest: tuple[list[Example], list[list[RankedCaption]]] | None = None
         if dist.is_main():
             truncate_jsonl(run_dir / FILE, resume_step)
 
     def watch(self, batches: Iterable[ValBatch]) -> Iterator[ValBatch]:
-        """The same batches; their captions and the first images are kept."""
-        self._captions, self._examples, self._latest = [], [], None
+        """Yield the same batches; keep their captions and the first images."""
+        self._captions = []
+        self._examples = []
+        self._latest = None
         for batch in batches:
             missing = NUM_IMAGES - len(self._examples)
-            first = zip(batch.keys, batch.captions, batch.images[:missing], strict=False)
-            for key, captions, pixels in first:
-                own = [printable(caption) for caption in captions]
-                self._examples.append(Example(key, own, as_jpeg(pixels)))
+            samples = zip(batch.keys, batch.captions, batch.images[:missing], strict=False)
+            for key, captions, pixels in samples:
+                own_captions = [printable(caption) for caption in captions]
+                self._examples.append(Example(key, own_captions, as_jpeg(pixels)))
             self._captions += [caption for captions in batch.captions for caption in captions]
             yield batch
 
     def rank_captions(self, encoded: Encoded, num_images: list[int], num_texts: list[int]) -> None:
-        """Collective. encoded: the samples of all ranks, as `gather` returns them, with how many
-        images and captions each rank has."""
+        """Rank the captions of all ranks for the first images. Collective.
+
+        encoded, num_images, num_texts: the samples of all ranks, and how many images and captions
+        each rank has, as `gather` returns them.
+        """
         count = min(NUM_IMAGES, len(encoded.image))
         ranked = dist.on_main(partial(best_captions, encoded, count))
-        # each rank knows its own captions
-        begin = sum(num_texts[: dist.rank()])
-        wanted = {index for of_image in ranked for index, _ in of_image}
-        mine = {
-            index: self._captions[index - begin]
+        # a rank has only the text of its own captions: first_index, first_index + 1, ...
+        first_index = sum(num_texts[: dist.rank()])
+        wanted = {index for image_ranking in ranked for index, _ in image_ranking}
+        rank_captions = {
+            index: self._captions[index - first_index]
             for index in wanted
-            if 0 <= index - begin < len(self._captions)
+            if 0 <= index - first_index < len(self._captions)
         }
         captions: dict[int, str] = {}
-        for of_rank in dist.gather_objects(mine):
-            captions |= of_rank
+        for part in dist.gather_objects(rank_captions):
+            captions |= part
         examples = self._examples
-        if num_images[0] < count:
+        if num_images[0] < count:  # rank 0 has too few images
             before = sum(num_images[: dist.rank()])
-            of_ranks = dist.gather_objects(self._examples[: max(0, count - before)])
-            examples = [example for of_rank in of_ranks for example in of_rank]
+            parts = dist.gather_objects(self._examples[: max(0, count - before)])
+            examples = [example for part in parts for example in part]
         if dist.is_main():
-            shown = [
-                [
-                    Ranked(printable(captions[i]), cosine, printable(captions[i]) in each.captions)
-                    for i, cosine in of_image
-                ]
-                for each, of_image in zip(examples, ranked, strict=False)
-            ]
-            self._latest = examples[:count], shown
+            rankings: list[list[RankedCaption]] = []
+            for example, image_ranking in zip(examples, ranked, strict=False):
+                rankings.append([])
+                for index, cosine in image_ranking:
+                    caption = printable(captions[index])
+                    own = caption in example.captions
+                    rankings[-1].append(RankedCaption(caption, cosine, own))
+            self._latest = examples[:count], rankings
         self._captions = []
 
     def after_evaluate(self, record: Mapping[str, Any]) -> None:
@@ -115,16 +122,18 @@ class Examples(Callback):
             )
         self._latest = None
 
-    def _write(self, step: int, examples: list[Example], ranked: list[list[Ranked]]) -> None:
+    def _write(
+        self, step: int, examples: list[Example], rankings: list[list[RankedCaption]]
+    ) -> None:
         folder = LocalStorage(self._run_dir / FOLDER)
         images = []
-        for i, (example, captions) in enumerate(zip(examples, ranked, strict=True)):
+        for i, (example, captions) in enumerate(zip(examples, rankings, strict=True)):
             folder.put_bytes(f"{i}.jpg", example.jpeg)
             images.append(
                 {
                     "key": example.key,
                     "captions": example.captions,
-                    "ranked": [asdict(each) for each in captions],
+                    "ranked": [asdict(caption) for caption in captions],
                 }
             )
         line = json.dumps({"step": step, "images": images}, allow_nan=False)
@@ -133,20 +142,20 @@ class Examples(Callback):
 
 
 def best_captions(encoded: Encoded, count: int) -> list[list[tuple[int, float | None]]]:
-    """For each of the first `count` images the captions with the largest cosines: their indices
-    and cosines. Captions that are equal for the model are one."""
-    out: list[list[tuple[int, float | None]]] = []
+    """For each of the first `count` images, the indices and cosines of the captions with the
+    largest cosines. Captions with equal tokens count as one."""
+    rankings: list[list[tuple[int, float | None]]] = []
     for image in encoded.image[:count]:
         similarity = encoded.text @ image  # [T]
-        left = similarity.new_ones(len(similarity)).bool()
+        remaining = similarity.new_ones(len(similarity)).bool()  # [T]: not ranked yet
         best: list[tuple[int, float | None]] = []
-        while len(best) < NUM_CAPTIONS and bool(left.any()):
-            index = int(similarity.masked_fill(~left, -math.inf).argmax())
+        while len(best) < NUM_CAPTIONS and bool(remaining.any()):
+            index = int(similarity.masked_fill(~remaining, -math.inf).argmax())
             cosine = float(similarity[index])
             best.append((index, cosine if math.isfinite(cosine) else None))
-            left &= (encoded.texts != encoded.texts[index]).any(dim=1)
-        out.append(best)
-    return out
+            remaining &= (encoded.texts != encoded.texts[index]).any(dim=1)
+        rankings.append(best)
+    return rankings
 
 
 def printable(caption: str) -> str:

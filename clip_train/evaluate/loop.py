@@ -40,12 +40,12 @@ def evaluate(
         labelled: this rank's part of the images for zero-shot; None: `batches`.
         widths: each metric of whole features is also computed on their first values.
         examples: takes the captions that are ranked first for the first images of `batches`.
-        asked_to_stop: whether this rank was asked to; then all ranks leave between two batches.
+        asked_to_stop: whether this rank was asked to stop; then all ranks stop between two batches.
 
     Returns:
         `num_samples` of the validation set; the results of `caption_metrics`, of
-        `config.functions` and of `zero_shot_metrics`, if they are asked for. `width_64/...`: those
-        of the first 64 values.
+        `config.functions` and of `zero_shot_metrics`, if they are asked for. `width_64/...`: the
+        same of the first 64 values.
 
     Raises:
         UserError: no samples, no labels, or a bad file of classes; on all ranks together.
@@ -67,29 +67,33 @@ def evaluate(
         tested = None
         if batches is not None:
             with_text = config.retrieval or config.val_loss or bool(config.functions)
-            own = label if labelled is None else None
+            # without labelled images, zero-shot is tested on `batches`
+            batch_label = label if labelled is None else None
             if examples is not None:
                 batches = examples.watch(batches)
-            tested = encode_all(batches, own, with_text=with_text)
+            tested = encode_all(batches, batch_label, with_text=with_text)
             (out["num_samples"],) = dist.sum_scalars(len(tested.image))
             if with_text:
-                whole, num_images, num_texts = gather(tested)
+                gathered, num_images, num_texts = gather(tested)
                 if examples is not None:
-                    examples.rank_captions(whole, num_images, num_texts)
-            for prefix, width in sizes.items() if with_text else ():
-                image, text = (first_values(x, width) for x in (whole.image, whole.text))
-                narrow = replace(whole, image=image, text=text)
-                found = caption_metrics(narrow, num_images, num_texts, config)
-                out |= {f"{prefix}{name}": value for name, value in found.items()}
-            if config.functions:
-                out |= dist.on_main(own_metrics, config.functions, whole)
+                    examples.rank_captions(gathered, num_images, num_texts)
+                for prefix, width in sizes.items():
+                    narrow = replace(
+                        gathered,
+                        image=first_values(gathered.image, width),
+                        text=first_values(gathered.text, width),
+                    )
+                    metrics = caption_metrics(narrow, num_images, num_texts, config)
+                    out |= {f"{prefix}{name}": value for name, value in metrics.items()}
+                if config.functions:
+                    out |= dist.on_main(own_metrics, config.functions, gathered)
         if labelled is not None:
             tested = encode_all(labelled, label, with_text=False)
         if classes is not None and tested is not None:
             prompts = prompt_features(engine, tokenize, classes, config.batch_size)
             for prefix, width in sizes.items():
-                found = zero_shot_metrics(classes, prompts, tested, width)
-                out |= {f"{prefix}{name}": value for name, value in found.items()}
+                metrics = zero_shot_metrics(classes, prompts, tested, width)
+                out |= {f"{prefix}{name}": value for name, value in metrics.items()}
         return out
     finally:
         engine.train(True)

@@ -19,11 +19,13 @@ _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
 
 class Groups(NamedTuple):
-    """Candidates of a query's own group are its matches; those of group -1 take no part."""
+    """The group of each query and candidate. A query's matches are the candidates of its group.
+    Candidates of group -1 are ignored."""
 
     queries: Tensor  # int64 [n]
     candidates: Tensor  # int64 [N]
-    # candidates that tie with a match are ranked before it; else only those that come before it
+    # True: a candidate with the same similarity as the match is ranked before it. False: only if
+    # its index is smaller.
     ties_ahead: bool = False
 
 
@@ -42,7 +44,7 @@ def ranks_of_matches(
     Args:
         queries: [n, D] float32.
         candidates: [N, D] float32.
-        rules: each query's group is among the candidates', or the query is of no interest.
+        rules: the result for a query without a match has no meaning.
         block_elements: how many similarities to hold at once.
 
     Returns:
@@ -50,28 +52,29 @@ def ranks_of_matches(
     """
     rows = max(1, block_elements // max(1, len(candidates)))
     order = torch.arange(len(candidates), device=queries.device)
-    places: list[list[Tensor]] = [[groups.queries[:0]] for groups in rules]
+    ranks: list[list[Tensor]] = [[groups.queries[:0]] for groups in rules]
     for start in range(0, len(queries), rows):
         similarity = queries[start : start + rows] @ candidates.T  # [rows, N]
-        for groups, found in zip(rules, places, strict=True):
+        for groups, rule_ranks in zip(rules, ranks, strict=True):
             match = groups.queries[start : start + rows, None] == groups.candidates
-            best, at = similarity.masked_fill(~match, -torch.inf).max(dim=1, keepdim=True)
-            ahead = ~(similarity < best)  # rather than `at least`, for a NaN's sake
+            best, best_index = similarity.masked_fill(~match, -torch.inf).max(dim=1, keepdim=True)
+            ahead = ~(similarity < best)  # not `>=`: a NaN counts as ahead
             if not groups.ties_ahead:
-                ahead &= (similarity != best) | (order < at)
-            found.append(1 + (ahead & ~match & (groups.candidates >= 0)).sum(dim=1))
-    return [torch.cat(found) for found in places]
+                ahead &= (similarity != best) | (order < best_index)
+            rule_ranks.append(1 + (ahead & ~match & (groups.candidates >= 0)).sum(dim=1))
+    return [torch.cat(rule_ranks) for rule_ranks in ranks]
 
 
 def caption_metrics(
-    whole: Encoded, num_images: list[int], num_texts: list[int], config: EvaluateConfig
+    encoded: Encoded, num_images: list[int], num_texts: list[int], config: EvaluateConfig
 ) -> dict[str, float]:
     """Retrieval metrics, each under the name of the project that defines it (docs/evaluation.md).
     Recalls are from 0 to 1. Collective.
 
     Args:
-        whole: the samples of all ranks, as `gather` returns them.
-        num_images, num_texts: how many of them each rank has encoded, and ranks now.
+        encoded: the samples of all ranks, as `gather` returns them.
+        num_images, num_texts: how many images and captions each rank has encoded. It computes the
+            ranks of their matches.
 
     Returns:
         With `config.retrieval`, from each image's first caption: OpenCLIP's `image_to_text_R@1` ...
@@ -80,53 +83,67 @@ def caption_metrics(
         `text_retrieval_recall@10`, where a hit on any of an image's captions counts. With
         `config.val_loss`: `val_loss`, OpenCLIP's `clip_val_loss`.
     """
-    image, text, owners = whole.image, whole.text, whole.owners  # [N, D], [T, D], [T]
-    first = torch.ones_like(owners, dtype=torch.bool)
-    first[1:] = owners[1:] != owners[:-1]
+    image, text, owners = encoded.image, encoded.text, encoded.owners  # [N, D], [T, D], [T]
+    is_first = torch.ones_like(owners, dtype=torch.bool)  # [T]: the first caption of its image
+    is_first[1:] = owners[1:] != owners[:-1]
     out: dict[str, float] = {}
     if config.val_loss:
-        pairs = image[owners[first]], text[first], whole.logit_scale, config.batch_size
-        out["val_loss"] = dist.agreed(validation_loss, *pairs)
+        out["val_loss"] = dist.agreed(
+            validation_loss,
+            image[owners[is_first]],
+            text[is_first],
+            encoded.logit_scale,
+            config.batch_size,
+        )
     if not config.retrieval:
         return out
-    same = torch.unique(whole.texts, dim=0, return_inverse=True)[1]  # [T]
+    # [T]: captions with equal tokens have the same number
+    caption_ids = torch.unique(encoded.texts, dim=0, return_inverse=True)[1]
     indices = torch.arange(len(image), device=image.device)
-    rules = {  # of images and captions, and of captions and images
-        ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(first, -1)),
+    # by the names of both directions: the groups of images (queries) and captions (candidates)
+    rules = {
+        ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(is_first, -1)),
         ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
-            same[first], same.where(first, -1), ties_ahead=True
+            caption_ids[is_first], caption_ids.where(is_first, -1), ties_ahead=True
         ),
         ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, owners),
     }
-    sides = ((image, text, num_images), (text, image, num_texts))
-    for side, (all_queries, candidates, lengths) in enumerate(sides):
+    directions = ((image, text, num_images), (text, image, num_texts))
+    for direction, (all_queries, candidates, lengths) in enumerate(directions):
         queries = all_queries.split(lengths)[dist.rank()]
-        of_side = list(rules.values())
-        if side == 1:
-            of_side = [Groups(texts, images, ahead) for images, texts, ahead in of_side]
-        mine = [
+        all_groups = list(rules.values())
+        if direction == 1:  # captions are the queries
+            all_groups = [
+                Groups(groups.candidates, groups.queries, groups.ties_ahead)
+                for groups in all_groups
+            ]
+        rank_groups = [
             groups._replace(queries=groups.queries.split(lengths)[dist.rank()])
-            for groups in of_side
+            for groups in all_groups
         ]
-        matches = dist.agreed(partial(ranks_of_matches, queries, candidates, mine))
-        for names, groups, found in zip(rules, of_side, matches, strict=True):
-            places = dist.gather_rows(found, lengths)[groups.queries >= 0].double()
-            out |= {f"{names[side]}@{k}": (places <= k).double().mean().item() for k in (1, 5, 10)}
-            if names[side] in ("image_to_text_R", "text_to_image_R"):
-                out[f"{names[side][:-2]}_mean_rank"] = places.mean().item()
-                out[f"{names[side][:-2]}_median_rank"] = places.quantile(0.5).floor().item()
+        ranks = dist.agreed(partial(ranks_of_matches, queries, candidates, rank_groups))
+        for names, groups, rule_ranks in zip(rules, all_groups, ranks, strict=True):
+            name = names[direction]
+            all_ranks = dist.gather_rows(rule_ranks, lengths)[groups.queries >= 0].double()
+            for k in (1, 5, 10):
+                out[f"{name}@{k}"] = (all_ranks <= k).double().mean().item()
+            if name in ("image_to_text_R", "text_to_image_R"):
+                prefix = name.removesuffix("_R")
+                out[f"{prefix}_mean_rank"] = all_ranks.mean().item()
+                out[f"{prefix}_median_rank"] = all_ranks.quantile(0.5).floor().item()
     return out
 
 
 def validation_loss(image: Tensor, text: Tensor, logit_scale: Tensor, batch_size: int) -> float:
-    """The mean over samples of the contrastive loss, [N, D] and [N, D] of pairs, whose negatives
-    are the others of its batch: OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. No
-    bias, whatever the loss in training."""
+    """The mean contrastive loss over N pairs, whose negatives are the other pairs of their batch:
+    OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. Always without a bias.
+
+    image, text: [N, D].
+    """
     total = torch.zeros((), dtype=torch.float64, device=image.device)
     for I, T in zip(image.split(batch_size), text.split(batch_size), strict=True):
-        logits = logit_scale * I @ T.T
+        logits = logit_scale * I @ T.T  # [b, b]
         indices = torch.arange(len(I), device=I.device)
-        total += (
-            (F.cross_entropy(logits, indices) + F.cross_entropy(logits.T, indices)) / 2 * len(I)
-        )
+        loss = (F.cross_entropy(logits, indices) + F.cross_entropy(logits.T, indices)) / 2
+        total += loss * len(I)
     return total.item() / len(image)

@@ -54,16 +54,13 @@ def evaluation(
 
     @cache
     def index(key: str) -> ShardIndex | ImageFolder:
-        """Listed and counted once, by all ranks together."""
-        folder = (
-            None
-            if key.startswith("data.val")
-            else dist.on_main(partial(ImageFolder.find, places[key], key))
-        )
+        """The samples of a key's place. All ranks list and count them together, once."""
+        folder = None
+        if not key.startswith("data.val"):
+            folder = dist.on_main(partial(ImageFolder.find, places[key], key))
         if folder is None:
-            return count_missing(
-                shared_index(key, places[key], config.data.verify, config.storage), config.storage
-            )
+            shards = shared_index(key, places[key], config.data.verify, config.storage)
+            return count_missing(shards, config.storage)
         if folder.skipped.counts and dist.is_main():
             LOGGER.warning(
                 f"{key} ({places[key]}): skipped {folder.skipped}, not images of a class"
@@ -95,17 +92,19 @@ def evaluation(
             name = key.removeprefix("data.val.")
             if name != key:
                 metrics = measure(loader, without_classes, examples=examples)
-                examples = None  # only of the first set
+                examples = None  # of the first set only
                 out |= {f"{name}/{metric}": value for metric, value in metrics.items()}
         if val or labelled:
             out |= measure(val, config.evaluate, labelled=labelled, examples=examples)
-        own = [sample for loader in loaders.values() for sample in loader.invalid]
-        invalid = [sample for samples in dist.gather_objects(own) for sample in samples]
-        if invalid and dist.is_main():
-            LOGGER.warning(
-                f"the evaluation data has samples that cannot be used:\n{table_of(invalid)}"
-            )
-        return out | {"unusable_samples": float(len(invalid))} if invalid else out
+        rank_invalid = [sample for loader in loaders.values() for sample in loader.invalid]
+        invalid = [sample for samples in dist.gather_objects(rank_invalid) for sample in samples]
+        if invalid:
+            out["unusable_samples"] = float(len(invalid))
+            if dist.is_main():
+                LOGGER.warning(
+                    f"the evaluation data has samples that cannot be used:\n{table_of(invalid)}"
+                )
+        return out
 
     def with_average() -> dict[str, float]:
         # `data.inputs` may hold no image

@@ -1,5 +1,4 @@
-"""Zero-shot classification: the class of an image is the one whose prompts' features are nearest to
-its features.
+"""Zero-shot classification: predict the class whose prompts' features are nearest to the image's.
 
 `C` classes, `b` images, `D` features.
 """
@@ -36,7 +35,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
 
 EXAMPLE = '{"classnames": ["owl", "red fox"], "templates": ["a photo of a {}."]}'
-LOOK_AT = 200  # samples of the first shard whose labels are checked before training
+LOOK_AT = 200  # how many samples of the first shard have their labels checked before training
 
 
 class ZeroShotClasses(BaseModel):
@@ -69,8 +68,8 @@ class ZeroShotClasses(BaseModel):
 
     @classmethod
     def load(cls, place: str, templates: str | None = None) -> "ZeroShotClasses":
-        """ImageNet's by name, those of a JSON file, local or remote, or of the folder of a
-        clip_benchmark set; with the named templates or its own. UserError."""
+        """The classes of a JSON file (local or remote), of the folder of a clip_benchmark set, or
+        of ImageNet (by its name). templates: named ones in place of the file's. UserError."""
         field = f"evaluate.zero_shot_classes: {place}"
         content: Any
         try:
@@ -96,17 +95,18 @@ class ZeroShotClasses(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as e:
-            mistakes = "; ".join(map(_explain, e.errors(include_url=False)))
+            mistakes = "; ".join(map(_describe_mistake, e.errors(include_url=False)))
             raise UserError(f"{field}: {mistakes}; such as {EXAMPLE}") from None
 
     def prompts(self, index: int) -> list[str]:
         return [t.replace("{}", self.classnames[index]) for t in self.templates]
 
     def labeller(self) -> Labeller:
-        """Raises ValueError for a label that is not a class."""
-        alone = [i for i, name in enumerate(self.classnames) if self.classnames.count(name) == 1]
-        by_caption = {prompt: i for i in alone for prompt in self.prompts(i)}
-        by_caption |= {self.classnames[i]: i for i in alone}
+        """A function from a sample's caption and metadata to its class, -1 without a label. It
+        raises ValueError for a label that is not a class."""
+        unique = [i for i, name in enumerate(self.classnames) if self.classnames.count(name) == 1]
+        by_caption = {prompt: i for i in unique for prompt in self.prompts(i)}
+        by_caption |= {self.classnames[i]: i for i in unique}
 
         def label(caption: str, metadata: dict[str, Any]) -> int:
             cls = scalar(metadata.get("cls"))
@@ -114,33 +114,35 @@ class ZeroShotClasses(BaseModel):
                 cls = self._number_in(cls)
             if cls is not None:
                 return self._index(cls, "a sample's cls")
-            named = scalar(metadata.get(self.label_key))
-            if named is not None:
-                return self._index(named, f"a sample's {self.label_key}")
+            value = scalar(metadata.get(self.label_key))
+            if value is not None:
+                return self._index(value, f"a sample's {self.label_key}")
             return by_caption.get(caption.strip(), -1)
 
         return label
 
     def _number_in(self, text: str) -> int | str | None:
-        """The number that a `.cls` holds, else its text; None for `nan`, if that is not a class."""
+        """The number in a `.cls`, else its text; None for `nan`, if that is not a class."""
         try:
             number = scalar(float(text))
         except ValueError:
             return text
-        return text if number is None and text in self.classnames else number
+        if number is None and text in self.classnames:
+            return text
+        return number
 
-    def _index(self, target: int | str, where: str) -> int:
-        named = self.classnames.count(target) if isinstance(target, str) else 0
-        if named == 1:
-            return self.classnames.index(str(target))
-        number = int(target) if not named and str(target).isdecimal() else -1
-        if 0 <= number < len(self.classnames):
-            return number
-        which = f"the name of {named}" if named else "none"
-        raise ValueError(f"{where} is {target!r}, {which} of the {len(self.classnames)} classes")
+    def _index(self, label: int | str, where: str) -> int:
+        """The class of a label, which is a name or an index. ValueError."""
+        num_named = self.classnames.count(label) if isinstance(label, str) else 0
+        if num_named == 1:
+            return self.classnames.index(str(label))
+        if num_named == 0 and str(label).isdecimal() and int(label) < len(self.classnames):
+            return int(label)
+        which = f"the name of {num_named}" if num_named else "none"
+        raise ValueError(f"{where} is {label!r}, {which} of the {len(self.classnames)} classes")
 
 
-def _explain(error: ErrorDetails) -> str:
+def _describe_mistake(error: ErrorDetails) -> str:
     """A mistake in the file of classes."""
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
@@ -149,11 +151,11 @@ def _explain(error: ErrorDetails) -> str:
         return f"{path} is not a key of this file; its keys are {', '.join(ZeroShotClasses.model_fields)}"
     if error["type"] == "value_error":
         return f"{path}: {error['ctx']['error']}"
-    found = type(error["input"]).__name__
+    type_name = type(error["input"]).__name__
     kinds = {
-        "model_type": f"the file must hold an object ({{...}}), found {found}",
-        "list_type": f"{path} must be a list, found {found}",
-        "string_type": f"{path} must be text, found {found}",
+        "model_type": f"the file must hold an object ({{...}}), found {type_name}",
+        "list_type": f"{path} must be a list, found {type_name}",
+        "string_type": f"{path} must be text, found {type_name}",
         "too_short": f"{path} must have at least one entry",
     }
     return kinds.get(error["type"], f"{path}: {error['msg']}")
@@ -169,16 +171,22 @@ def check_labels(
     caption_key: CaptionKey,
     storage: StorageConfig,
 ) -> str | None:
-    """Before training: a note if none of the first samples that zero-shot is tested on has a label,
-    or if a folder has files that are skipped. UserError if a label is not a class. val:
-    `DataConfig.val_places`."""
-    key, place = "evaluate.zero_shot_data", config.zero_shot_data
+    """Check the labels for zero-shot before training. Returns a note if none of the first samples
+    has a label, or if files of a folder are skipped. UserError if a label is not a class.
+
+    val: `DataConfig.val_places`.
+    """
+    key = "evaluate.zero_shot_data"
+    place = config.zero_shot_data
     if place is None:
-        key, place = "data.val", val.get("data.val")
+        key = "data.val"
+        place = val.get("data.val")
     if config.zero_shot_classes is None or place is None:
         return None
     classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
-    folder = None if key == "data.val" else ImageFolder.find(place, key)
+    folder = None
+    if key != "data.val":
+        folder = ImageFolder.find(place, key)
     if folder is not None:
         folder.label_by(classes.classnames)
         if folder.skipped.counts:
@@ -223,38 +231,44 @@ def zero_shot_metrics(
     A class that ties with the right one is ranked before it, so a collapsed model scores 0.
     UserError if no image has a label.
 
-    prompts: of `prompt_features`. width: of how many values of the features; None: all.
+    prompts: as `prompt_features` returns them. width: use the first values of the features; None:
+    all values.
     """
-    of_classes = F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
-    embeddings = dist.all_gather(of_classes)[: len(classes.classnames)]  # [C, D]
-    images, has_label = first_values(encoded.image, width), encoded.labels >= 0
+    rank_embeddings = F.normalize(first_values(prompts, width).mean(dim=1), dim=-1)
+    embeddings = dist.all_gather(rank_embeddings)[: len(classes.classnames)]  # [C, D]
+    images = first_values(encoded.image, width)  # [b, D]
+    has_label = encoded.labels >= 0  # [b]
     class_ids = torch.arange(len(embeddings), device=images.device)
     rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
-    (places,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
-    hits = [int((places <= k).sum()) for k in (1, 5)]
-    num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(places), *hits)
+    (ranks,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
+    hits = [int((ranks <= k).sum()) for k in (1, 5)]
+    num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(ranks), *hits)
     if not labelled:
         raise UserError(
             f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "
             f"need 'cls' or {classes.label_key!r} in their .json, or captions that name a class; "
             "or set evaluate.zero_shot_data"
         )
-    accuracies = {"zero_shot_top1": top1 / labelled, "zero_shot_top5": top5 / labelled}
-    return {**accuracies, "zero_shot_samples": labelled}
+    return {
+        "zero_shot_top1": top1 / labelled,
+        "zero_shot_top5": top5 / labelled,
+        "zero_shot_samples": labelled,
+    }
 
 
 def prompt_features(
     engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int
 ) -> Tensor:
-    """[ceil(C / W), prompts, D] float32 on the engine's device, normalized: of this rank's classes.
+    """The normalized features of the prompts of this rank's classes: [ceil(C / W), templates, D]
+    float32 on the engine's device, on W ranks.
 
-    If they do not divide, the last ranks repeat the last class, so that all call the engine equally
-    often.
+    If W does not divide C, the last ranks repeat the last class, so that all ranks call the engine
+    equally often.
     """
-    num = len(classes.classnames)
-    per_rank = -(-num // dist.world_size())
-    mine = [min(dist.rank() * per_rank + i, num - 1) for i in range(per_rank)]
-    prompts = [prompt for i in mine for prompt in classes.prompts(i)]
+    num_classes = len(classes.classnames)
+    per_rank = -(-num_classes // dist.world_size())
+    rank_classes = [min(dist.rank() * per_rank + i, num_classes - 1) for i in range(per_rank)]
+    prompts = [prompt for i in rank_classes for prompt in classes.prompts(i)]
 
     def encode_prompts() -> Tensor:
         parts = []
