@@ -3,8 +3,8 @@ torch here.
 
 attempts.jsonl has two lines per attempt: `begin` (job, nodes, step) and `end` (verdict, step,
 reason, blamed nodes, decision). An attempt without an `end` was lost with its node. Rank 0 adds a
-`start` (launcher/train.py), without a batch script too: for the report, and for the step from which
-the ranks resumed.
+line `start` (launcher/train.py), also in runs without a batch script: it has the step from which
+the ranks resumed, and facts for the report.
 """
 
 import json
@@ -20,24 +20,23 @@ from clip_train.storage.redact import redact
 from launcher.runtime.verdict import Verdict
 
 FILE = "attempts.jsonl"
-MOST_FAILURES = 3  # in a row, without a new checkpoint: then it gives up
+MOST_FAILURES = 3  # in a row without a new checkpoint; then the batch script gives up
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """How an attempt ended, before the decision."""
 
-    verdict: (
-        str  # DONE, PREEMPTED, FAILED, FATAL; without one CRASHED, or LOST with the batch script
-    )
-    before: int  # the newest committed step when it began
-    step: int  # and when it ended
+    # DONE, PREEMPTED, FAILED or FATAL; without a verdict CRASHED, or LOST with the batch script
+    verdict: str
+    before: int  # the newest committed step when the attempt began
+    step: int  # the newest committed step when it ended
     reason: str
-    # the node of the rank that failed, if it may be the node's fault; twice if its GPU said so
+    # the node of the rank that failed, if it may be the node's fault; twice if its GPU failed
     blamed: tuple[str, ...] = ()
     room: int = 0  # after out of memory: bytes that the next attempt's activations may take
     terminated: bool = False  # TERM reached the batch script: scancel, or Slurm requeues the job
-    stop_file: bool = False
+    stop_file: bool = False  # a STOP file asked for the stop
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,19 @@ class History:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
-        # without lines that a power loss has torn
-        self.lines = list(iter_jsonl(self.path)) if self.path.is_file() else []
+        self.lines: list[dict[str, Any]] = []  # without lines torn by a power loss
+        if self.path.is_file():
+            self.lines += iter_jsonl(self.path)
 
     def append(self, event: str, **values: Any) -> None:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
         self.lines.append(line)
-        # a last line that a power loss has torn: this one must not become part of it
-        torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
+        data = json.dumps(redact(line)).encode() + b"\n"
+        # if a power loss has torn the last line, end that line first
+        if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
+            data = b"\n" + data
         with open_own(self.path, "ab") as f:
-            f.write(b"\n" * torn + json.dumps(redact(line)).encode() + b"\n")
+            f.write(data)
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line.get("event") == event]
@@ -72,23 +74,26 @@ class History:
         return 1 + max((line.get("attempt", 0) for line in self.lines), default=0)
 
     def unfinished(self) -> dict[str, Any] | None:
-        """The `begin` of an attempt that never ended: it runs, or its batch script was lost."""
+        """The `begin` of an attempt without an `end`: it runs, or its batch script was lost."""
         ended = [line["attempt"] for line in self.of("end")]
         return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
 
     def failures(self) -> int:
-        """Consecutive failures. Submitting again after a stop begins at 0."""
+        """Consecutive failures up to now; 0 after a stop, so that a new submission begins at 0."""
         ends = self.of("end")
-        again = bool(ends) and ends[-1]["decision"] in ("requeue", "leave")
-        return ends[-1]["failures"] if again else 0
+        if not ends or ends[-1]["decision"] not in ("requeue", "leave"):
+            return 0
+        return ends[-1]["failures"]
 
     def room(self) -> float:
         """Bytes that the next attempt's activations may take, from attempts that ran out of memory.
         Unlimited if none did since the last submission after a stop."""
         room = float("inf")
         for end in self.of("end"):
-            again = end["decision"] in ("requeue", "leave")
-            room = (end.get("room") or room) if again else float("inf")
+            if end["decision"] not in ("requeue", "leave"):
+                room = float("inf")
+            elif end.get("room"):
+                room = end["room"]
         return room
 
     def suspects(self) -> list[str]:
@@ -97,46 +102,48 @@ class History:
         return sorted(node for node, count in blamed.items() if count > 1)
 
 
-def next_action(outcome: Outcome, failures: int) -> Decision:
-    """Decide by the verdict and by progress. failures: consecutive ones before this attempt. One
-    that the time limit ends without a new checkpoint is a failure too."""
-    progress = outcome.step > outcome.before
-    failed = outcome.verdict != "DONE" and not outcome.terminated
-    failures = 0 if progress else failures + failed
-    rules: tuple[tuple[bool, str, str], ...] = (  # the first that holds
-        (outcome.verdict == "DONE", "done", "trained to the last step"),
-        (
-            outcome.terminated,
-            "leave",
-            "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to",
-        ),
-        (outcome.verdict == "FATAL", "stop", f"it would fail again: {outcome.reason}"),
-        (
-            outcome.stop_file,
-            "leave",
-            "a STOP file asked for the stop (remove it if it still exists): submit again to resume",
-        ),
-        (
-            failures >= MOST_FAILURES,
-            "give up",
-            f"{failures} failures in a row without a new checkpoint; the last: {outcome.reason}",
-        ),
-        (outcome.verdict == "PREEMPTED", "requeue", "preempted after a commit"),
-        (progress, "requeue", "it failed, but made progress"),
-        (
-            True,
-            "requeue",
-            f"failure {failures} without a new checkpoint, of {MOST_FAILURES}",
-        ),
-    )
-    decision, why = next((decision, why) for holds, decision, why in rules if holds)
+def next_action(result: AttemptResult, failures: int) -> Decision:
+    """Decide by the verdict and by progress.
+
+    failures: consecutive failures before this attempt. An attempt that the time limit ends without
+    a new checkpoint counts as a failure too.
+    """
+    progress = result.step > result.before
+    if progress:
+        failures = 0
+    elif result.verdict != "DONE" and not result.terminated:
+        failures += 1
+    if result.verdict == "DONE":
+        decision, why = "done", "trained to the last step"
+    elif result.terminated:
+        decision = "leave"
+        why = (
+            "Slurm ended the job (scancel, preemption, a lost node): it requeues it if it wants to"
+        )
+    elif result.verdict == "FATAL":
+        decision, why = "stop", f"it would fail again: {result.reason}"
+    elif result.stop_file:
+        decision = "leave"
+        why = (
+            "a STOP file asked for the stop (remove it if it still exists): submit again to resume"
+        )
+    elif failures >= MOST_FAILURES:
+        decision = "give up"
+        why = f"{failures} failures in a row without a new checkpoint; the last: {result.reason}"
+    elif result.verdict == "PREEMPTED":
+        decision, why = "requeue", "preempted after a commit"
+    elif progress:
+        decision, why = "requeue", "it failed, but made progress"
+    else:
+        decision = "requeue"
+        why = f"failure {failures} without a new checkpoint, of {MOST_FAILURES}"
     return Decision(decision, why, failures)
 
 
-def explain(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
+def explain_verdict(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
     """An attempt's verdict, its reason and the blamed node, twice if its hardware failed.
 
-    verdict: what VERDICT has, if it was written. status: of the command that ran the ranks.
+    verdict: the content of VERDICT, if it was written. status: of the command that ran the ranks.
     """
     if verdict is None:
         return "CRASHED", f"the ranks ended with status {status} and left no verdict", ()

@@ -3,11 +3,11 @@ r"""The second half of the batch script: run the ranks of one attempt, and decid
     python -m launcher.slurm.controller RECIPE [key.path=value ...] -- \
         srun ... python -m launcher train RECIPE ...
 
-The batch script replaces its shell by this program (exec), on the job's first node. TERM arrives
-there (scancel, preemption); Slurm has already sent it to the ranks, and nothing is requeued
-afterwards. USR1 (time limit near) goes to the ranks alone. It decides by VERDICT and PROGRESS, and
-keeps attempts.jsonl in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file;
-75 preempted and left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
+The batch script replaces its shell by this program (exec), on the job's first node. Slurm sends
+TERM to it and to the ranks (scancel, preemption); nothing is requeued afterwards. Only the ranks
+get USR1 (time limit near). This program decides by VERDICT and PROGRESS, and writes attempts.jsonl
+in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and
+left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ from launcher.runtime.verdict import (
     read_verdict,
     write_verdict,
 )
-from launcher.slurm.attempts import Decision, History, Outcome, explain, next_action
+from launcher.slurm.attempts import (
+    AttemptResult,
+    Decision,
+    History,
+    explain_verdict,
+    next_action,
+)
 from launcher.slurm.scheduler import (
     NO_ARRAY,
     OUTAGE,
@@ -101,8 +107,10 @@ class Controller:
     """One attempt of one run."""
 
     def __init__(self, config: RunConfig, terminated: threading.Event) -> None:
-        self.config, self.run_dir = config, config.run_dir
-        self.terminated, self.job = terminated, os.environ["SLURM_JOB_ID"]
+        self.config = config
+        self.run_dir = config.run_dir
+        self.terminated = terminated  # set by TERM
+        self.job = os.environ["SLURM_JOB_ID"]
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
         self.nodes = answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
         self.history = History(self.run_dir)
@@ -119,16 +127,17 @@ class Controller:
                     f"job {other} trains {self.run_dir} already: scancel one of them, or choose "
                     "another run.name"
                 )
-            outcome = self._lost_attempt(begun)
-            hours = self._hours(outcome, begun["nodes"], *self._known_times(begun))
-            decision = self._end(begun["attempt"], outcome, **hours)
+            result = self._lost_attempt(begun)
+            hours = self._hours(result, begun["nodes"], *self._known_times(begun))
+            decision = self._end(begun["attempt"], result, **hours)
             if decision.decision == "give up":
-                return self._act(decision, outcome)
+                return self._act(decision, result)
         verdict = read_verdict(self.run_dir)
         if verdict and verdict[0] == "DONE" and verdict[1]["step"] >= self.config.steps:
             say(f"{self.run_dir} is done already")
             return 0
-        number, before = self.history.next_number(), committed_step(self.run_dir)
+        number = self.history.next_number()
+        before = committed_step(self.run_dir)
         self.history.append(
             "begin",
             attempt=number,
@@ -137,17 +146,17 @@ class Controller:
             nodes=self.nodes,
             step=before,
         )
-        on = f"{self.run_dir.name} on {','.join(self.nodes)}"
-        say(f"attempt {number} of {on}, from step {before}")
+        nodes = ",".join(self.nodes)
+        say(f"attempt {number} of {self.run_dir.name} on {nodes}, from step {before}")
         self._comment(f"attempt {number} from step {before}")
         # an earlier attempt's file must not count for this one
         (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)
         started = time.time()
         status = self._run_ranks(command, number)
-        outcome = self._outcome(status, before)
-        hours = self._hours(outcome, self.nodes, started, time.time())
-        decision = self._end(number, outcome, status=status, **hours)
-        return self._act(decision, outcome)
+        result = self._result(status, before)
+        hours = self._hours(result, self.nodes, started, time.time())
+        decision = self._end(number, result, status=status, **hours)
+        return self._act(decision, result)
 
     def _known_times(self, begun: dict[str, Any]) -> tuple[float, float]:
         """When an attempt without an `end` began, and when it last wrote metrics.jsonl."""
@@ -155,39 +164,38 @@ class Controller:
         return started, max(started, modified(self.run_dir / "metrics.jsonl"))
 
     def _hours(
-        self, outcome: Outcome, nodes: Sequence[str], started: float, ended: float
+        self, result: AttemptResult, nodes: Sequence[str], started: float, ended: float
     ) -> dict[str, float]:
         """The numbers of an attempt's `end`. After a commit, only the time since then is lost."""
         seconds = ended - started
-        lost = 0.0 if outcome.verdict == "DONE" else seconds
-        if outcome.step > outcome.before:
+        lost = 0.0 if result.verdict == "DONE" else seconds
+        if result.step > result.before:
             lost = min(lost, max(ended - modified(self.run_dir / PROGRESS_FILE), 0.0))
-        hours = len(nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) / 3600
+        num_gpus = len(nodes) * int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+        gpu_hours_per_second = num_gpus / 3600
         return {
             "seconds": round(seconds, 1),
-            "gpu_hours": round(hours * seconds, 3),
-            "gpu_hours_lost": round(hours * lost, 3),
+            "gpu_hours": round(gpu_hours_per_second * seconds, 3),
+            "gpu_hours_lost": round(gpu_hours_per_second * lost, 3),
         }
 
-    def _lost_attempt(self, begun: dict[str, Any]) -> Outcome:
+    def _lost_attempt(self, begun: dict[str, Any]) -> AttemptResult:
         """The batch script of an attempt never ended: its node was lost, or Slurm killed it."""
         before, after = begun["step"], committed_step(self.run_dir)
         if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
-            return Outcome("PREEMPTED", before, after, reason, terminated=True)
+            return AttemptResult("PREEMPTED", before, after, reason, terminated=True)
         node = begun["nodes"][0]
-        return Outcome("LOST", before, after, f"the batch script on {node} was lost", (node,))
+        return AttemptResult("LOST", before, after, f"the batch script on {node} was lost", (node,))
 
-    def _end(self, number: int, outcome: Outcome, **more: float) -> Decision:
-        decision = next_action(outcome, self.history.failures())
-        self.history.append("end", attempt=number, **asdict(outcome), **asdict(decision), **more)
-        say(
-            f"attempt {number} ended after step {outcome.step}: {outcome.verdict}: {outcome.reason}"
-        )
-        word = "FAILED" if decision.decision == "give up" else outcome.verdict
-        reason = f"{outcome.reason} ({decision.decision}: {decision.why})"
-        notify(self.config.log.notify, self.run_dir, word, outcome.step, reason, say)
-        self._comment(f"attempt {number}: {outcome.verdict} at step {outcome.step}")
+    def _end(self, number: int, result: AttemptResult, **more: float) -> Decision:
+        decision = next_action(result, self.history.failures())
+        self.history.append("end", attempt=number, **asdict(result), **asdict(decision), **more)
+        say(f"attempt {number} ended after step {result.step}: {result.verdict}: {result.reason}")
+        word = "FAILED" if decision.decision == "give up" else result.verdict
+        reason = f"{result.reason} ({decision.decision}: {decision.why})"
+        notify(self.config.log.notify, self.run_dir, word, result.step, reason, say)
+        self._comment(f"attempt {number}: {result.verdict} at step {result.step}")
         return decision
 
     def _comment(self, text: str) -> None:
@@ -196,7 +204,7 @@ class Controller:
         update(self.job, Comment=f"{own} [clip-train: {text}]".strip())
 
     def _run_ranks(self, command: Sequence[str], number: int) -> int:
-        """Run to the end, whatever signals come. Returns the exit status."""
+        """Run the ranks to their end; signals do not end this. Returns the exit status."""
         environ = {**os.environ, RUN_DIR: str(self.run_dir.absolute())}
         environ[ROOM] = str(self.history.room())
         # rank 0 runs on this node; another attempt starts with another port
@@ -206,50 +214,49 @@ class Controller:
         except OSError as e:
             say(f"{command[0]} cannot be started: {e}")
             return 127
-        noted = False
+        is_recorded = False
         while process.poll() is None:
-            if self.terminated.is_set() and not noted:
-                noted = True  # at once: KILL may follow before the ranks have ended
+            if self.terminated.is_set() and not is_recorded:
+                # now: KILL may follow before the ranks have ended
+                is_recorded = True
                 self.history.append("terminated", attempt=number)
             time.sleep(0.2)
         return process.returncode
 
-    def _outcome(self, status: int, before: int) -> Outcome:
+    def _result(self, status: int, before: int) -> AttemptResult:
         verdict = read_verdict(self.run_dir)
-        word, reason, blamed = explain(verdict, status)
+        word, reason, blamed = explain_verdict(verdict, status)
         terminated = self.terminated.is_set()
-        file = self.run_dir / STOP_FILE  # rank 0 may have removed it once it has obeyed
-        return Outcome(
-            word,
-            before,
-            committed_step(self.run_dir),
-            reason,
-            # a rank that is killed while it saves does not suggest a fault of its node
-            () if terminated else blamed,
+        if terminated:  # a rank that is killed while it saves does not suggest a fault of its node
+            blamed = ()
+        file = self.run_dir / STOP_FILE  # rank 0 may have removed it after it has stopped
+        return AttemptResult(
+            verdict=word,
+            before=before,
+            step=committed_step(self.run_dir),
+            reason=reason,
+            blamed=blamed,
             room=verdict[1].get("room", 0) if verdict else 0,
             terminated=terminated,
             stop_file=file.exists() or str(file) in reason,
         )
 
-    def _act(self, decision: Decision, outcome: Outcome) -> int:
+    def _act(self, decision: Decision, result: AttemptResult) -> int:
         """The batch job's exit status."""
         if decision.decision == "requeue":
-            return self._requeue(decision, outcome)
+            return self._requeue(decision, result)
         if decision.decision == "give up":
             say(f"GIVING UP: {decision.why}")
-            write_verdict(self.run_dir, "FAILED", outcome.step, f"gave up: {decision.why}")
+            write_verdict(self.run_dir, "FAILED", result.step, f"gave up: {decision.why}")
         elif decision.decision != "done":
             say(f"not requeued: {decision.why}")
-        left = 0 if outcome.stop_file else 75
-        statuses = {
-            "done": 0,
-            "give up": 1,
-            "stop": 2,
-            "leave": 143 if outcome.terminated else left,
-        }
-        return statuses[decision.decision]
+        if decision.decision == "leave":
+            if result.terminated:
+                return 143
+            return 0 if result.stop_file else 75
+        return {"done": 0, "give up": 1, "stop": 2}[decision.decision]
 
-    def _requeue(self, decision: Decision, outcome: Outcome) -> int:
+    def _requeue(self, decision: Decision, result: AttemptResult) -> int:
         """Request a requeue until Slurm accepts it, as long as slurmctld is unreachable or
         overloaded. A refusal ends this soon."""
         wait, refusals = 2.0, 0
@@ -280,7 +287,7 @@ class Controller:
                 why = f"Slurm refuses to requeue the job ({failed}): submit it again to resume"
                 say(why)
                 # the notice before this one promised a requeue
-                notify(self.config.log.notify, self.run_dir, "FAILED", outcome.step, why, say)
+                notify(self.config.log.notify, self.run_dir, "FAILED", result.step, why, say)
                 return 75
             say(f"the requeue failed and is tried again in {wait:g} s: {failed}")
             self.terminated.wait(wait)

@@ -16,8 +16,8 @@ NO_ARRAY = (
 OUTAGE = re.compile(
     "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection "
     "(refused|reset)|Communication connection failure|Try again|Resource temporarily|configuration "
-    "source"
-    "|Unexpected message",  # which `scontrol requeue` makes of a controller that is away
+    # the last one is the message of `scontrol requeue` if slurmctld is unreachable
+    "source|Unexpected message",
     re.IGNORECASE,
 )
 
@@ -26,7 +26,7 @@ def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
     """The output of one of Slurm's commands, and its error message. The output is empty if it
     failed."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -36,9 +36,10 @@ def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         return "", f"{shlex.join(command)}: {e}"
-    if done.returncode:
-        return "", (done.stderr or done.stdout).strip() or f"status {done.returncode}"
-    return done.stdout.strip(), ""
+    if process.returncode:
+        message = (process.stderr or process.stdout).strip()
+        return "", message or f"status {process.returncode}"
+    return process.stdout.strip(), ""
 
 
 def answer(*command: str) -> str:
@@ -47,31 +48,32 @@ def answer(*command: str) -> str:
 
 
 def update(job: str, **values: str) -> str:
-    """Empty if Slurm has changed these properties of the job, else its error message."""
-    return slurm("scontrol", "update", f"JobId={job}", *(f"{k}={v}" for k, v in values.items()))[1]
+    """Change these properties of the job. Returns Slurm's error message; empty if it succeeded."""
+    properties = [f"{name}={value}" for name, value in values.items()]
+    _, error = slurm("scontrol", "update", f"JobId={job}", *properties)
+    return error
 
 
 def field(job: str, name: str) -> str:
-    """One property of a job, such as ExcNodeList; empty where there is none."""
-    found = re.search(
-        rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", answer("scontrol", "show", "job", job)
-    )
-    return found[1].strip() if found and found[1] != "(null)" else ""
+    """One property of a job, such as ExcNodeList; empty if the job does not have it."""
+    text = answer("scontrol", "show", "job", job)
+    match = re.search(rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", text)
+    return match[1].strip() if match and match[1] != "(null)" else ""
 
 
 def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
-    """Add `nodes` to the excluded nodes of a pending job. Returns whether this was new, and why it
-    failed.
+    """Add `nodes` to the excluded nodes of a pending job. Returns whether a node was added, and the
+    error if it failed.
 
     `sbatch --test-only` checks that the job can still run, because Slurm itself would let it wait
     forever.
     """
-    before = field(job, "ExcNodeList")
-    known = answer("scontrol", "show", "hostnames", before).split() if before else []
-    new = [node for node in nodes if node not in known]
+    excluded = field(job, "ExcNodeList")
+    known = answer("scontrol", "show", "hostnames", excluded).split() if excluded else []
+    new = ",".join(node for node in nodes if node not in known)
     if not new:
         return False, ""
-    excluded = ",".join([*filter(None, [before]), *new])
+    excluded = f"{excluded},{new}" if excluded else new
     options = {
         "partition": os.environ.get("SLURM_JOB_PARTITION"),
         "account": os.environ.get("SLURM_JOB_ACCOUNT"),

@@ -8,13 +8,13 @@ from math import inf
 import pytest
 
 from clip_train.processes import node_name
-from launcher.runtime.outcome import Outcome as Ending
+from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import RUN_DIR, Failure, read_verdict, write_verdict
-from launcher.slurm.attempts import History, Outcome, explain, next_action
+from launcher.slurm.attempts import AttemptResult, History, explain_verdict, next_action
 
 
-def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> Outcome:
-    return Outcome(verdict, before, step, "why", **more)
+def outcome(verdict: str, before: int = 10, step: int = 10, **more) -> AttemptResult:
+    return AttemptResult(verdict, before, step, "why", **more)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_the_history_is_read_again_and_a_torn_line_does_not_matter(tmp_path):
 )
 def test_a_node_whose_hardware_fails_is_excluded_at_once(message, hardware, tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
-    assert Ending().finish(RuntimeError(message)) == 1
-    verdict, reason, nodes = explain(read_verdict(tmp_path), 1)
+    assert Outcome().finish(RuntimeError(message)) == 1
+    verdict, reason, nodes = explain_verdict(read_verdict(tmp_path), 1)
     assert verdict == "FAILED" and message in reason
     history = History(tmp_path)
     history.append("end", **end(1, blamed=nodes))
@@ -124,7 +124,7 @@ STOPPED = report(
 def publish(tmp_path, monkeypatch):
     """As a rank does under the batch script, in this run directory."""
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
-    return lambda *failure: Ending().publish(*failure)
+    return lambda *failure: Outcome().publish(*failure)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def publish(tmp_path, monkeypatch):
 def test_the_cause(found, status, verdict, nodes, reason, publish, tmp_path):
     if found is not None:
         publish(found)
-    assert explain(read_verdict(tmp_path), status) == (verdict, reason, nodes)
+    assert explain_verdict(read_verdict(tmp_path), status) == (verdict, reason, nodes)
 
 
 def test_the_first_failure_of_an_attempt_is_its_verdict(publish, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from clip_train.processes import node_name
 from launcher.runtime.verdict import RUN_DIR, read_verdict
-from launcher.slurm.attempts import explain
+from launcher.slurm.attempts import explain_verdict
 from tests.launcher.conftest import (
     ENDLESS,
     finish,
@@ -158,7 +158,7 @@ def by_hand(recipe, *overrides, **of_rank_1):
 
 def blamed(run_dir: Path) -> tuple[str, tuple[str, ...]]:
     """What attempts.jsonl would have of an attempt: the reason, and the nodes that are to blame."""
-    _, reason, nodes = explain(read_verdict(run_dir), 1)
+    _, reason, nodes = explain_verdict(read_verdict(run_dir), 1)
     return reason, nodes
 
 
