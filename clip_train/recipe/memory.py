@@ -45,41 +45,49 @@ def estimate_memory(
     architecture: AnyArchitecture,
     profile: Profile | None,
 ) -> Memory:
-    """From the sizes alone. `engine`: the recipe's, without `auto`. profile None: without
-    activations.
+    """The memory of one rank, computed from sizes alone.
+
+    engine: the recipe's, without `auto`. profile: None leaves activations out.
     """
     P, D = count_parameters(architecture), architecture.embed_dim
     shapes = parameter_shapes(architecture)
     frozen = frozen_names(config.model, shapes)
+    # elements of each trained parameter
     sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in frozen}
-    trained, matrices = sum(sizes.values()), muon_matrices(config.optim, shapes).keys() & sizes
-    moments = moment_bytes(config.optim, sum(sizes[name] for name in matrices) / trained)
-    held = engine.package.memory(engine, P, trained, moments, plan.world_size)
-    # every rank holds all of them, as it does the memory banks
+    num_trained = sum(sizes.values())
+    matrices = muon_matrices(config.optim, shapes).keys() & sizes
+    moments = moment_bytes(config.optim, sum(sizes[name] for name in matrices) / num_trained)
+    memory = engine.package.memory(engine, P, num_trained, moments, plan.world_size)
+    # each rank has all teachers, unsharded
     teachers = sum(map(count_parameters, config.model.teacher_architectures()))
+    largest_matrix = max((sizes[name] for name in matrices), default=0)
+
+    # features in fp32: gathered ones, this rank's with their gradients, memory banks, group sums
+    G, n, T = plan.global_size, plan.per_rank, config.data.num_texts
     banked = config.loss.bank_size if config.loss.kind == "memory_bank" else 0
     sums_groups = (config.loss.kind, config.loss.group_role) == ("info_nce", "positives")
-    summed = plan.global_size if sums_groups else 0
+    summed = G if sums_groups else 0
+    features = 4 * D * ((1 + T) * (G + 2 * n) + 2 * banked + summed)
+    widths = config.teacher_widths or [0]  # the features of one teacher at a time are gathered
+    features += 4 * (1 + T) * (max(widths) * G + 2 * sum(widths) * n)
     side = GPU_SIDE if config.loss.tile == "auto" else config.loss.tile
-    T, length = config.data.num_texts, architecture.text_cfg.context_length
-    sample = math.prod(shape_of_sample(architecture)) + 8 * T * length
-    widths = config.teacher_widths or [0]  # those of one teacher at a time are gathered
+    features += 8 * min(side, G) ** 2  # two tiles of logits, of the largest size on any device
+    sample = math.prod(shape_of_sample(architecture))
+    sample += 8 * T * architecture.text_cfg.context_length  # int64
+    features += 2 * sample * n  # this batch and the next one
     return replace(
-        held,
-        parameters=held.parameters + DTYPES[engine.precision].itemsize * teachers,
-        buffers=held.buffers + BUFFER_BYTES * max((sizes[name] for name in matrices), default=0),
+        memory,
+        parameters=memory.parameters + DTYPES[engine.precision].itemsize * teachers,
+        buffers=memory.buffers + BUFFER_BYTES * largest_matrix,
         activations=profile.bytes_for(plan) if profile else 0.0,
-        features=4 * D * ((1 + T) * (plan.global_size + 2 * plan.per_rank) + 2 * banked + summed)
-        + 4 * (1 + T) * (max(widths) * plan.global_size + 2 * sum(widths) * plan.per_rank)
-        + 8 * min(side, plan.global_size) ** 2  # on whatever it will run, at most
-        + 2 * sample * plan.per_rank,  # and the next batch
+        features=features,
     )
 
 
 def micro_batch(
     architecture: AnyArchitecture, device: torch.device, size: int, num_texts: int = 1
 ) -> MicroBatch:
-    """Any one of that size. num_texts: of each image."""
+    """A micro-batch of zeros. num_texts: of each image."""
     sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
     return MicroBatch(
         torch.zeros(size, *sample, dtype=torch.uint8, device=device),
@@ -88,7 +96,7 @@ def micro_batch(
     )
 
 
-SHALLOW = 2  # blocks of a tower; each further one takes as much as the last
+SHALLOW = 2  # measured blocks of a tower; each further block needs as much memory as the last
 
 
 @cache
@@ -100,11 +108,14 @@ def _profile(
     frozen: frozenset[str] = frozenset(),
     num_texts: int = 1,
 ) -> Profile:
-    """Measured with fake tensors on shallow towers, plus the cost of one more block in each.
-    Measuring a large model would take half a minute. OpenCLIP's towers stay whole. frozen: towers
-    without a graph, whose memory does not grow with depth; a partly frozen tower counts as
-    trained."""
-    towers = {}  # those whose blocks are alike
+    """Measured with fake tensors on shallow towers; each further block adds the memory of the last.
+    (Measuring all blocks of a large model would take half a minute.) Towers that OpenCLIP builds
+    are measured with all blocks.
+
+    frozen: towers without a graph, whose memory does not grow with depth. A partly frozen tower
+    counts as trained.
+    """
+    towers = {}  # depth by (section, tower), of towers with equal blocks
     if isinstance(architecture, Architecture):
         towers["text_cfg", "text"] = architecture.text_cfg.layers
         towers["vision_cfg", "image"] = architecture.vision_cfg.layers
@@ -145,7 +156,7 @@ def _profile(
 
 
 def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
-    """From fake tensors; with teachers, their forwards too."""
+    """The profile of the student, measured with fake tensors. Its `forward` covers teachers too."""
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
@@ -219,7 +230,7 @@ def memory_limit(resolved: Resolved, device: torch.device | None) -> float | Non
     """Bytes that a rank may use: from the recipe, else the smallest free memory of `device` over
     all ranks. None if it is unknown and no key needs it; UserError if one does.
 
-    device None: nobody may look at one.
+    device: None if there is none, or if it may not be looked at.
     """
     config = resolved.config
     if config.batch.memory_limit is not None:

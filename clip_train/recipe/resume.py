@@ -22,14 +22,15 @@ def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
     """The effect of a difference in this key: see `AtResume`. metadata: of its field."""
     if path.startswith("loss.bank_") and config.loss.kind == "memory_bank":
         return "refused"
-    section = RunConfig.model_fields[path.split(".", maxsplit=1)[0]].metadata
-    return next(
-        (each.change for each in [*metadata, *section] if isinstance(each, AtResume)), "reported"
-    )
+    section, _, _ = path.partition(".")
+    for annotation in [*metadata, *RunConfig.model_fields[section].metadata]:
+        if isinstance(annotation, AtResume):
+            return annotation.change
+    return "reported"
 
 
 def optimizer_changed(config: RunConfig, resumed: Resumed) -> bool:
-    """Whether another optimizer wrote the checkpoint, so that its state means nothing here."""
+    """Whether another optimizer wrote the checkpoint, so that its state cannot be used."""
     then = resumed.state["recipe"].get("optim", {}).get("name")
     return then is not None and then != config.optim.name
 
@@ -48,16 +49,17 @@ class Change:
 
 
 def values_at(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The values of a recipe's keys in the run that saved `state`, by section: those that its ranks
-    chose in place of `auto`, and else the recipe's. It may lack newer keys."""
-    return merged(state["recipe"], state.get("chosen_values", {}))
+    """The values of a recipe's keys in the run that saved `state`, by section: the recipe's, and in
+    place of `auto` those that its ranks chose. Newer keys may be missing."""
+    return with_chosen(state["recipe"], state.get("chosen_values", {}))
 
 
-def merged(recipe: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def with_chosen(recipe: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The recipe's values by section, with those of `chosen` in their place."""
     return {section: {**keys, **chosen.get(section, {})} for section, keys in recipe.items()}
 
 
-def changes(
+def find_changes(
     config: RunConfig,
     now: Mapping[str, Any],
     then: Mapping[str, Any],
@@ -68,22 +70,27 @@ def changes(
     now, then: as `values_at` returns them. architecture: the checkpoint's.
     """
     then = redact(then)  # a URL that was signed again is the same
-    others = other_architecture(config, architecture)
-    found = []
+    model_changes = other_architecture(config, architecture)
+    changes = []
     for path, field in known_keys():
         section, key = path.split(".")
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
-        before, after = then.get(section, {}).get(key, default), now[section][key]
-        if isinstance(before, str) and before.startswith("~"):  # of an earlier version
+        default = None
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True)
+        if isinstance(default, tuple):
+            default = list(default)  # as in JSON
+        before = then.get(section, {}).get(key, default)
+        after = now[section][key]
+        if isinstance(before, str) and before.startswith("~"):  # written by an earlier version
             before = os.path.expanduser(before)
-        if path == "model.name":  # a file may move; what is in it is compared instead
-            kind, after = "reported", before if others else after
-        else:
-            kind = at_resume(path, field.metadata, config)
+        kind = at_resume(path, field.metadata, config)
+        if path == "model.name":
+            if model_changes:  # they say more than the name
+                continue
+            kind = "reported"  # the same model: its file was moved
         if before != after:
-            found.append(Change(path, before, after, kind))
-    return found + others
+            changes.append(Change(path, before, after, kind))
+    return changes + model_changes
 
 
 def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
@@ -103,11 +110,12 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 
     before = parts(parse_saved(then, config.model.name).model_dump(mode="json"))
     after = parts(config.model.architecture().model_dump(mode="json"))
-    # the sizes of a model of one's own are stand-ins
-    compared = after if before["class"] == after["class"] else ("class",)
+    keys = list(after)
+    if before["class"] != after["class"]:
+        keys = ["class"]  # the sizes of a user's own model are placeholders
     return [
         Change(f"model.name ({config.model.name}): {key}", before[key], after[key], "refused")
-        for key in compared
+        for key in keys
         if key != "vision_cfg.patch_dropout" and before.get(key, after[key]) != after[key]
     ]
 
@@ -124,50 +132,54 @@ def compare_with(
     config: the recipe as given. chosen_values: as `Resolved` has them. UserError if the checkpoint
     belongs to another run, unless `checkpoint.allow_changed_recipe` is set.
     """
-    now, then = merged(config.to_keep(), chosen_values), values_at(resumed.state)
-    found = changes(config, now, then, resumed.state["architecture"])
+    now = with_chosen(config.to_keep(), chosen_values)
+    then = values_at(resumed.state)
+    changes = find_changes(config, now, then, resumed.state["architecture"])
     for key, digest in digests.items():  # the content of a place may change
         before, place = resumed.state.get(key), getattr(config.model, key)
         if before != digest:
-            found.append(Change(f"model.{key} ({place}): its digest", before, digest, "refused"))
-    another = [change for change in found if change.kind == "refused"]
-    if another and not config.checkpoint.allow_changed_recipe:
+            changes.append(Change(f"model.{key} ({place}): its digest", before, digest, "refused"))
+    refused = [change for change in changes if change.kind == "refused"]
+    if refused and not config.checkpoint.allow_changed_recipe:
         raise UserError(
             f"the checkpoint of step {resumed.step} ({resumed.path}) belongs to another run: "
-            f"{'; '.join(map(str, another))}. Restore the recipe, or start over with another "
+            f"{'; '.join(map(str, refused))}. Restore the recipe, or start over with another "
             "run.name or with checkpoint.resume=never; or resume anyway with "
             "checkpoint.allow_changed_recipe=true"
         )
-    reported = [change for change in found if change.kind == "reported"]
-    rounds = [change.path for change in found if change.kind == "rounding"]
+    reported = [change for change in changes if change.kind == "reported"]
+    rounding = [change.path for change in changes if change.kind == "rounding"]
     paths = [path.split(".") for path in config.chosen]
     by_memory = [key for section, key in paths if now[section][key] == "auto"]
-    before = layout(resumed.world_size, then.get("engine", {}))
-    after = layout(world_size, now["engine"])
-    lines = [
-        f"  layout         {f'the same ({after})' if before == after else f'{before} -> {after}'}"
-    ]
-    if rounds:
-        lines[0] += f"; {', '.join(rounds)} changed: equal within rounding"
-    elif before == after and not (reported or another or by_memory):
-        exact = config.engine.deterministic or not torch.cuda.is_available()
-        lines[0] += (
-            ": bitwise equal to an uninterrupted run"
-            if exact
-            else ": equal within rounding to an uninterrupted run; bitwise with "
-            "engine.deterministic=true"
-        )
+    before = describe_layout(resumed.world_size, then.get("engine", {}))
+    after = describe_layout(world_size, now["engine"])
+    layout = f"  layout         {before} -> {after}"
+    if before == after:
+        layout = f"  layout         the same ({after})"
+    if rounding:
+        layout += f"; {', '.join(rounding)} changed: equal within rounding"
+    elif before == after and not (reported or refused or by_memory):
+        if config.engine.deterministic or not torch.cuda.is_available():
+            layout += ": bitwise equal to an uninterrupted run"
+        else:
+            layout += (
+                ": equal within rounding to an uninterrupted run; bitwise with "
+                "engine.deterministic=true"
+            )
     samples = resumed.state["samples"]
-    epochs = f" ({samples / config.data.num_samples:.2f} epochs)" if config.data.num_samples else ""
-    lines.append(f"  samples seen   {samples:,}{epochs}")
+    seen = f"  samples seen   {samples:,}"
+    if config.data.num_samples:
+        seen += f" ({samples / config.data.num_samples:.2f} epochs)"
+    lines = [layout, seen]
     lines += [f"  changed since  {change}" for change in reported]
-    lines += [f"  WARNING        this is a different run now: {change}" for change in another]
+    lines += [f"  WARNING        this is a different run now: {change}" for change in refused]
     if optimizer_changed(config, resumed):
         lines.append(f"  optimizer      the state of {config.optim.name} starts anew")
     return lines
 
 
-def layout(ranks: int, engine: Mapping[str, Any]) -> str:
+def describe_layout(ranks: int, engine: Mapping[str, Any]) -> str:
+    """The number of ranks, the sharding and the precision."""
     return (
         f"{ranks} rank{'s' * (ranks > 1)} at {describe_sharding(engine)}, {engine.get('precision')}"
     )

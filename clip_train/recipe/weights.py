@@ -80,9 +80,14 @@ def digest_of_base(config: RunConfig) -> str | None:
 
 
 def _on_node(fetches: bool, fetch: Callable[..., T], *arguments: object) -> T:
-    """Collective: the result of the rank on this node that `fetches`."""
-    got = dist.agreed(lambda: (node_name(), fetch(*arguments)) if fetches else None)
-    return dict(pair for pair in dist.gather_objects(got) if pair is not None)[node_name()]
+    """Collective: call `fetch` on the rank of each node that `fetches`. Returns this node's
+    result."""
+
+    def fetch_here() -> tuple[str, T] | None:
+        return (node_name(), fetch(*arguments)) if fetches else None
+
+    results = dist.gather_objects(dist.agreed(fetch_here))  # (node, result), or None
+    return dict(result for result in results if result is not None)[node_name()]
 
 
 def _readable(what: str, action: Callable[..., T], *arguments: object) -> T:
@@ -100,27 +105,27 @@ def _place_here(what: str, place: str, folder: Path, fetches: bool, storage: Sto
         if not is_remote(place):
             return str(local_path(place))
         return str(_on_node(fetches, _readable, what, _fetch, place, folder, storage))
-    try:  # the newest whole checkpoint, or the one that is named
-        _, places, only = find_run(place, [])
-        found = open_read_only(places, only=only)
+    try:  # the newest complete checkpoint, or the one that `place` names
+        _, stores, only = find_run(place, [])
+        checkpoint = open_read_only(stores, only=only)
     except UserError as e:
         raise UserError(
             f"{what} holds neither weights ({' or '.join(FOLDER_NAMES)}) nor a run's "
             f"checkpoint: {e}"
         ) from e
-    check_has_base(what, place, found)
-    like, read = found.reader.open_weights(here=fetches)  # the node's other ranks read nothing
-    written = _on_node(
-        fetches, _readable, what, export_saved, like, found.state["architecture"], folder, read
-    )
+    check_has_base(what, place, checkpoint)
+    # the node's other ranks read nothing
+    like, read = checkpoint.reader.open_weights(here=fetches)
+    architecture = checkpoint.state["architecture"]
+    exported = _on_node(fetches, _readable, what, export_saved, like, architecture, folder, read)
     if dist.is_main():
-        LOGGER.info(f"{what}: step {found.step} of {found.path}")
-    return str(written)
+        LOGGER.info(f"{what}: step {checkpoint.step} of {checkpoint.path}")
+    return str(exported)
 
 
-def check_has_base(what: str, place: str, found: Resumed) -> None:
-    """UserError if the checkpoint holds only adapters."""
-    if found.state["architecture"].get("lora"):
+def check_has_base(what: str, place: str, checkpoint: Resumed) -> None:
+    """UserError if the checkpoint has only adapters."""
+    if checkpoint.state["architecture"].get("lora"):
         raise UserError(
             f"{what} is a run with adapters (model.lora), whose checkpoints lack the base model: "
             f"run clip-train export {place}, and give the folder that it writes"
@@ -134,8 +139,8 @@ def place_mistakes(model: ModelConfig, *, must_exist: bool) -> list[UserError]:
     """
     mistakes: list[UserError] = []
     places = [(key, getattr(model, key)) for key in KEYS]
-    # that a local one exists: `ModelConfig.teacher_architecture`
-    places += [("teacher", each.teacher) for each in model.teachers()]
+    # `ModelConfig.teacher_architecture` checks that a local teacher exists
+    places += [("teacher", teacher.teacher) for teacher in model.teachers()]
     for key, place in places:
         if place is None:
             continue
@@ -202,26 +207,31 @@ def _fetch(place: str, folder: Path, storage: StorageConfig) -> Path:
     """
     folder.mkdir()
     is_file = place.endswith(SUFFIXES)
-    url, _, name = place.rpartition("/") if is_file else (place.rstrip("/"), "", "")
-    there, known = open_storage(url), None
-    name = name or next(each for each in FOLDER_NAMES if there.exists(each))
-    for beside in (CONFIG_NAME, *TRANSFORMERS_CONFIGS):
-        if there.exists(beside):
-            description = there.read_bytes(beside)
-            (folder / beside).write_bytes(description)
-            if beside == CONFIG_NAME:
-                known = json.loads(description).get("sha256", {}).get(name)
+    if is_file:
+        url, _, name = place.rpartition("/")
+        store = open_storage(url)
+    else:
+        url = place.rstrip("/")
+        store = open_storage(url)
+        name = next(name for name in FOLDER_NAMES if store.exists(name))
+    sha256 = None
+    for config_name in (CONFIG_NAME, *TRANSFORMERS_CONFIGS):
+        if store.exists(config_name):
+            description = store.read_bytes(config_name)
+            (folder / config_name).write_bytes(description)
+            if config_name == CONFIG_NAME:
+                sha256 = json.loads(description).get("sha256", {}).get(name)
     file = folder / name
     try:
         with open_read(f"{url}/{name}", storage) as source, file.open("wb") as out:
             shutil.copyfileobj(source, out, storage.range_bytes)
     except FileNotFoundError as e:
         raise UserError(f"{place}: this file does not exist; correct the URL") from e
-    if known is None:
+    if sha256 is None:
         LOGGER.warning(
             f"{url}/{name} has no sha256 in a {CONFIG_NAME} beside it: it is not verified"
         )
-    elif known != sha256_of(file):
+    elif sha256 != sha256_of(file):
         raise CheckpointError(
             f"{url}/{name} does not have its sha256 ({CONFIG_NAME}): it has changed; export again"
         )
@@ -260,9 +270,10 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Stores
     if recipe is None:
         root, only = dist.on_main(locate, place)
         return None, stores_at(root), only
-    config, here = load_config(recipe, overrides), local_path(place)
-    moved = (here / "checkpoints").is_dir()
-    folder = (here if moved else config.run_dir) / "checkpoints"
+    config = load_config(recipe, overrides)
+    folder = config.run_dir / "checkpoints"
+    if (local_path(place) / "checkpoints").is_dir():  # the run's folder may have been moved
+        folder = local_path(place) / "checkpoints"
     remote = open_storage(config.checkpoint.remote) if config.checkpoint.remote else None
     local = LocalStorage(folder) if folder.is_dir() else None
     if local is None and remote is None:
