@@ -20,7 +20,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from clip_train.data.shards import Row, changes, expand, split_name, synthetic_size, unpack_rows
+from clip_train.data.shards import (
+    Row,
+    describe_changes,
+    expand,
+    split_name,
+    synthetic_size,
+    unpack_rows,
+)
 from clip_train.errors import UserError, unreadable
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
@@ -53,7 +60,7 @@ class ShardEntry:
 
     @property
     def places(self) -> int:
-        """Places in an epoch: damage has a place of its own, so that it is met and counted."""
+        """Places in an epoch: one for each sample, and one for damage, so that it is counted."""
         return self.samples + (self.damage is not None)
 
 
@@ -170,8 +177,11 @@ class ShardIndex:
         ]
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
-        each = zip(self.shards, self.counts, strict=True)
-        return replace(self, counts=[sizes.get(shard, count) for shard, count in each])
+        """The same index with these counts; sizes: samples by path or URL."""
+        counts = [
+            sizes.get(shard, count) for shard, count in zip(self.shards, self.counts, strict=True)
+        ]
+        return replace(self, counts=counts)
 
     @property
     def num_samples(self) -> int | None:
@@ -201,11 +211,9 @@ class ShardIndex:
             )
         elif not any(self.digits):
             text = "synthetic: noise, without files"
-        return (
-            text
-            if self.num_samples is None
-            else f"{text}, {self.num_samples:,} samples in an epoch"
-        )
+        if self.num_samples is not None:
+            text += f", {self.num_samples:,} samples in an epoch"
+        return text
 
 
 def index_of(
@@ -217,8 +225,8 @@ def index_of(
 
 
 def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
-    """Reads the indexes beside the shards of some sources. Signed links have none, because files in
-    their folder cannot be requested.
+    """Read the indexes beside the shards of some sources. Shards with signed links have no index,
+    because a signature is for one file only.
 
     Args:
         verify: as `data.verify`; "off" leaves indexes alone.
@@ -228,11 +236,12 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
     """
     shards = [shard for source in sources for shard in source]
     entries: dict[str, IndexLine] = {}
-    folders: dict[str, dict[str, str]] = {}  # name -> shard of each
-    for shard in shards if verify == "auto" else ():
-        folder, name = split_name(shard)
-        if "?" not in name and synthetic_size(shard) is None:
-            folders.setdefault(folder, {})[name] = shard
+    folders: dict[str, dict[str, str]] = {}  # by folder: the shards by name
+    if verify == "auto":
+        for shard in shards:
+            folder, name = split_name(shard)
+            if "?" not in name and synthetic_size(shard) is None:
+                folders.setdefault(folder, {})[name] = shard
     for folder, names in folders.items():
         known = load(folder, storage)
         entries |= {shard: known[name] for name, shard in names.items() if name in known}
@@ -269,9 +278,12 @@ def resume_data(
     Raises:
         UserError: a change that is not allowed, with the old and the new value.
     """
-    rows, then = unpack_rows(state["shards"]), state["order"]
+    rows = unpack_rows(state["shards"])
+    saved_keys = state["order"]
     notices = [
-        f"{key} was {then.get(key)}, is {now}" for key, now in keys.items() if then.get(key) != now
+        f"{key} was {saved_keys.get(key)}, is {value}"
+        for key, value in keys.items()
+        if saved_keys.get(key) != value
     ]
     if notices and not changed_order:
         raise UserError(
@@ -279,15 +291,15 @@ def resume_data(
             "it, or set checkpoint.allow_changed_recipe=true to continue with the weights and "
             "begin the data anew"
         )
-    shards = changes(rows, index.rows())
-    if shards and not (changed_shards or changed_order):
+    shard_changes = describe_changes(rows, index.rows())
+    if shard_changes and not (changed_shards or changed_order):
         raise UserError(
-            f"data.train is not the list of shards that the checkpoint was written with: {shards}. "
-            "Restore it, or set data.allow_changed_shards=true to begin the first epoch of the "
-            "new one"
+            "data.train is not the list of shards that the checkpoint was written with: "
+            f"{shard_changes}. Restore it, or set data.allow_changed_shards=true to begin the "
+            "first epoch of the new one"
         )
-    if shards:
-        notices.append(f"data.train: {shards}")
+    if shard_changes:
+        notices.append(f"data.train: {shard_changes}")
     if notices:
         return ResumedData(index, state["step"], "; ".join(notices))
     sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
@@ -298,13 +310,13 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
     """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
     url = folder + INDEX_NAME
     damage: Exception | None = None
-    for _ in range(READS):  # bits may flip on the way
+    for _ in range(READS):  # bits may flip in transit
         try:
             with open_read(url, storage) as file:
                 return parse(file.read())
         except FileNotFoundError:
             return {}
-        except UserError:  # a ValueError too: an unknown protocol is not damage
+        except UserError:  # an unknown protocol; a UserError is a ValueError, which means damage
             raise
         except OSError as e:
             message = f"cannot look for an index of the shards, {url}: {type(e).__name__}: {e}"
@@ -329,13 +341,14 @@ def parse(data: bytes) -> dict[str, IndexLine]:
     known: dict[str, IndexLine] = {}
     digest = hashlib.sha256(b"{")  # of the JSON with sorted keys
     for line in filter(bytes.strip, lines[1:-1]):
-        found = _LINE.fullmatch(line)
-        if found is None:
+        match = _LINE.fullmatch(line)
+        if match is None:
             raise ValueError(f"a line begins with {line[:40]!r}")
-        name, *pairs = found.group(1, 7, 8, 4, 9, 11, 2, 5)
+        # with sorted keys (block_bytes, blocks, bytes, ...), as in the digested JSON
+        name, *pairs = match.group(1, 7, 8, 4, 9, 11, 2, 5)
         digest.update(b"%b%b: {%b}" % (b", " if known else b"", name, b", ".join(pairs)))
-        places = int(found[3]) + (found[10] is None)
-        known[json.loads(name)] = IndexLine(found[0], places, found[6].decode())
+        places = int(match[3]) + (match[10] is None)  # damage is not null: one more place
+        known[json.loads(name)] = IndexLine(match[0], places, match[6].decode())
     digest.update(b"}")
     if content["sha256"] != digest.hexdigest():
         raise ValueError("it does not fit its own sha256")

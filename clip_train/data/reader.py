@@ -58,8 +58,9 @@ def read_shard(
     """The samples of a shard from byte `offset` on. The first `unread` samples come without their
     members.
 
-    If a second read finds the same damage, the shard ends with one `Invalid`. An error of the disk
-    or the network is retried from the affected sample, and never counts as the end of the data.
+    If the same damage is found again when the shard is read again, the shard ends with one
+    `Invalid`. An error of the disk or the network is retried from the affected sample; it never
+    counts as the end of the data.
 
     Raises:
         DataError: the shard still cannot be read after the retries.
@@ -78,10 +79,13 @@ def read_shard(
                             damages[0],
                             CHANGING,
                         )
-                    offset, unread, failures, damages = sample.end, unread - 1, 0, []
+                    offset = sample.end
+                    unread -= 1
+                    failures = 0
+                    damages = []
             return
         except TarError as e:
-            # The archive is damaged, or the connection: then other bytes come next time.
+            # The archive is damaged, or the connection is: then other bytes come next time.
             damages.append(str(e))
             if damages.count(str(e)) > REREADS:
                 yield Invalid(e.reason, url, f"byte {e.offset}")
@@ -150,19 +154,22 @@ class SegmentReader:
         items: list[Item] = []
         ended = False
         while self._number < stop and not ended:
-            found = next(self._samples, None)
-            ended = not isinstance(found, TarSample)
-            if isinstance(found, TarSample):
-                if self._number >= start and found.duplicate:
-                    items.append(Invalid("duplicate key", url, found.key))
-                elif self._number >= start:
-                    members = with_captions(found.members, url)
+            sample = next(self._samples, None)
+            if not isinstance(sample, TarSample):
+                ended = True
+                if sample is not None:  # damage
+                    items.append(sample)
+                continue
+            if self._number >= start:
+                if sample.duplicate:
+                    items.append(Invalid("duplicate key", url, sample.key))
+                else:
+                    members = with_captions(sample.members, url)
                     number = self.files.first + shard
-                    place = {"__key__": found.key, "__url__": url, "__shard__": number}
+                    place = {"__key__": sample.key, "__url__": url, "__shard__": number}
                     items.append({**members, **place})
-                self._number, self._offset = self._number + 1, found.end
-            elif found is not None:
-                items.append(found)
+            self._number += 1
+            self._offset = sample.end
         items += [
             Invalid(MISSING, url, f"number {number}") for number in range(start + len(items), stop)
         ]
@@ -194,10 +201,11 @@ class SegmentReader:
 
 
 class StreamReader:
-    """One stream of all sources, in which `at` moves forward.
+    """Reads one stream of all sources, forward.
 
     keep_open: its shards stay open from block to block.
-    caches: of the rank's streams, each one's sources in turn; []: no other worker reads this one.
+    caches: one for each source of each of the rank's streams; []: no other worker reads this
+        stream.
     """
 
     def __init__(
@@ -212,18 +220,16 @@ class StreamReader:
         self.order, self.files, self.stream = order, files, stream
         self._next = -1
         self._taken: list[int] = []  # samples of each source before number `_next`
-        # of each source: its reader; its block, as (number of the first sample, items)
-        self._segments = [
-            SegmentReader(
-                each,
-                keep_open=keep_open,
-                cache=caches[(stream * len(files) + number) % len(caches)] if caches else None,
-            )
-            for number, each in enumerate(files)
-        ]
+        self._segments: list[SegmentReader] = []  # by source
+        for number, source_files in enumerate(files):
+            cache = None
+            if caches:
+                cache = caches[(stream * len(files) + number) % len(caches)]
+            self._segments.append(SegmentReader(source_files, keep_open=keep_open, cache=cache))
+        # by source: its block, as (number of the first sample, items)
         self._blocks: list[tuple[int, list[Item]]] = [(0, [])] * len(files)
-        # of each source: a number, and the block behind it that is tried next: all in between were
-        # tried in vain
+        # by source: the number at which the replacements of a sample begin, and the block (first
+        # number, items) that is tried next; all blocks in between have no valid sample
         self._ahead: list[tuple[int, int, list[Item]]] = [(0, -1, [])] * len(files)
 
     def at(self, count: int) -> Iterator[Item]:
@@ -272,18 +278,20 @@ def count_missing(
     together: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> ShardIndex:
-    """The index, completed with counts of the shards that had none. DataError if one cannot be
-    read.
+    """The index with the counts of all shards; those without one are counted. DataError if a shard
+    cannot be read.
 
     Args:
-        together: all ranks call this, each counts some of the shards. Else this process counts all
-            of them.
+        together: all ranks call this, and each counts some of the shards. False: this process
+            counts all of them.
         log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
     """
-    ranks, rank = (dist.world_size(), dist.rank()) if together else (1, 0)
+    ranks, rank = 1, 0
+    if together:
+        ranks, rank = dist.world_size(), dist.rank()
     counts: dict[str, int] = {}
-    known = zip(index.shards, index.counts, strict=True)
-    uncounted = dict.fromkeys(shard for shard, count in known if count is None)
+    shards = zip(index.shards, index.counts, strict=True)
+    uncounted = dict.fromkeys(shard for shard, count in shards if count is None)
     while True:
         todo = [shard for shard in uncounted if shard not in counts]
         if not todo:
@@ -294,8 +302,11 @@ def count_missing(
                 "`clip-train index` keeps the counts"
             )
         count = partial(_count_some, todo[rank::ranks], storage)
-        for some in dist.gather_objects(dist.agreed(count)) if together else [count()]:
-            counts |= some
+        if together:
+            for rank_counts in dist.gather_objects(dist.agreed(count)):
+                counts |= rank_counts
+        else:
+            counts |= count()
 
 
 def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
@@ -330,18 +341,21 @@ def make_order(
     ends = itertools.accumulate(sizes, initial=0)
     sources, files = [], []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
-        of_source = Files.of(index, storage, start, stop)
-        if not sum(of_source.counts):
+        source_files = Files.of(index, storage, start, stop)
+        if not sum(source_files.counts):
             raise UserError(
                 f"data.train ({config.train}): found no samples in the {stop - start} shards of "
                 "a source"
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
-        own_seed = hash64(seed, number, -4) if number else seed
-        sources.append(
-            Source(
-                of_source.counts, keys["data.lanes"], own_seed, block, resampled=config.resampled
-            )
+        source_seed = hash64(seed, number, -4) if number else seed
+        source = Source(
+            source_files.counts,
+            keys["data.lanes"],
+            source_seed,
+            block,
+            resampled=config.resampled,
         )
-        files.append(of_source)
+        sources.append(source)
+        files.append(source_files)
     return Order(sources, weights, seed), files

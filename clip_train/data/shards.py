@@ -135,7 +135,7 @@ def open_shard(url: str, reading: Reading = PLAIN) -> BinaryIO:
 
 
 def pack_rows(rows: Iterable[Row]) -> str:
-    """As text: some 25 bytes for each indexed shard, 2 to 4 for another."""
+    """The rows as text: about 25 bytes for a shard with an index, 2 to 4 for one without."""
     text = "\n".join(f"{name}\t{digits}\t{count}" for name, digits, count in rows)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogateescape"), 9)).decode()
 
@@ -146,9 +146,9 @@ def unpack_rows(packed: str) -> list[Row]:
     return [(redact(name), digits, int(count)) for name, digits, count in rows]
 
 
-def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
-    """The shards that were added, removed, changed or reordered since; "" for none, as far as
-    indexes tell."""
+def describe_changes(then: Sequence[Row], now: Sequence[Row]) -> str:
+    """The shards that were added, removed, changed or reordered; "" for none. A changed content is
+    known only if both lists have an index."""
     names_then, names_now = [row[0] for row in then], [row[0] for row in now]
     digits = {name: digits for name, digits, _ in then}
     kinds = {
@@ -161,9 +161,10 @@ def changes(then: Sequence[Row], now: Sequence[Row]) -> str:
     lines = []
     for kind, names in kinds.items():
         if names:
-            shown = list(names.elements())[:NAMES_SHOWN]
-            more = ", ..." if names.total() > NAMES_SHOWN else ""
-            lines.append(f"{names.total()} {kind} ({', '.join(shown)}{more})")
+            listed = ", ".join(list(names.elements())[:NAMES_SHOWN])
+            if names.total() > NAMES_SHOWN:
+                listed += ", ..."
+            lines.append(f"{names.total()} {kind} ({listed})")
     if not lines and names_then != names_now:
         return "the same shards are in another order"
     return "; ".join(lines)

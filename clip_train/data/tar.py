@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 BLOCK = 512  # bytes: everything in a tar is padded to this
 MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
-MAX_HEADER_BYTES = (
-    1 << 22
-)  # before one member: a long name, a long link and a pax header; more is damage
+# before one member: a long name, a long link and a pax header; more is damage
+MAX_HEADER_BYTES = 1 << 22
 MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
 MAX_SAMPLE_BYTES = 1 << 28  # larger samples are not read, because a block of samples is in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
@@ -85,9 +84,8 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
             held = sum(map(len, filter(None, sample.members.values())))
             too_large = held + size > MAX_SAMPLE_BYTES
             sample.members[extension] = None if too_large else _read(file, content, size, total)
-    # behind the last member only zeros may follow, not too many: a broken copy has holes, or just
-    # stops
-    if begin > total:  # a member that was skipped is cut: the same damage as when it is read
+    # Only a few zeros may follow the last member: a broken copy has holes, or just stops.
+    if begin > total:  # a skipped member is cut: report the same damage as if it were read
         raise TarError("truncated shard", total)
     rest = _read(file, begin, min(total - begin, MAX_PADDING_BYTES + 1), total)
     if not rest:

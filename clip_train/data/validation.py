@@ -203,9 +203,11 @@ class ValLoader:
         inputs: Mapping[str, str] | None = None,
         alpha: Alpha = "white",
     ) -> None:
-        self.files: Files | ImageFolder = (
-            index if isinstance(index, ImageFolder) else Files.of(index, storage or StorageConfig())
-        )
+        self.files: Files | ImageFolder
+        if isinstance(index, ImageFolder):
+            self.files = index
+        else:
+            self.files = Files.of(index, storage or StorageConfig())
         self.labelled = labelled
         self.batch_size = batch_size
         self.rank, self.world_size = rank, world_size
@@ -230,7 +232,7 @@ class ValLoader:
                 good = [result for result in decoded if not isinstance(result, Invalid)]
                 if good:
                     images, captions, samples = zip(*good, strict=True)
-                    texts = [text for of_image in captions for text in of_image]
+                    texts = [text for image_captions in captions for text in image_captions]
                     yield ValBatch(
                         images=torch.stack(images),
                         texts=self._no_texts if self.labelled else self._tokenizer(texts),
@@ -246,7 +248,8 @@ class ValLoader:
             reader: ImageFolder | SegmentReader = self.files
             shard_sizes: Sequence[int] = [len(self.files.files)]
         else:
-            reader, shard_sizes = SegmentReader(self.files, keep_open=True), self.files.counts
+            reader = SegmentReader(self.files, keep_open=True)
+            shard_sizes = self.files.counts
         begin, end = share_of(sum(shard_sizes), self.rank, self.world_size)
         for shard, count in enumerate(shard_sizes):
             # samples [begin, end) of this shard and those behind it
@@ -256,7 +259,7 @@ class ValLoader:
             begin, end = begin - count, end - count
 
     def _decode(self, item: Item) -> tuple[Tensor, list[str], Fields] | Invalid:
-        """Its row, its captions (at least one, unless images are labelled), and the sample's
+        """The row of a sample, its captions (at least one, unless images are labelled), and its
         members."""
         if isinstance(item, Invalid):
             return item
@@ -281,8 +284,8 @@ class ValLoader:
 
 def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the .json, and "cls": the .cls member's number, as in ImageNet's shards."""
-    found = dict(metadata(fields))
+    values = dict(metadata(fields))
     label = scalar(fields.get("cls"))
     if label is not None:
-        found["cls"] = label
-    return found
+        values["cls"] = label
+    return values

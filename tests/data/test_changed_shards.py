@@ -13,7 +13,7 @@ from clip_train.data.config import DataConfig, order_keys
 from clip_train.data.index import ResumedData, ShardIndex, index_of, look_up, resume_data
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
-from clip_train.data.shards import changes, pack_rows, unpack_rows
+from clip_train.data.shards import describe_changes, pack_rows, unpack_rows
 from clip_train.errors import UserError
 from clip_train.storage.config import StorageConfig
 from tests.data.shards import keys_in, sample, write_counts, write_dataset, write_shard
@@ -205,13 +205,13 @@ def test_another_order_of_the_same_shards(folder: Path) -> None:
     first, second, twice = (
         ShardIndex.of(shards).rows() for shards in (names, names[::-1], [*names, names[0]])
     )
-    assert changes(first, second) == "the same shards are in another order"
-    assert changes(first, first) == ""
+    assert describe_changes(first, second) == "the same shards are in another order"
+    assert describe_changes(first, first) == ""
     moved = [name.replace(str(folder), "s3://elsewhere") for name in names]
-    assert changes(first, ShardIndex.of(moved).rows()) == ""
+    assert describe_changes(first, ShardIndex.of(moved).rows()) == ""
     assert (
-        changes(first, twice) == "1 added (000.tar)"
-        and changes(twice, first) == "1 removed (000.tar)"
+        describe_changes(first, twice) == "1 added (000.tar)"
+        and describe_changes(twice, first) == "1 removed (000.tar)"
     )
 
 
