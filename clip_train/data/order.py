@@ -1,5 +1,5 @@
-"""Which sample is at which place of the stream, and which rank decodes it: arithmetic alone, the
-same everywhere.
+"""Which sample is at which position of the stream, and which rank decodes it: arithmetic alone, the
+same on every rank.
 
 The stream has positions p = 0, 1, 2, ...; position p is sample number p // L of stream p mod L (`L`
 streams, `data.lanes`). The sample and the rank that decodes it follow from p, the seed and the
@@ -43,12 +43,12 @@ def hash64(*numbers: int) -> int:
 
 
 def samples_below(position: int, stream: int, streams: int) -> int:
-    """How many of the positions below `position` are of stream `stream`."""
+    """How many of the positions below `position` belong to stream `stream`."""
     return (position + streams - 1 - stream) // streams
 
 
 def samples_of_streams_below(position: int, stream: int, streams: int) -> int:
-    """How many of the positions below `position` are of streams below `stream`."""
+    """How many of the positions below `position` belong to streams below `stream`."""
     return position // streams * stream + min(position % streams, stream)
 
 
@@ -60,12 +60,12 @@ class Segment(NamedTuple):
     stop: int
 
 
-class Block(NamedTuple):
+class ShuffleBlock(NamedTuple):
     """The samples of a stream that are permuted together."""
 
-    first: int  # number of its first sample in the stream
+    first: int  # number of the block's first sample in the stream
     segments: list[Segment]
-    order: list[int]  # place in the stream, from `first` on -> place in the segments
+    order: list[int]  # [i]: which sample of the segments is number `first + i` of the stream
 
 
 class Source:
@@ -107,14 +107,17 @@ class Source:
         self._pieces[stream] = (epoch, piece)
         return piece
 
-    def block(self, stream: int, count: int) -> Block:
+    def block(self, stream: int, count: int) -> ShuffleBlock:
         """The block that holds sample number `count` of a stream."""
-        epoch, K = (count * self.streams + stream) // self.total, self.block_size
-        # the numbers of the epoch's samples in the stream
+        K = self.block_size
+        epoch = (count * self.streams + stream) // self.total
+        # the epoch has samples [begin, end) of the stream
         begin = samples_below(epoch * self.total, stream, self.streams)
         end = samples_below((epoch + 1) * self.total, stream, self.streams)
         first_size = max(1, K * (stream + 1) // self.streams)  # streams end their blocks in turn
-        number, first, stop = 0, begin, begin + first_size
+        number = 0  # of the block, in the epoch; it has samples [first, stop) of the stream
+        first = begin
+        stop = begin + first_size
         if count >= stop:
             number = 1 + (count - stop) // K
             first = stop + (number - 1) * K
@@ -124,10 +127,11 @@ class Source:
         random.Random(hash64(self.seed, stream, epoch, number, -1)).shuffle(order)
         piece = self.piece(stream, epoch)
         ends = list(itertools.accumulate(segment.stop - segment.start for segment in piece))
-        return Block(first, _cut(piece, ends, first - begin, stop - begin), order)
+        return ShuffleBlock(first, _cut(piece, ends, first - begin, stop - begin), order)
 
     def _shuffle(self, epoch: int) -> tuple[array[int], array[int]]:
-        """The shards that hold samples, in an epoch's order; where each one ends, in samples."""
+        """The shards that have samples, in an epoch's order, and where each one ends, in
+        samples."""
         if self._shuffled[0] != epoch:
             shards = [shard for shard, count in enumerate(self.counts) if count]
             shards.sort(key=lambda shard: hash64(self.seed, epoch, shard))
@@ -155,20 +159,23 @@ class Source:
             size -= stop - start
             number = hash64(self.seed, epoch, stream, len(drawn), -2) % len(shards)
             drawn.append(Segment(shard, start, stop))
-            shard, start = shards[number], 0
+            shard = shards[number]
+            start = 0
         return drawn
 
 
 def _cut(segments: list[Segment], ends: Sequence[int], begin: int, end: int) -> list[Segment]:
-    """Samples [begin, end) of `segments` end to end; `ends`: where each segment ends, in
-    samples."""
+    """Samples [begin, end) of `segments`, concatenated. ends: where each segment ends in the
+    concatenation, in samples."""
     part = []
-    at = bisect.bisect_right(ends, begin)
+    number = bisect.bisect_right(ends, begin)  # of the segment with sample `begin`
     while begin < end:
-        shard, _, last = segments[at]
-        stop = min(end, ends[at])
-        part.append(Segment(shard, last - (ends[at] - begin), last - (ends[at] - stop)))
-        begin, at = stop, at + 1
+        segment = segments[number]
+        stop = min(end, ends[number])
+        shift = segment.stop - ends[number]  # from the concatenation to the shard
+        part.append(Segment(segment.shard, begin + shift, stop + shift))
+        begin = stop
+        number += 1
     return part
 
 
@@ -203,8 +210,7 @@ class Order:
         return hash64(self.seed, stream, count)
 
     def epoch(self, position: int) -> int:
-        """Whole epochs before a position; of several sources, of the one that has been read least
-        often."""
+        """Complete epochs before a position; with several sources, of the source with the fewest."""
         return min(
             taken // source.total
             for taken, source in zip(self.taken(position, 1, 0), self.sources, strict=True)
@@ -242,9 +248,9 @@ class Partition:
     rank: int
     world_size: int
     order_start: int = 0  # the step whose global batch begins at position 0
-    own_streams: range | None = None  # the streams of one of the rank's workers; None: of all
-    turn: int = 0  # workers that share their streams take the steps in turn
-    turns: int = 1  # how many workers do
+    own_streams: range | None = None  # the streams of one worker of the rank; None: all streams
+    turn: int = 0  # workers that share their streams take the steps in turn: this worker's turn
+    turns: int = 1  # the number of workers that share their streams
 
     def steps(self, start: int) -> Iterator[dict[int, range]]:
         """For each step from `start` on whose turn it is here: stream -> the numbers of its samples
