@@ -41,8 +41,8 @@ from clip_train.recipe.weights import place_mistakes
 from clip_train.settings import broken, is_import_path, shown
 
 MOST_PASSES = 2  # over the data in one epoch; with more, data.num_samples is a mistake
-
-CHARACTERS, LONG = 4, 2  # of a caption for each of CLIP's tokens; times that are much too long
+CHARACTERS_PER_TOKEN = 4  # of a caption, about, with CLIP's tokenizer
+LONG = 2  # captions of this many times the context length get a note
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Resolved:
     config: RunConfig  # what runs
     plan: BatchPlan
     architecture: AnyArchitecture
-    layout: StepLayout | None = None  # what memory has decided
-    source: SourceSummary | None = None  # on the rank that has looked at the shards
-    unlabelled: str | None = None  # there, too: the note of `check_labels`
-    no_limit: bool = False  # batch.kept_graphs became 1, because nobody knows the memory
+    layout: StepLayout | None = None  # chosen by memory
+    source: SourceSummary | None = None  # on the rank that has checked the data
+    unlabelled: str | None = None  # the note of `check_labels`, on the same rank
+    no_limit: bool = False  # batch.kept_graphs became 1, because the memory limit is unknown
 
     @property
     def chosen_values(self) -> dict[str, dict[str, Any]]:
@@ -76,8 +76,8 @@ class Resolved:
         return values
 
     def notes(self) -> list[str]:
-        """Work that a limit of memory would save. Sizes of the recipe that do not fit the samples
-        that an index counts. Evaluation data without labels."""
+        """Notes for the user: work that a memory limit would save, sizes that do not fit the
+        indexed data, evaluation data without labels."""
         data = self.config.data
         no_label = (self.unlabelled is not None, str(self.unlabelled))
         one_graph = (
@@ -88,16 +88,18 @@ class Resolved:
         context = self.architecture.text_cfg.context_length
         characters = 0 if self.source is None else self.source.caption_characters
         long_captions = (
-            characters > LONG * CHARACTERS * context,
+            characters > LONG * CHARACTERS_PER_TOKEN * context,
             f"the captions of data.train have {characters:,} characters (the median of the first "
             f"ones), and {self.config.model.name} reads {context} tokens, about "
-            f"{CHARACTERS * context:,} characters: the rest is cut off; raise "
+            f"{CHARACTERS_PER_TOKEN * context:,} characters: the rest is cut off; raise "
             "model.context_length, or shorten the captions",
         )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
             return broken([one_graph, no_label, long_captions])
-        epochs, given, size = self.config.run.epochs, data.num_samples, self.plan.global_size
+        epochs = self.config.run.epochs
+        given = data.num_samples
+        size = self.plan.global_size
         return broken(
             [
                 one_graph,
@@ -119,23 +121,24 @@ class Resolved:
 
     @property
     def texts_end(self) -> bool:
-        """No tower, a teacher's included, reads behind a text's end."""
-        readers = [self.architecture, *self.config.model.teacher_architectures()]
-        return all(each.text_cfg.ends for each in readers)
+        """Whether no text tower, of the student or a teacher, reads tokens behind a text's end."""
+        models = [self.architecture, *self.config.model.teacher_architectures()]
+        return all(model.text_cfg.ends for model in models)
 
     @property
     def padded_because(self) -> str | None:
         """The reason why texts are computed with their padding; None: they are packed. It holds for
         all ranks and steps: ZeRO 2 sums gradients in the order of the graph."""
         engine, model = self.config.engine, self.config.model
-        reasons = {
-            "engine.pack_texts is false": not engine.pack_texts,
-            f"engine.linear is {engine.linear}": engine.linear is not None,
-            f"{model.name} is not one of clip-train's own": type(self.architecture)
-            is not Architecture,
-            "a text tower reads more than each text up to its end": not self.texts_end,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        if not engine.pack_texts:
+            return "engine.pack_texts is false"
+        if engine.linear is not None:
+            return f"engine.linear is {engine.linear}"
+        if type(self.architecture) is not Architecture:
+            return f"{model.name} is not one of clip-train's own"
+        if not self.texts_end:
+            return "a text tower reads more than each text up to its end"
+        return None
 
 
 def resolve(
@@ -179,15 +182,13 @@ def resolve(
             f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
         )
         problems += map(UserError, broken([numbered_layers, recomputed_alone]))
-        for each, teacher in zip(
-            model.teachers(), collect(model.teacher_architectures) or [], strict=False
-        ):
-            name = f"{each.teacher}, of model.teacher"
+        teachers = collect(model.teacher_architectures) or []
+        for teacher_config, teacher in zip(model.teachers(), teachers, strict=False):
+            name = f"{teacher_config.teacher}, of model.teacher"
             problems += map(UserError, vocabulary_mistakes(name, teacher))
         if isinstance(architecture, OwnModel):
-            problems += map(
-                UserError, collect(own_mistakes, architecture, config.data.num_texts) or []
-            )
+            mistakes = collect(own_mistakes, architecture, config.data.num_texts) or []
+            problems += map(UserError, mistakes)
         problems += place_mistakes(model, must_exist=look_for_weights)
         problems += map(UserError, vocabulary_mistakes(model.name, architecture))
         collect(trained_parameters, model, architecture)
@@ -199,9 +200,11 @@ def resolve(
     if is_rank:
         sizes_unknown = config.needs_limit and config.batch.memory_limit is None
         no_memory = (sizes_unknown and not torch.cuda.is_available(), no_limit(config))
-        here = [*engine.mistakes_here(), *config.log.mistakes_here(), *broken([no_memory])]
-        problems += map(UserError, here)
-    source, unlabelled = None, None
+        machine_mistakes = engine.mistakes_here() + config.log.mistakes_here()
+        machine_mistakes += broken([no_memory])
+        problems += map(UserError, machine_mistakes)
+    source = None
+    unlabelled = None
     if read_data:
         source, unlabelled = look_at_data(config, problems, collect)
     else:
@@ -221,8 +224,9 @@ def resolve(
         checks.append(
             (is_import_path(config.loss.kind), partial(loss_mistakes, config, architecture))
         )
+    # checks that import code of the user's run last, and only if there is no other mistake
     for is_imported, check in sorted(checks, key=itemgetter(0)):
-        if not (problems and is_imported):  # an import runs code: after all other checks
+        if not (problems and is_imported):
             problems += map(UserError, collect(check) or [])
     raise_all(problems)
     order = order_keys(config.data, config.batch.sizes, config.run.seed)
