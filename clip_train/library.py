@@ -1,11 +1,10 @@
 """The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
 from clip_train.batch import chunk_sizes, num_chunks
+from clip_train.columns import Columns
 from clip_train.engines.base import surrogate
 from clip_train.losses.function import FunctionLoss
 from clip_train.losses.info_nce import InfoNCE
@@ -22,7 +22,7 @@ from clip_train.losses.views import WeightedViews, as_objective
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
-from clip_train.task import Context, Features, MicroBatch, Objective, named_features
+from clip_train.task import Context, Features, Objective, named_features
 
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -88,11 +88,12 @@ def contrastive_step(
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
     counts = [n] * dist.world_size() if shares is None else [*shares]
+    cannot_cut = isinstance(micro_size, int) and micro_size < 1
+    if isinstance(micro_size, Sequence):
+        cannot_cut = sum(micro_size) != n or min(micro_size) < 1
     rules = [
         (
-            sum(micro_size) != n or min(micro_size) < 1
-            if isinstance(micro_size, Sequence)
-            else micro_size < 1,
+            cannot_cut,
             f"micro_size ({micro_size}) must be at least 1, or a list of such numbers whose sum is "
             f"{n}, the number of samples",
         ),
@@ -129,27 +130,30 @@ def contrastive_step(
     ]
     for message in broken(rules):
         raise ValueError(message)
-    no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
+    if isinstance(micro_size, Sequence):
+        chunks = [*micro_size]
+    else:
+        num = num_chunks(max(counts), min(counts), micro_size)
+        chunks = chunk_sizes(n, num, micro_size)
     micro_batches = []
-    chunks = (
-        micro_size
-        if isinstance(micro_size, Sequence)
-        else chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-    )
-    for stop, size in zip(itertools.accumulate(chunks), chunks, strict=True):
-        pieces = {
-            key: cut(value, (stop - size) * (sizes[key] // n), stop * (sizes[key] // n))
-            for key, value in by_key.items()
-        }
-        positional: Any = [pieces.pop(i) for i in range(len(inputs))]
-        micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
+    start = 0
+    for size in chunks:
+        stop = start + size
+        arguments: dict[Any, Any] = {}
+        for key, value in by_key.items():
+            rows = sizes[key] // n  # of each sample
+            arguments[key] = cut(value, start * rows, stop * rows)
+        positional = [arguments.pop(i) for i in range(len(inputs))]
+        micro_batches.append(Arguments(positional, arguments))
+        start = stop
     own_names = isinstance(objective, WeightedViews) and objective.own_names
     engine = ModuleEngine(
         model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
     )
-    context = Context(
-        counts, ids=None if ids is None else torch.as_tensor(ids, device=engine.device)
-    )
+    columns = Columns()
+    if ids is not None:
+        columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
+    context = Context(counts, columns)
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
         return two_pass(engine, micro_batches, objective, context, kept_graphs=kept).loss
@@ -172,6 +176,16 @@ def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
         i = sizes.index(max(sizes))
         sizes[i : i + 1] = [sizes[i] - sizes[i] // 2, sizes[i] // 2]
     return sizes
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call of a module, in place of a `MicroBatch`."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    sample_seeds: None = None  # the module draws from torch's generators
+    places: None = None
 
 
 @dataclass
@@ -267,8 +281,6 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
 class ModuleEngine:
     """One step of a model: k backwards that add to `.grad`; the last one reduces.
 
-    A micro-batch's `images` are the positional inputs of a call, its `texts` the named ones.
-
     Modules under DDP or `fully_shard` may be anywhere in `model`: inside torch.compile's wrapper or
     an adapter, one for each tower. Other parameters of an adapter, often `logit_scale`, are summed
     over ranks here.
@@ -338,11 +350,11 @@ class ModuleEngine:
         whole = not any(group._reshard_after_forward for group in groups)
         module.set_reshard_after_backward(not (deferred and whole), recurse=False)
 
-    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
+    def forward(self, micro_batch: Arguments, cached: Features | None = None) -> Features:
         """Always both towers, because either may draw from torch's generators."""
         with self._quiet():
-            call = cast(Any, micro_batch)
-            return as_features(self.model(*call.images, **call.texts), self.own_names)
+            outputs = self.model(*micro_batch.args, **micro_batch.kwargs)
+            return as_features(outputs, self.own_names)
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)

@@ -1,5 +1,5 @@
-"""From the members of a sample to its caption and its uint8 image. The reasons that make a sample
-invalid are here.
+"""From the members of a sample to its columns: texts, the uint8 image and any other value. The
+reasons that make a sample invalid are here.
 """
 
 import bisect
@@ -11,6 +11,7 @@ import random
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,16 @@ from torch import Tensor
 from clip_train.data.benchmark import with_captions
 from clip_train.data.fields import is_missing, key_of, metadata, scalar
 from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
+from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.order import hash64
-from clip_train.data.pixels import Alpha, decode_image
+from clip_train.data.pixels import Alpha, decode_image, jpeg_size
+from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tar import TarSample
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.inputs import IMAGE, Input, layout_of
 from clip_train.settings import import_path
+from clip_train.task import NO_ID, sample_id
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 DRAWS = 1 << 63  # a sample's seed is below it
@@ -39,6 +43,73 @@ Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
 """As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw
 them with."""
+
+
+@dataclass(eq=False)
+class Decoder:
+    """From the members of a training sample to its columns."""
+
+    transform: TrainTransform
+    texts_of: Callable[..., list[str]]  # from a sample and `draw` to its `num_texts` texts
+    num_texts: int  # T
+    stages: Sequence[Stage | str] = ()  # or their import paths; each maps one sample to one or none
+    layout: Sequence[Input] = ()  # of `data.inputs`
+    groups: str | None = None  # as `loss.groups`
+    # of all teachers' stored features together; 0: they are not read; None: no augmentations either
+    stored_width: int | None = None
+    alpha: Alpha = "white"  # as `data.alpha`
+
+    def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """One sample: for each column, a tensor, a number or a string. InvalidSample.
+
+        To give each sample another value, add an entry to this mapping, of one type and shape for
+        all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
+        is a tensor or a number.
+
+        images: uint8 [3, S, S], or [B] bytes of `data.inputs`. texts: T strings, which the worker
+        replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
+        shard in the list of all.
+        """
+        key = members["__key__"]
+        sample = {"keys": key, "names": f"{members['__shard__']}:{key}", "sample_seeds": seed}
+        if members["__url__"].startswith(SYNTHETIC):
+            image, texts = synthetic_sample(seed, self.transform.image_size, self.num_texts)
+            sample |= {"images": image, "texts": texts}
+            if self.groups is not None:
+                sample["ids"] = NO_ID
+            return sample
+        # code of the user's own may draw random numbers
+        draws = bool(self.stages or self.layout)
+        with seeded(seed) if draws else contextlib.nullcontext():
+            if self.stages:
+                members = staged(members, self.stages)
+            members = {**members, "__seed__": seed}
+            sample["images"] = own_inputs(members, self.layout, self._image)
+            texts = sample["texts"] = self.texts_of(members, draw=seed)
+            if self.stored_width:
+                place, _ = stored_augmentation(members, seed)
+                sample["teacher_features"] = stored_features(
+                    members, place, texts, self.stored_width
+                )
+        if self.groups is not None:
+            sample["ids"] = sample_id(group(members, texts[0], self.groups))
+        return sample
+
+    def _image(self, members: Mapping[str, Any]) -> Tensor:
+        """uint8 [3, S, S]. InvalidSample."""
+        seed = members["__seed__"]
+        if self.stored_width is not None:
+            with invalid_if_failing(AUGMENTATIONS):
+                _, augmentation = stored_augmentation(members, seed)
+                image = image_of(members, alpha=self.alpha)
+                return self.transform.stored(image, augmentation)
+        size = None
+        divisor = 1
+        if self.transform.scaled_decode:
+            size = jpeg_size(image_bytes(members))
+        if size is not None:
+            divisor = self.transform.divisor(*size, seed)
+        return self.transform(image_of(members, divisor, alpha=self.alpha), seed, size)
 
 
 def image_bytes(members: Mapping[str, Any]) -> Any:

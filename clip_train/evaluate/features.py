@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.columns import Columns
 from clip_train.data.validation import ValBatch
 from clip_train.engines.base import Engine
 from clip_train.errors import EvaluationStopped, UserError
@@ -123,7 +124,8 @@ def encode(
     logit_scale = image[0].new_ones(1)
     if with_text:
         seeds = torch.zeros(1, dtype=torch.int64, device=device)
-        logit_scale = engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
+        columns = Columns(images=blank.images, texts=blank.texts, sample_seeds=seeds)
+        logit_scale = engine.forward(MicroBatch(columns))["logit_scale"]
 
     def join() -> Encoded:
         return Encoded(
