@@ -41,30 +41,26 @@ class Columns:
         Tensors of one shape become rows of a tensor, int becomes int64 [n], and float becomes
         float32 [n]. Columns of any other type are lists.
 
-        ValueError if names, or the types of a column's values, differ between samples.
+        ValueError if names differ between samples, or the types or shapes of a column's values.
         """
-        names = samples[0].keys() if samples else []
-        for number, sample in enumerate(samples):
-            if sample.keys() != names:
-                raise ValueError(
-                    f"sample {number} has the columns {[*sample]}, and sample 0 has {[*names]}: "
-                    "decode every sample to the same columns"
-                )
-        return cls(**{name: _column(name, [sample[name] for sample in samples]) for name in names})
+        by_name = {}
+        for name in _common_names(samples):
+            by_name[name] = _column(name, [sample[name] for sample in samples])
+        return cls(**by_name)
 
     @classmethod
     def cat(cls, parts: Sequence[Columns]) -> Columns:
         """The samples of all parts, one part after another. A single part is not copied.
 
-        ValueError if the parts differ in names or types.
+        parts: each with at least one sample. ValueError if they differ in names, types or shapes.
         """
         if len(parts) == 1:
             return parts[0]
         by_name: dict[str, Column] = {}
-        for name in parts[0].by_name:
+        for name in _common_names([part.by_name for part in parts]):
             columns: list[Any] = [part[name] for part in parts]
+            _check_alike(name, [column[0] for column in columns])
             if isinstance(columns[0], Tensor):
-                _check_alike(name, {column.dtype for column in columns})
                 by_name[name] = torch.cat(columns)
             else:
                 by_name[name] = [value for column in columns for value in column]
@@ -136,19 +132,44 @@ class Columns:
         return Columns(**{**self.by_name, **tensors})
 
 
+def _common_names(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of all samples. ValueError if they differ."""
+    if not samples:
+        return []
+    names = samples[0].keys()
+    for sample in samples:
+        if sample.keys() != names:
+            raise ValueError(
+                f"one sample has the columns {sorted(names)}, and another one has "
+                f"{sorted(sample)}: decode every sample to the same columns"
+            )
+    return [*names]
+
+
 def _column(name: str, values: list[Any]) -> Column:
+    """ValueError if the values differ in type or shape."""
+    _check_alike(name, values)
     first = values[0]
     if isinstance(first, Tensor):
         return torch.stack(values)
-    if type(first) not in (int, float):
-        return values
-    _check_alike(name, {type(value) for value in values})
-    return torch.tensor(values, dtype=torch.int64 if isinstance(first, int) else torch.float32)
+    if type(first) is int:
+        return torch.tensor(values, dtype=torch.int64)
+    if type(first) is float:
+        return torch.tensor(values, dtype=torch.float32)
+    return values
 
 
-def _check_alike(name: str, types: set[Any]) -> None:
-    if len(types) > 1:
+def _kind(value: Any) -> str:
+    """The type of one sample's value, with the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _check_alike(name: str, values: Sequence[Any]) -> None:
+    kinds = {_kind(value) for value in values}
+    if len(kinds) > 1:
         raise ValueError(
-            f"the values of the column {name} have the types {sorted(map(str, types))}: decode it "
-            "to one type"
+            f"the values of the column {name} are {' and '.join(sorted(kinds))}: decode every "
+            "sample to one type and shape"
         )

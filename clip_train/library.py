@@ -303,8 +303,9 @@ class ModuleEngine:
         self.own_names = own_names
         self.scaler = scaler
         parameters = parts.parameters
-        held = [x for x in (*parameters, *tree_leaves((inputs, named))) if isinstance(x, Tensor)]
-        self.device = held[0].device if held else torch.device("cpu")
+        leaves = [*parameters, *tree_leaves((inputs, named))]
+        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.ddp, self.sharded = parts.ddp, parts.sharded
         self.zero: Any = model if hasattr(model, "coalesce_grad_reduction") else None
         inside = {p for m in self.ddp for p in m.parameters()}
@@ -312,7 +313,7 @@ class ModuleEngine:
         wrapped = bool(self.ddp or self.sharded)
         self.averages = wrapped or self.zero is not None
         self.outside = [p for p in parameters if wrapped and p.requires_grad and p not in inside]
-        self.held_before = [p.grad for p in self.outside]  # of earlier steps
+        self.grads_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
             p.grad = None
         self.backwards_left = k
@@ -347,8 +348,8 @@ class ModuleEngine:
         module.set_is_last_backward(not deferred)
         # private: only fully_shard's caller knows its reshard_after_forward
         groups = module._get_fsdp_state()._fsdp_param_groups
-        whole = not any(group._reshard_after_forward for group in groups)
-        module.set_reshard_after_backward(not (deferred and whole), recurse=False)
+        stays_whole = not any(group._reshard_after_forward for group in groups)
+        module.set_reshard_after_backward(not (deferred and stays_whole), recurse=False)
 
     def forward(self, micro_batch: Arguments, cached: Features | None = None) -> Features:
         """Always both towers, because either may draw from torch's generators."""
@@ -372,7 +373,7 @@ class ModuleEngine:
         if self.backwards_left > 0:
             return
         # Parameters outside are averaged, as those inside are.
-        for p, before in zip(self.outside, self.held_before, strict=True):
+        for p, before in zip(self.outside, self.grads_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
@@ -391,9 +392,12 @@ def as_features(out: Any, own_names: bool = False) -> Features:
             name: features[name].reshape(1) for name in NAMES[2:] if name in features
         }
     if isinstance(out, Mapping):
-        sides = [name for name in out if name not in NAMES[2:]]
-        names = [*NAMES[:2]] if set(NAMES[:2]) <= set(out) else sides
-        values = [out.get(name) for name in (*names, *NAMES[2:])] if len(names) == 2 else None
+        names = [*NAMES[:2]]
+        if not set(names) <= set(out):
+            names = [name for name in out if name not in NAMES[2:]]
+        values = None
+        if len(names) == 2:
+            values = [out.get(name) for name in (*names, *NAMES[2:])]
     if (
         not isinstance(values, (tuple, list))
         or not 3 <= len(values) <= 4

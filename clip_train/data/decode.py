@@ -64,7 +64,7 @@ class Decoder:
 
         To give each sample another value, add an entry to this mapping, of one type and shape for
         all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
-        is a tensor or a number.
+        is a tensor or a number. "text_lengths" and "places" are added later.
 
         images: uint8 [3, S, S], or [B] bytes of `data.inputs`. texts: T strings, which the worker
         replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
@@ -162,7 +162,8 @@ def captions(
             if value is not None:
                 usable[name] = _texts(value)
         except InvalidSample as e:
-            reason = str(e) if reason == "no caption" else reason
+            if reason == "no caption":
+                reason = str(e)
         if len(usable) == count and not isinstance(caption_key, Mapping):
             break
     if not usable:
@@ -288,7 +289,8 @@ def stored_features(
     synthetic = synthetic_texts(members)
     with invalid_if_failing(FEATURES):
         data = io.BytesIO(members[FEATURES])
-        if sum(each.file_size for each in zipfile.ZipFile(data).infolist()) > MAX_FEATURE_BYTES:
+        sizes = [array.file_size for array in zipfile.ZipFile(data).infolist()]  # decompressed
+        if sum(sizes) > MAX_FEATURE_BYTES:
             raise InvalidSample("npz is too large")
         arrays = np.load(data, allow_pickle=False)
         more = [arrays[name] for name in arrays.files if re.fullmatch("syn_text.*_emb", name)]
@@ -321,7 +323,7 @@ def usable_caption(
     fields = {**members, "__key__": sample.key, "__seed__": 0}
     if stages:
         fields = staged(fields, stages)
-    layout = [each for each in layout_of(inputs, 1) if each.path != IMAGE]
+    layout = [own for own in layout_of(inputs, 1) if own.path != IMAGE]
     if layout:
         own_inputs(fields, layout, image_bytes)
     else:
@@ -348,15 +350,15 @@ def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[st
         what = stage if isinstance(stage, str) else getattr(stage, "__name__", "a stage")
         with invalid_if_failing(f"data.stages ({what})"):
             call = import_path("data.stages", stage) if isinstance(stage, str) else stage
-            made = [dict(each) for each in call([fields])]
-        if not made:
+            results = [dict(result) for result in call([fields])]
+        if not results:
             raise InvalidSample(f"data.stages ({what}) dropped it")
-        if len(made) > 1:
+        if len(results) > 1:
             raise UserError(
-                f"data.stages ({what}) must map one sample to one, and made {len(made)} of "
+                f"data.stages ({what}) must map one sample to one, and made {len(results)} of "
                 f"{members['__key__']}; its place in the order is one"
             )
-        fields = made[0]
+        fields = results[0]
     return fields
 
 
@@ -368,13 +370,14 @@ def own_inputs(
     if not layout:
         return image(fields)
     parts = []
-    for name, path, shape, dtype, _ in layout:
-        with invalid_if_failing(f"data.inputs.{name}"):
-            call = image if path == IMAGE else import_path(f"data.inputs.{name}", path)
+    for own in layout:
+        key = f"data.inputs.{own.name}"
+        with invalid_if_failing(key):
+            call = image if own.path == IMAGE else import_path(key, own.path)
             value = call(fields)
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        if (tensor.shape, tensor.dtype) != (shape, getattr(torch, dtype)):
-            was = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
-            raise InvalidSample(f"data.inputs.{name}: not {dtype} {list(shape)}") from was
+        if (tensor.shape, tensor.dtype) != (own.shape, getattr(torch, own.dtype)):
+            cause = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
+            raise InvalidSample(f"{key}: not {own.dtype} {list(own.shape)}") from cause
         parts.append(tensor.contiguous().flatten().view(torch.uint8))
     return torch.cat(parts)

@@ -310,7 +310,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             return next(pieces)
         while not self._closed:
             try:
-                made = pickle.loads(next(pieces).numpy().tobytes())
+                message = pickle.loads(next(pieces).numpy().tobytes())
             except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:
                 why = str(e) or type(e).__name__
                 if "timed out" in why:
@@ -320,11 +320,11 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                     "data.workers, data.shuffle_block or data.prefetch; a container may need more "
                     "shared memory (--shm-size)"
                 ) from e
-            if isinstance(made, Piece):
-                return made
-            error, where = made
+            if isinstance(message, Piece):
+                return message
             self.stop()  # a worker ends with its error
-            raise error from (WorkerTraceback(where) if where else None)
+            cause = WorkerTraceback(message.traceback) if message.traceback else None
+            raise message.error from cause
         raise StopIteration
 
 

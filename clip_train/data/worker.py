@@ -98,10 +98,18 @@ class Piece:
     invalid: list[Invalid]
 
 
+@dataclass
+class WorkerError:
+    """The error that ended a worker."""
+
+    error: Exception
+    traceback: str = ""  # empty if the message says enough
+
+
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error and its origin. Otherwise: the
-    pieces of the rank."""
+    """In a worker: its pieces without end, packed, or one `WorkerError`. Otherwise: the pieces of
+    the rank."""
 
     order: Order
     files: Sequence[Files]
@@ -128,14 +136,14 @@ class PieceStream(IterableDataset):
             for piece in self._pieces(info.id):
                 yield packed(piece)
         except ClipTrainError as e:
-            yield packed((e, ""))  # the message is enough
+            yield packed(WorkerError(e))
         except Exception as e:
             error: Exception = e
             try:
                 pickle.loads(pickle.dumps(e))
             except Exception:  # an error that cannot be pickled would hang the queue
                 error = DataError(f"{type(e).__name__}: {e}")
-            yield packed((error, traceback.format_exc()))
+            yield packed(WorkerError(error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         readers: dict[int, StreamReader] = {}
@@ -173,8 +181,10 @@ class PieceStream(IterableDataset):
                 if self.memory is None:
                     columns = columns.plus(images=images)
             yield Piece(columns, invalid)
-            for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
-                del readers[stream]  # at a boundary between ranks that has moved on
+            # streams that other ranks have taken over
+            idle = [stream for stream in readers if step - used[stream] > IDLE_STEPS]
+            for stream in idle:
+                del readers[stream]
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
@@ -203,13 +213,13 @@ class PieceStream(IterableDataset):
         return self.tokenizer(texts).unflatten(0, (len(texts_of_samples), -1)).squeeze(1)
 
 
-def packed(made: Piece | tuple[Exception, str]) -> Tensor:
-    """Put the piece into shared memory, so that only its name goes through the workers' one pipe.
+def packed(message: Piece | WorkerError) -> Tensor:
+    """Put the message into shared memory, so that only its name goes through the workers' one pipe.
 
     A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep
     the pipe's lock, and the trainer would wait forever.
     """
-    return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
 
 
 def outlive_signals(closing: Any) -> None:
