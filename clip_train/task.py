@@ -54,10 +54,12 @@ class Batch:
     """
 
     columns: Columns
-    """n samples: "images", "texts" and "sample_seeds", as the properties below describe them.
+    """n samples. Every batch has "images", "texts" and "sample_seeds", see the properties below.
 
-    `TrainLoader` adds "keys", "names" and, on request, "text_lengths" (lists), "teacher_features"
-    and "ids", and any other column of `clip_train.data.decode.Decoder`."""
+    A batch of `TrainLoader` also has all other columns of `clip_train.data.decode.Decoder`: the
+    lists "keys" and "names"; with `data.reinforced` "teacher_features", float32 [n, F], of image
+    and texts; with `loss.groups` "ids", int64 [n]. The loader adds the list "text_lengths" if the
+    model reads nothing behind a text's end."""
     # "reason\tshard" -> invalid samples among its places
     bad_samples: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
@@ -408,18 +410,19 @@ def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of a loss other than this rank's features."""
+    """Inputs of a loss other than this rank's features.
+
+    `columns` has all columns of this rank's n samples, except for images and texts. A loss reads a
+    value of each sample by its name, such as `context.columns["ids"]`.
+    """
 
     # N, sharded so that the first N % W ranks hold one more; or samples of each rank; None: every
     # rank holds n
     global_size: int | Sequence[int] | None = None
     columns: Columns = field(default_factory=Columns)
-    """All columns of this rank's n samples, except for images and texts: a loss reads a value of
-    each sample by its name, `context.columns["ids"]`.
-
-    "names": list of n; equal names are the same sample. "ids": int64 [n], or [m n] for m texts of
-    each sample; texts of one id are the same, and not negatives of each other's images. An id below
-    0 is of an unknown text."""
+    """See `Batch.columns`. "names": list of n; equal names are the same sample. "ids": int64 [n],
+    or [m n] for m texts of each sample. Texts of one id are the same, and not negatives of each
+    other's images. An id below 0 is of an unknown text."""
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
     # the caller looks at `LossOutput.unsafe` later, once the device has come so far
     deferred: bool = False
