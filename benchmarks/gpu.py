@@ -60,7 +60,7 @@ from launcher.runtime import environment as environment_module  # noqa: E402
 from launcher.runtime.environment import stack  # noqa: E402
 from launcher.runtime.rendezvous import measure_all_reduce  # noqa: E402
 from tests.ranks import device, run_ranks  # noqa: E402
-from tests.toy import oracle_loss, share  # noqa: E402
+from tests.toy import columns_of, oracle_loss, share  # noqa: E402
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 STAGE_SECONDS = 480
@@ -120,7 +120,7 @@ def batch_of(architecture: Architecture, n: int, seed: int = 1) -> Batch:
     texts = torch.randint(1, text.vocab_size - 2, (n, text.context_length), generator=generator)
     texts[:, -1] = text.vocab_size - 1
     images = torch.randint(0, 256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)])
+    return Batch(columns_of(images, texts, torch.arange(n), [str(i) for i in range(n)]))
 
 
 def own_batch(architecture: Architecture, n: int, seed: int = 1) -> Batch:
