@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clip_train import dist
+from clip_train.callbacks import Callback
+from clip_train.errors import ClipTrainError
 from clip_train.processes import node_name
 from launcher.runtime.verdict import RUN_DIR, read_verdict
 from launcher.slurm.attempts import explain
@@ -51,35 +54,66 @@ def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     assert word == "FAILED" and f"rank {rank} on" in why["reason"]
 
 
+class BreaksOnRank1(Callback):
+    """`log.callbacks`: also remembers the error that each rank's run ends by."""
+
+    def after_step(self, record, keys, invalid):
+        if dist.rank() == 1 and record["step"] == 5:
+            raise ClipTrainError("the callback is broken on purpose")
+
+    def on_error(self, error):
+        Path(f"error{dist.rank()}").write_text(f"{type(error).__name__}: {error}")
+
+
+def last_line(process, rank: int) -> str:
+    out, _ = process.ranks[rank].communicate()
+    return out.rstrip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    "fault, times",
+    "fault, step, times",
     [
-        ("raise:1", 1),
-        ("evaluate:1", 1),
-        ("snapshot:1", 1),
-        ("loader:1", 2),  # printed with the worker's own traceback
+        ("engine:1", 0, 1),
+        ("loader:1:0", 0, 2),  # printed with the worker's own traceback
+        ("loader:1", 5, 2),
+        ("raise:1", 5, 1),
+        ("evaluate:1", 5, 1),
+        ("snapshot:1", 5, 1),
     ],
 )
-def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
-    recipe, tmp_path, data, fault, times
+def test_the_error_of_one_rank_ends_the_other_which_names_it(
+    recipe, tmp_path, data, fault, step, times
 ):
-    """In a step, an evaluation, a save and a loader worker. An evaluation that fails does not lose the save of its
-    step."""
+    """While the engine is built, in a loader worker, a step, an evaluation and a save. The rank that failed prints the
+    traceback, and rank 0's last line has the error."""
     due = (f"data.val={data.val}", "evaluate.every_steps=5", "checkpoint.every_steps=5")
     process = start(recipe, *ENDLESS, *due, "data.workers=1", ranks=2, fault=fault)
     status, out = finish(process)
-    assert status == 1
-    assert out.count("\nRuntimeError: broken on purpose") == times and "] error:" not in out, out
+    assert status == 1 and [rank.returncode for rank in process.ranks] == [1, 1]
+    assert out.count("\nRuntimeError: broken on purpose") == times, out
+    error = f"rank 1 on {node_name()}: RuntimeError: broken on purpose"
+    assert last_line(process, 0).endswith(f"error: ended by {error}"), out
     word, why = read_verdict(tmp_path / "run")
-    assert (word, why["step"], why["reason"]) == (
-        "FAILED",
-        5,
-        f"rank 1 on {node_name()}: RuntimeError: broken on purpose",
-    )
-    if fault == "evaluate:1":
+    assert (word, why["step"], why["reason"]) == ("FAILED", step, error)
+    if fault == "evaluate:1":  # the save of its step is not lost
         assert (tmp_path / "run" / "PROGRESS").read_text() == "5\n"
     assert why["where"] == f"rank 1 on {node_name()}" and why["blamed"] == node_name()
-    assert seconds_to_verdict(tmp_path / "run") < PROMPT
+    if step > 0:
+        assert seconds_to_verdict(tmp_path / "run") < PROMPT
+
+
+def test_the_error_of_a_callback_on_one_rank_ends_the_other_which_names_it(recipe, tmp_path):
+    own = (f"log.callbacks=[{__name__}.BreaksOnRank1]", "log.strict_callbacks=true")
+    process = start(recipe, *ENDLESS, *own, ranks=2, cwd=tmp_path)
+    status, out = finish(process)
+    assert status == 1 and "Traceback" not in out, out
+    message = "the callback is broken on purpose"
+    error = f"rank 1 on {node_name()}: {message}"
+    assert last_line(process, 0).endswith(f"error: ended by {error}"), out
+    word, why = read_verdict(tmp_path / "run")
+    assert (word, why["step"], why["reason"]) == ("FAILED", 5, error)
+    seen = [(tmp_path / f"error{rank}").read_text() for rank in range(2)]
+    assert seen == [f"RemoteRankError: {error}", f"ClipTrainError: {message}"]
 
 
 @pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
@@ -246,7 +280,8 @@ def test_an_error_that_all_were_to_have_is_printed_where_one_has_it_alone(recipe
     process = start(recipe, *ENDLESS, ranks=2, fault="alone:1")
     status, out = finish(process)
     assert status == 1
-    assert out.count("its own disk is full") == 1 and "[rank 1 on" in out, out
+    assert f"[rank 1 on {node_name()}] its own disk is full" in out, out
+    assert "its own disk is full" in last_line(process, 0), out
     assert read_verdict(tmp_path / "run")[0] == "FAILED"
 
 
@@ -271,7 +306,7 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lines, told",
+    "lines, message",
     [
         ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
         ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): no such key"),
@@ -282,8 +317,9 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
         ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "matches no shard"),
     ],
 )
-def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines, told):
-    """Two processes of one world, started by hand, that were not given the same line."""
+def test_a_mistake_of_one_rank_ends_all(recipe, tmp_path, lines, message):
+    """Two processes of one world, started by hand, that were not given the same line. The rank that is wrong prints
+    it, and rank 0's last line has it."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         start(recipe, *line, environ={"RANK": str(rank), **world})
@@ -291,6 +327,10 @@ def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines
     ]
     ended = [finish(rank) for rank in ranks]
     assert [status for status, _ in ended] == [2, 2], ended
-    out = "".join(out for _, out in ended)
-    assert out.count(told) == 1 and out.count("] error:") == 1, out
+    outs = [out for _, out in ended]
+    assert message in outs[0].rstrip().splitlines()[-1], outs
+    if "/nowhere" in str(lines[0]):  # rank 0's own, which rank 1 does not repeat
+        assert message not in outs[1] and outs[0].count(message) == 1, outs
+    else:
+        assert outs[1].count(message) == 1 and outs[0].count(message) == 1, outs
     assert not (tmp_path / "run").exists()
