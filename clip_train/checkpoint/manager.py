@@ -342,18 +342,23 @@ class CheckpointManager:
             self._writer.close()
             self._writer = None
         self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
-        for request in self._pending.values() if dist.rank() > 0 else ():
-            # rank 0's checkpoint writer waits for this rank's manifest
-            local = self.storage if self._shared and request is self._writing else None
-            for store in (self.remote, local):
-                with contextlib.suppress(OSError):
-                    if store is not None:
-                        put_rank_manifest(store, request, CheckpointError(how))
+        if dist.rank() > 0:
+            self._put_errors(CheckpointError(how))
         newest = max(self._pending, default=None)
         self._pending.clear()
         self._writing = None
         if newest is not None:
             self._fail(newest, how)
+
+    def _put_errors(self, error: CheckpointError) -> None:
+        """Rank 0's checkpoint writer waits for this rank's manifests: give it the error instead."""
+        for request in self._pending.values():
+            stores = [self.remote] if self.remote is not None else []
+            if self._shared and request is self._writing:
+                stores.append(self.storage)
+            for store in stores:
+                with contextlib.suppress(OSError):
+                    put_rank_manifest(store, request, error)
 
     def _hear(self, message: Message) -> None:
         step, text, seconds = message.step, message.text, message.seconds
@@ -467,8 +472,8 @@ class CheckpointManager:
         """The checkpoint writer finishes within `checkpoint.grace_seconds`, and within `seconds` if
         they are given, or is ended.
 
-        free: also free the memory of the snapshots; False if the main thread may still be using it,
-        because this is another thread and the process ends.
+        free: also free the memory of the snapshots. False if the process ends next: another thread
+        may still be using the memory.
 
         Time already spent waiting for the last save counts. Not collective. The log reports the
         result of an unfinished save.

@@ -5,7 +5,6 @@ that started them only waits.
 """
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -79,12 +78,10 @@ def launch_local(
     stop: has caught signals since the process started. A signal from now on goes to each rank,
     once. save_seconds: for the other ranks' pending save once a rank has failed.
     """
-    handled = [
-        number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    ]  # HUP is, under nohup
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, handled
-    )  # the ranks begin with them blocked too, until they listen
+    # nohup ignores HUP
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # the ranks begin with them blocked too, until they listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     world = {
         **import_path_of_ranks(os.environ),
         LAUNCHER: str(os.getpid()),
@@ -148,12 +145,21 @@ def wait(processes: Sequence[subprocess.Popen], together_seconds: float) -> int:
             end = time.monotonic() + together_seconds
         if None not in statuses:
             break
-        for process in processes if failed else []:
-            with contextlib.suppress(OSError):  # it has just ended
-                status = Path(f"/proc/{process.pid}/stat").read_text()
-                if status.rpartition(")")[2].split()[0] == "T":
+        if failed:
+            for process in processes:
+                if is_stopped(process):
                     process.kill()
         time.sleep(0.1)
     if failed > 0:
         return failed
-    return 1 if failed or None in statuses else 0  # None: a rank that is given up
+    if failed or None in statuses:  # killed by a signal, or given up
+        return 1
+    return 0
+
+
+def is_stopped(process: subprocess.Popen) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"

@@ -150,7 +150,7 @@ class Outcome:
                 why = RemoteRankError(str(failure))
             save_seconds = LOST_SECONDS if failure.lost else None
             try:
-                self.trainer.close(why, save_seconds=save_seconds, free=error is not None)
+                self.trainer.close(why, save_seconds=save_seconds, free=False)
             except (Exception, KeyboardInterrupt) as e:  # another Ctrl-C gives up the save
                 warn(f"error while closing the run: {type(e).__name__}: {e}")
         if self.watchdog is not None:
