@@ -67,6 +67,7 @@ class Heartbeat:
         self.beats: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
         self._wake = threading.Event()  # for the thread: something cannot wait for the next look
+        self._needs_store = True  # no longer once this rank has left, or knows why all end
         # the others know that this rank was asked to stop, or it knows from them
         self._stop_is_shared = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -93,6 +94,7 @@ class Heartbeat:
                 with contextlib.suppress(RuntimeError):  # without the store, each rank decides
                     found = self._store.compare_set("abort", "", own.decode())
                     self._store.compare_set(ALL_JOINED, "", "1")
+                    self._count_left()
             self._end_with(Failure(**json.loads(found.partition(b" ")[2])))
         if found == own:
             self._publish(failure, trace)
@@ -111,8 +113,8 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends. Rank 0 holds the store, so it waits for the other living ranks. A second
-        call does nothing.
+        """This rank ends. Rank 0 holds the store, so it waits until every other living rank has left,
+        or knows why all ranks end. A second call does nothing.
 
         late: do not wait for ranks that have not joined yet.
         """
@@ -127,7 +129,7 @@ class Heartbeat:
         )
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
-            left = self._store.add("left", 1)
+            left = self._count_left()
             while self._server is not None and left + silent < self.env.world_size:
                 if time.monotonic() > end:
                     break
@@ -149,6 +151,12 @@ class Heartbeat:
     def share_stop(self) -> None:
         """This rank was asked to stop: the others learn it now rather than at the next look."""
         self._wake.set()
+
+    def _count_left(self) -> int:
+        """The number of ranks that do not need the store any more; from here on also this one."""
+        count = self._store.add("left", 1 if self._needs_store else 0)
+        self._needs_store = False
+        return count
 
     # -- the thread
 
@@ -177,6 +185,7 @@ class Heartbeat:
             rank, _, failure = self._store.get("abort").partition(b" ")
             if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
                 self._end_with(Failure(**json.loads(failure)))
+                self._count_left()
 
     def _end_with(self, failure: Failure) -> None:
         self.aborted_at = time.monotonic()  # first: whoever sees `abort` reads it

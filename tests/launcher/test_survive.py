@@ -145,6 +145,64 @@ def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     assert list((tmp_path / "run" / "checkpoints" / "commit").glob("*.json")), out
 
 
+class FailsAndHangsOnRank1(Callback):
+    """`log.callbacks`: that rank's process does not end after its error."""
+
+    def after_step(self, record, keys, invalid):
+        if dist.rank() == 1 and Path("fail").exists():
+            raise ClipTrainError("it fails, and does not end")
+
+    def close(self):
+        if dist.rank() == 1:
+            time.sleep(1000)
+
+
+def test_a_rank_whose_main_thread_waits_finishes_its_save_and_ends(recipe, tmp_path):
+    """Rank 1 fails, and its process and its connections stay. Rank 0 is in a collective then, and an upload is
+    pending, which goes on after the verdict."""
+    store = tmp_path / "store"
+    own = (f"log.callbacks=[{__name__}.FailsAndHangsOnRank1]", "log.strict_callbacks=true")
+    remote = f"checkpoint.remote=tests.checkpoint.held.HeldStore://{store}"
+    process = start(recipe, *ENDLESS, *own, remote, ranks=2, cwd=tmp_path)
+    try:
+        wait_for(lambda: list(store.glob("commit/*.json")), "nothing is committed", process)
+        (store / "hold").touch()
+        time.sleep(1.0)  # until a commit that was under way has ended
+        before = set(store.glob("commit/*.json"))
+        step = metrics(tmp_path / "run")[-1]["step"]
+        wait_for_step(tmp_path / "run", step + 20, process)  # a save is pending
+        (tmp_path / "fail").touch()
+        wait_for(lambda: read_verdict(tmp_path / "run"), "there is no verdict", process)
+        time.sleep(3.0)  # rank 0 knows it
+        (store / "hold").unlink()
+        wait_for(lambda: process.ranks[0].poll() is not None, "rank 0 does not end", process)
+        assert process.ranks[1].poll() is None
+    finally:
+        process.ranks[1].kill()
+    status, out = finish(process)
+    assert process.ranks[0].returncode == 1 and "no progress for" not in out, out
+    assert "it fails, and does not end" in last_line(process, 0), out
+    assert set(store.glob("commit/*.json")) - before, out
+
+
+class CannotClose(Callback):
+    def close(self):
+        raise ClipTrainError("it cannot close")
+
+
+class Closes(Callback):
+    def close(self):
+        Path("closed").touch()
+
+
+def test_a_callback_that_cannot_close_keeps_no_other_open(recipe, tmp_path):
+    own = f"log.callbacks=[{__name__}.CannotClose,{__name__}.Closes]"
+    line = ("run.steps=2", "schedule.warmup_steps=0", own, "log.strict_callbacks=true")
+    status, out = finish(start(recipe, *line, cwd=tmp_path))
+    assert status == 1 and out.count("it cannot close") == 1, out
+    assert (tmp_path / "closed").exists()
+
+
 def test_a_notice_names_the_rank_and_the_node(recipe, tmp_path):
     """log.notify's REASON, which is all that a message on a phone shows."""
     notice = f"log.notify='echo \"$VERDICT: $REASON\" > {tmp_path}/notice'"
