@@ -126,8 +126,8 @@ class Trainer:
         """Finish the pending save within `checkpoint.grace_seconds`, then close everything else.
 
         error: why the run ends early; the callbacks get it. save_seconds: at most this long for
-        the save. free: also free the memory of the snapshots. That may have to wait for the GPU, so
-        it is False if the process ends because a rank has failed.
+        the save. free: also free the memory of the snapshots. That waits for the GPU, which may wait
+        for a rank that has failed: then it is False, and the process ends.
 
         Not collective. Another thread may call this while the main thread waits for the other
         ranks; the process must end then. A second call waits for the first and does nothing.

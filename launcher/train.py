@@ -277,28 +277,23 @@ def build_trainer(
         architecture.vision_cfg.patch_dropout,
         config.data.num_texts,
     )
-    recomputed = RECOMPUTED[config.engine.recompute]
-    measurers: list[Callback] = []
-    if dist.is_main():
-        measurers.append(Utilization(flops_of_forward, device, skipped, recomputed))
-    profilers: list[Callback] = []
-    profiled_steps = config.log.profile_steps
-    if profiled_steps and max(profiled_steps) > start:
-        first, last = min(profiled_steps), max(profiled_steps)
-        profilers = [Profiler(first, last, start, config.run_dir / "profile", skipped)]
     callbacks: list[Callback] = [
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
-        *([BatchDigest()] if config.log.batch_digest else []),
-        *measurers,
-        *([SlowRank(heartbeat)] if env.world_size > 1 else []),
-        *profilers,
-        *own_callbacks(config.log, skipped, given_callbacks),
-        sinks,
-        examples,
-        *progress,
-        GarbageCollections(),
     ]
+    if config.log.batch_digest:
+        callbacks.append(BatchDigest())
+    if dist.is_main():
+        recomputed = RECOMPUTED[config.engine.recompute]
+        callbacks.append(Utilization(flops_of_forward, device, skipped, recomputed))
+    if env.world_size > 1:
+        callbacks.append(SlowRank(heartbeat))
+    profiled_steps = config.log.profile_steps
+    if profiled_steps and max(profiled_steps) > start:
+        first, last = min(profiled_steps), max(profiled_steps)
+        callbacks.append(Profiler(first, last, start, config.run_dir / "profile", skipped))
+    callbacks += own_callbacks(config.log, skipped, given_callbacks)
+    callbacks += [sinks, examples, *progress, GarbageCollections()]
     trainer = Trainer(
         engine=engine,
         objective=objective,

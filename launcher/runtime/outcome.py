@@ -141,7 +141,7 @@ class Outcome:
         main thread waits for a rank that has failed, and the process ends afterwards.
         """
         assert self.heartbeat is not None
-        rank = self.heartbeat.env.rank
+        rank, alone = self.heartbeat.env.rank, self.heartbeat.env.world_size == 1
         if self.trainer is not None:
             why = error
             if failure.word == "PREEMPTED":
@@ -150,7 +150,7 @@ class Outcome:
                 why = RemoteRankError(str(failure))
             save_seconds = LOST_SECONDS if failure.lost else None
             try:
-                self.trainer.close(why, save_seconds=save_seconds, free=False)
+                self.trainer.close(why, save_seconds=save_seconds, free=alone)
             except (Exception, KeyboardInterrupt) as e:  # another Ctrl-C gives up the save
                 warn(f"error while closing the run: {type(e).__name__}: {e}")
         if self.watchdog is not None:
