@@ -137,19 +137,19 @@ class Trainer:
             if self.closed:
                 return
             self.closed = True
-            steps: list[Callable[[], None]] = [
+            actions: list[Callable[[], None]] = [
                 partial(self.call, "phase", "end"),
                 partial(self.checkpoints.close, save_seconds, free=free),
                 partial(self.call, "phase", "close"),
             ]
             if error is not None:
-                steps += [partial(callback.on_error, error) for callback in self.callbacks]
-            steps += [callback.close for callback in self.callbacks]
-            steps.append(self.batches.close)
+                actions += [partial(callback.on_error, error) for callback in self.callbacks]
+            actions += [callback.close for callback in self.callbacks]
+            actions.append(self.batches.close)
             first_error: Exception | None = None
-            for close in steps:
+            for action in actions:
                 try:
-                    close()
+                    action()
                 except Exception as e:
                     first_error = first_error or e
             if first_error is not None:

@@ -67,6 +67,7 @@ class Heartbeat:
         self.beats: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
         self._wake = threading.Event()  # for the thread: something cannot wait for the next look
+        self._counting = threading.Lock()
         self._needs_store = True  # no longer once this rank has left, or knows why all end
         # the others know that this rank was asked to stop, or it knows from them
         self._stop_is_shared = False
@@ -154,9 +155,10 @@ class Heartbeat:
 
     def _count_left(self) -> int:
         """The number of ranks that do not need the store any more; from here on also this one."""
-        count = self._store.add("left", 1 if self._needs_store else 0)
-        self._needs_store = False
-        return count
+        with self._counting:
+            own = 1 if self._needs_store else 0
+            self._needs_store = False
+        return self._store.add("left", own)
 
     # -- the thread
 
