@@ -87,7 +87,7 @@ def train_step(
             numbers["unsafe"] = output.unsafe
         values, norms_read, flag_sum_read = read_together(numbers, norms, flag_sum)
         agreed = Flags.unpacked(flag_sum_read)
-        if agreed.failed or agreed.again:
+        if agreed.starved or agreed.again:
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break

@@ -101,7 +101,7 @@ class Batch:
         return replace(self, columns=self.columns.to(device))
 
     def repeated(self, n: int, shares: tuple[int, ...]) -> Batch:
-        """A batch of `n` samples that repeats these, in place of a batch that could not be read."""
+        """A batch of `n` samples that repeats these, in place of one that does not come."""
         if n == len(self):
             return replace(self, shares=shares)
         rows = [row % len(self) for row in range(n)]
@@ -247,9 +247,9 @@ class Flags(NamedTuple):
     tensor around the ring separately.
     """
 
-    # An error, or a stop request while the data does not come. There is no new batch, so the step is
-    # discarded and the run ends.
-    failed: bool = False
+    # It was asked to stop while its data does not come. It repeats its last batch, so that the other
+    # ranks reach the end of this step. Then all ranks discard the step and stop.
+    starved: bool = False
     stop: bool = False  # it was asked to stop after this step
     again: bool = False  # out of memory in its backward pass: the step is discarded and repeated
     smaller: bool = False  # its micro-batch became smaller in this step

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -94,6 +95,7 @@ class CheckpointManager:
         self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
+        self._receiving = threading.RLock()  # `close` may come from another thread
         self._step = -1  # of the last snapshot, or resumed from
         self._snapshots = 0  # an attempt's folder is never written with other bytes
         self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
@@ -329,28 +331,34 @@ class CheckpointManager:
         If the writer has died, its unfinished saves have failed, and the next save starts a new
         one.
         """
-        if self._writer is None:
-            return
-        for message in self._writer.receive(timeout):
-            self._hear(message)
-        how = self._writer.ended
-        if how is None:
-            return
-        self._writer.close()
-        self._writer = None
+        with self._receiving:
+            if self._writer is None:
+                return
+            for message in self._writer.receive(timeout):
+                self._hear(message)
+            how = self._writer.ended
+            if how is None:
+                return
+            self._writer.close()
+            self._writer = None
         self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
-        for request in self._pending.values() if dist.rank() > 0 else ():
-            # rank 0's checkpoint writer waits for this rank's manifest
-            local = self.storage if self._shared and request is self._writing else None
-            for store in (self.remote, local):
-                with contextlib.suppress(OSError):
-                    if store is not None:
-                        put_rank_manifest(store, request, CheckpointError(how))
+        if dist.rank() > 0:
+            self._put_errors(CheckpointError(how))
         newest = max(self._pending, default=None)
         self._pending.clear()
         self._writing = None
         if newest is not None:
             self._fail(newest, how)
+
+    def _put_errors(self, error: CheckpointError) -> None:
+        """Rank 0's checkpoint writer waits for this rank's manifests: give it the error instead."""
+        for request in self._pending.values():
+            stores = [self.remote] if self.remote is not None else []
+            if self._shared and request is self._writing:
+                stores.append(self.storage)
+            for store in stores:
+                with contextlib.suppress(OSError):
+                    put_rank_manifest(store, request, error)
 
     def _hear(self, message: Message) -> None:
         step, text, seconds = message.step, message.text, message.seconds
@@ -460,27 +468,39 @@ class CheckpointManager:
                 return
             self._poll(min(0.2, max(end - time.monotonic(), 0.0)))
 
-    def close(self) -> None:
-        """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
+    def close(self, seconds: float | None = None, *, free: bool = True) -> None:
+        """The checkpoint writer finishes within `checkpoint.grace_seconds`, and within `seconds` if
+        they are given, or is ended.
+
+        free: also free the memory of the snapshots. False if the process ends next: another thread
+        may still be using the memory.
 
         Time already spent waiting for the last save counts. Not collective. The log reports the
         result of an unfinished save.
         """
-        if self._writer is not None:
-            end = self._end or time.monotonic() + self.config.grace_seconds
-            step = max(self._pending, default=None)
-            if step is not None:
-                left = end - time.monotonic()
-                self._log(f"finishing the checkpoint of step {step} (up to {left:.0f} s)")
-            self._writer.send(None)
-            while self._writer.ended is None and time.monotonic() < end:
-                left = max(end - time.monotonic(), 0.0)
-                for message in self._writer.receive(min(1.0, left)):
-                    self._hear(message)
-            if self._pending:
-                text = f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}"
-                self._warn(text)
-            self._writer.close()
-        if self._memory is not None:
+        with self._receiving:
+            self._finish_writer(seconds)
+            self._policy = None
+        if free and self._memory is not None:
             self._memory.close()
-        self._writer, self._memory, self._policy = None, None, None
+            self._memory = None
+
+    def _finish_writer(self, seconds: float | None) -> None:
+        if self._writer is None:
+            return
+        now = time.monotonic()
+        end = self._end or now + self.config.grace_seconds
+        if seconds is not None:
+            end = min(end, now + seconds)
+        step = max(self._pending, default=None)
+        if step is not None:
+            self._log(f"finishing the checkpoint of step {step} (up to {end - now:.0f} s)")
+        self._writer.send(None)
+        while self._writer.ended is None and time.monotonic() < end:
+            left = max(end - time.monotonic(), 0.0)
+            for message in self._writer.receive(min(1.0, left)):
+                self._hear(message)
+        if self._pending:
+            self._warn(f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}")
+        self._writer.close()
+        self._writer = None

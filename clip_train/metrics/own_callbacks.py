@@ -21,7 +21,7 @@ def own_callbacks(
     views that they can only read.
 
     An error in one is a warning and a line in VERDICT; with `log.strict_callbacks` it ends the run
-    on all ranks in the next step: a ClipTrainError as it is, any other as a UserError. UserError.
+    on all ranks: a ClipTrainError as it is, any other as a UserError. UserError.
     """
     callbacks: dict[str, Callback] = {}
     for path in config.callbacks:

@@ -5,7 +5,6 @@ that started them only waits.
 """
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.verdict import OURS, SAFE_PATH
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
-# Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
+# Limit for all ranks to end after one has, in addition to `checkpoint.grace_seconds`.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 
@@ -32,7 +31,12 @@ def run(args: argparse.Namespace) -> int:
     config = counted(load_config(args.recipe, args.overrides), args)
     ranks = local_ranks(args.ranks, os.environ)
     if ranks > 1:
-        return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
+        return launch_local(
+            ranks,
+            [*args.arguments, *config.counted],
+            args.stop,
+            save_seconds=config.checkpoint.grace_seconds,
+        )
     from launcher.train import train
 
     train(config, args.outcome, args.stop)
@@ -65,19 +69,19 @@ def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
+def launch_local(
+    ranks: int, arguments: Sequence[str], stop: StopRequest, *, save_seconds: float = 0.0
+) -> int:
     """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where
     `stop` was asked before.
 
     stop: has caught signals since the process started. A signal from now on goes to each rank,
-    once.
+    once. save_seconds: for the other ranks' pending save once a rank has failed.
     """
-    handled = [
-        number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    ]  # HUP is, under nohup
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, handled
-    )  # the ranks begin with them blocked too, until they listen
+    # nohup ignores HUP
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # the ranks begin with them blocked too, until they listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     world = {
         **import_path_of_ranks(os.environ),
         LAUNCHER: str(os.getpid()),
@@ -107,7 +111,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes)
+        return wait(processes, save_seconds + TOGETHER_SECONDS)
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -130,23 +134,32 @@ def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """0, or the exit status of the first rank that failed. The others are killed TOGETHER_SECONDS
+def wait(processes: Sequence[subprocess.Popen], together_seconds: float) -> int:
+    """0, or the exit status of the first rank that failed. The others are killed `together_seconds`
     later. A stopped process is killed at once, because no other signal reaches it."""
     failed, end = 0, float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
             failed = next(filter(None, statuses))
-            end = time.monotonic() + TOGETHER_SECONDS
+            end = time.monotonic() + together_seconds
         if None not in statuses:
             break
-        for process in processes if failed else []:
-            with contextlib.suppress(OSError):  # it has just ended
-                status = Path(f"/proc/{process.pid}/stat").read_text()
-                if status.rpartition(")")[2].split()[0] == "T":
+        if failed:
+            for process in processes:
+                if is_stopped(process):
                     process.kill()
         time.sleep(0.1)
     if failed > 0:
         return failed
-    return 1 if failed or None in statuses else 0  # None: a rank that is given up
+    if failed or None in statuses:  # killed by a signal, or given up
+        return 1
+    return 0
+
+
+def is_stopped(process: subprocess.Popen) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
