@@ -412,8 +412,10 @@ def with_captions(preset: str, n: int, precision: str) -> list[tuple[float, floa
     texts, end_id = whole.texts.cpu(), int(whole.texts[0, -1])
     for text, end in zip(texts, lengths.tolist(), strict=True):
         text[end - 1], text[end:] = end_id, 0
-    captions = replace(whole, texts=texts.to(device()))
-    short = replace(captions, text_lengths=lengths.tolist(), pack_texts=True)
+    columns = whole.columns.plus(texts=texts.to(device()))
+    captions = replace(whole, columns=columns)
+    columns = columns.plus(text_lengths=lengths.tolist())
+    short = replace(whole, columns=columns, pack_texts=True)
     rows = []
     for own in (captions, short):
         step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=0.0)

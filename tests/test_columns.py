@@ -1,21 +1,14 @@
 """A value that the decoder gives each sample, and its way to the loss."""
 
-import json
-
 import pytest
 import torch
 
 from clip_train import dist
 from clip_train.columns import Columns
-from clip_train.data.config import DataConfig
-from clip_train.data.decode import Decoder
-from clip_train.data.fields import metadata
-from clip_train.data.loader import TrainLoader
 from clip_train.engines.base import PlainEngine
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.step import train_step
-from tests.data.shards import jpeg, write_shard
-from tests.toy import ToyCLIP
+from tests.toy import ToyCLIP, toy_batch
 
 N = 20
 SAMPLES = [
@@ -80,43 +73,29 @@ def test_a_missing_column_is_named():
 
 
 class Weighted(InfoNCE):
-    """Reads a column that nothing between the decoder and it knows."""
+    """Reads a column that nothing between the batch and it knows."""
 
     def prepare(self, micro_batch):
         weights = micro_batch.columns["weights"]
         assert len(weights) == len(micro_batch.images)
+        assert weights.tolist() == [int(key[2:]) / 4 for key in micro_batch.columns["keys"]]
         return {"weights": weights[:, None]}
 
     def __call__(self, features, context):
         weights = context.columns["weights"]
         assert torch.equal(context.prepared["weights"][:, 0], weights)
-        assert weights.tolist() == [int(key[1:]) / 4 for key in context.columns["keys"]]
         output = super().__call__(features, context)
         output.metrics["weights"] = dist.all_reduce_sum(weights.sum())
         return output
 
 
 @pytest.mark.parametrize("micro_size", [N, 7])
-def test_a_new_column_goes_from_the_decoder_to_the_loss(tmp_path, monkeypatch, micro_size):
-    members = []
-    for i in range(N):
-        members += [
-            (f"k{i}.jpg", jpeg(i)),
-            (f"k{i}.txt", b"word " * (1 + i % 5)),
-            (f"k{i}.json", json.dumps({"weight": i / 4}).encode()),
-        ]
-    write_shard(tmp_path / "0.tar", members)
-    decode = Decoder.__call__
-
-    def with_weight(self, members, seed):
-        return decode(self, members, seed) | {"weights": metadata(members)["weight"]}
-
-    monkeypatch.setattr(Decoder, "__call__", with_weight)
-    config = DataConfig(train=f"{tmp_path}/*.tar", workers=0)
-    with TrainLoader(config, image_size=2, context_length=6, global_size=N, seed=3) as loader:
-        batch = next(loader)
-    lengths = batch.columns["text_lengths"]
-    assert lengths != sorted(lengths)  # micro-batches go from short to long texts
+def test_a_new_column_reaches_the_loss(micro_size):
+    """In the order of the batch, although micro-batches go from short to long texts."""
+    batch = toy_batch(N)  # with the keys 0-0, 0-1, ...
+    batch.columns = batch.columns.plus(
+        weights=torch.arange(N) / 4, text_lengths=[1 + 5 * i % 6 for i in range(N)]
+    )
     model = ToyCLIP()
     engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), None)
     result = train_step(engine, batch, Weighted(), micro_size=micro_size, kept_graphs=1, lr=0.0)
