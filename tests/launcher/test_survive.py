@@ -102,7 +102,7 @@ def test_the_error_of_one_rank_ends_the_other_which_names_it(
         assert seconds_to_verdict(tmp_path / "run") < PROMPT
 
 
-def test_the_error_of_a_callback_on_one_rank_ends_the_other_which_names_it(recipe, tmp_path):
+def test_a_callbacks_error_on_rank_1_is_named_by_rank_0(recipe, tmp_path):
     own = (f"log.callbacks=[{__name__}.BreaksOnRank1]", "log.strict_callbacks=true")
     process = start(recipe, *ENDLESS, *own, ranks=2, cwd=tmp_path)
     status, out = finish(process)
@@ -157,7 +157,7 @@ class FailsAndHangsOnRank1(Callback):
             time.sleep(1000)
 
 
-def test_a_rank_whose_main_thread_waits_finishes_its_save_and_ends(recipe, tmp_path):
+def test_a_rank_that_waits_finishes_its_save_and_ends(recipe, tmp_path):
     """Rank 1 fails, and its process and its connections stay. Rank 0 is in a collective then, and an upload is
     pending, which goes on after the verdict."""
     store = tmp_path / "store"
