@@ -19,8 +19,7 @@ from clip_train.recipe.recipe import (
     read_recipe,
 )
 from clip_train.recipe.resolve import resolve
-from launcher.cli.main import main, parse
-from launcher.cli.options import VERBS
+from launcher.cli.main import VERBS, main, parse
 from tests.documents import split
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
