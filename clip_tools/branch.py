@@ -6,7 +6,13 @@ import posixpath
 from clip_train.checkpoint.restore import list_places, open_read_only, places_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
-from clip_train.recipe.recipe import RunConfig, apply_overrides, check_config, with_samples
+from clip_train.recipe.recipe import (
+    RunConfig,
+    apply_overrides,
+    check_config,
+    with_samples,
+    without_removed,
+)
 from clip_train.recipe.weights import find_run
 from clip_train.settings import is_import_path
 from clip_train.yaml_text import dump_yaml
@@ -47,7 +53,7 @@ def run(place: str, overrides: list[str], at: int | None, cooldown: int | None) 
     source, places, only = find_run(place, [])
     found = open_read_only(places, at, only)
     if source is None:
-        source = check_config(found.state["recipe"], f"the recipe in {found.path}")
+        source = check_config(without_removed(found.state["recipe"]), f"the recipe in {found.path}")
     source = with_samples(source)
     cooldown = cooldown or max(1, found.step // 5)
     config = branched(source, found.step, cooldown, found.path, overrides)

@@ -20,6 +20,7 @@ from clip_train.recipe.recipe import (
     apply_overrides,
     check_config,
     load_config,
+    without_removed,
 )
 from clip_train.recipe.weights import find_run, holds_weights, on_base, recipe_in, weights_here
 from clip_train.storage.urls import is_remote, local_path
@@ -113,7 +114,7 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
     found = open_read_only(places, step, only)
     if config is not None:
         return config, found
-    recipe_there = found.state["recipe"]
+    recipe_there = without_removed(found.state["recipe"])
     said = {override.partition("=")[0] for override in overrides}
     for name in (*OWN_CODE, *(LOOKED_AT if is_remote(place) else ())):
         section, key = name.split(".")

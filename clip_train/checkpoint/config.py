@@ -12,7 +12,7 @@ from pydantic import Field
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
-from clip_train.settings import Messages, Place, Settings, is_switch, rule
+from clip_train.settings import Messages, Place, Removed, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
@@ -22,7 +22,9 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 class CheckpointConfig(Settings):
     """When and where to save, how many checkpoints to keep, and where to resume from."""
 
-    removed: ClassVar = {"takeover": is_switch}
+    removed: ClassVar = {
+        "takeover": Removed("leave it out; a second start takes over by itself", is_switch)
+    }
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after this many optimizer steps; null: never by steps. If the disk is still writing the
