@@ -23,7 +23,11 @@ class CheckpointConfig(Settings):
     """When and where to save, how many checkpoints to keep, and where to resume from."""
 
     removed: ClassVar = {
-        "takeover": Removed("leave it out; a second start takes over by itself", is_switch)
+        "orphan_grace_minutes": Removed(
+            "leave it out; files of saves that were never committed are removed after an hour",
+            lambda value: value == 60.0,
+        ),
+        "takeover": Removed("leave it out; a second start takes over by itself", is_switch),
     }
 
     every_steps: int | None = Field(1000, ge=1)
@@ -74,9 +78,6 @@ class CheckpointConfig(Settings):
 
     grace_seconds: float = Field(240.0, ge=0, le=1e8)
     """How long to wait for the last save to be committed, at the end or after a stop request."""
-
-    orphan_grace_minutes: float = Field(60.0, ge=0)
-    """Files of saves that were never committed are removed when they are older than this."""
 
     @rule
     def _names_a_bucket(self) -> Messages:
