@@ -652,7 +652,7 @@ def server(kind: str) -> Iterator[str]:
         up.shutdown()
 
 
-IMPATIENT = ("storage.patience_seconds=5", "storage.backoff_seconds=0.1")
+IMPATIENT = ("storage.patience_seconds=5",)
 
 
 def served(kind: str, path: str = "a.tar", *words: str) -> Callable[[Path], str]:
