@@ -41,7 +41,6 @@ from clip_train.metrics.meters import (
     GarbageCollections,
     Profiler,
     Utilization,
-    record_memory,
 )
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.process import this_process
@@ -269,8 +268,6 @@ def build_trainer(
     )
     examples = Examples(config.run_dir, start, skipped)
     progress = progress_line(config, start)
-    if config.log.memory_snapshot and device.type == "cuda":
-        record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     flops_of_forward = partial(
         forward_flops,
         architecture,

@@ -29,7 +29,7 @@ from clip_train.checkpoint.restore import (
     is_shared,
     select,
 )
-from clip_train.checkpoint.retention import Policy, check_space
+from clip_train.checkpoint.retention import ORPHAN_SECONDS, Policy, check_space
 from clip_train.checkpoint.snapshot import Plan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
@@ -76,6 +76,7 @@ class CheckpointManager:
         log: Log | None = None,
         warn: Log | None = None,
         clock: Callable[[], float] = time.monotonic,
+        orphan_seconds: float = ORPHAN_SECONDS,
     ) -> None:
         self.config = config
         self.folder = Path(folder).absolute()
@@ -88,6 +89,7 @@ class CheckpointManager:
         self._warn_here = warn or log  # on any rank
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
+        self._orphan_seconds = orphan_seconds
         self._clock, self._since = clock, clock()  # of the last save, or since one was overdue
         self._since_step, self._next_look = -1, 0  # of the last save; of the next look at the clock
         self._deferred: int | None = None  # the step whose save could not be taken yet
@@ -149,7 +151,14 @@ class CheckpointManager:
         others = [self.storage] if self.remote is not None else []
         held = dist.on_main(partial(acquire, main, others))
         self._memory = SharedMemory()
-        self._policy = Policy(self.config, held, str(self.folder), self._shared, self._protect)
+        self._policy = Policy(
+            self.config,
+            held,
+            str(self.folder),
+            self._shared,
+            self._protect,
+            self._orphan_seconds,
+        )
         self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
 
     def prepare(

@@ -23,6 +23,8 @@ from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
 
 Failures = dict[str, str]  # what could not be removed, and why
+# Files of saves that were never committed are removed when they are older than this.
+ORPHAN_SECONDS = 3600.0
 HEADROOM = 64 << 20  # bytes left free beside a checkpoint: manifests, and other writers
 
 
@@ -35,6 +37,7 @@ class Policy:
     folder: str = ""
     shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
     protect: set[CommitRef] = field(default_factory=set)  # stay always (the one resumed from)
+    orphan_seconds: float = ORPHAN_SECONDS
 
 
 def kept(
@@ -87,7 +90,7 @@ def apply_retention(
             storage.delete(old.name)
             removed.add(old)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
-    now, orphan_grace = time.time(), 60 * policy.config.orphan_grace_minutes
+    now = time.time()
     # by commit: the folder that its marker names
     named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in stay)
     for ref in named:
@@ -99,7 +102,7 @@ def apply_retention(
         pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
         if pending or attempt in in_flight or is_named(named, ref, attempt):
             continue
-        grace = 0.0 if ref.epoch == epoch else orphan_grace
+        grace = 0.0 if ref.epoch == epoch else policy.orphan_seconds
         modified = max(entry.modified for entry in files)
         if ref not in removed and now - modified < grace:
             continue
