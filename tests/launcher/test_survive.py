@@ -103,7 +103,7 @@ def test_the_error_of_one_rank_ends_the_other_which_names_it(
 
 
 def test_a_callbacks_error_on_rank_1_is_named_by_rank_0(recipe, tmp_path):
-    own = (f"log.callbacks=[{__name__}.BreaksOnRank1]", "log.strict_callbacks=true")
+    own = (f"log.callbacks=[{__name__}.BreaksOnRank1]",)
     process = start(recipe, *ENDLESS, *own, ranks=2, cwd=tmp_path)
     status, out = finish(process)
     assert status == 1 and "Traceback" not in out, out
@@ -161,7 +161,7 @@ def test_a_rank_that_waits_finishes_its_save_and_ends(recipe, tmp_path):
     """Rank 1 fails, and its process and its connections stay. Rank 0 is in a collective then, and an upload is
     pending, which goes on after the verdict."""
     store = tmp_path / "store"
-    own = (f"log.callbacks=[{__name__}.FailsAndHangsOnRank1]", "log.strict_callbacks=true")
+    own = (f"log.callbacks=[{__name__}.FailsAndHangsOnRank1]",)
     remote = f"checkpoint.remote=tests.checkpoint.held.HeldStore://{store}"
     process = start(recipe, *ENDLESS, *own, remote, ranks=2, cwd=tmp_path)
     try:
@@ -197,7 +197,7 @@ class Closes(Callback):
 
 def test_a_callback_that_cannot_close_keeps_no_other_open(recipe, tmp_path):
     own = f"log.callbacks=[{__name__}.CannotClose,{__name__}.Closes]"
-    line = ("run.steps=2", "schedule.warmup_steps=0", own, "log.strict_callbacks=true")
+    line = ("run.steps=2", "schedule.warmup_steps=0", own)
     status, out = finish(start(recipe, *line, cwd=tmp_path))
     assert status == 1 and out.count("it cannot close") == 1, out
     assert (tmp_path / "closed").exists()
