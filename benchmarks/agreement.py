@@ -1,8 +1,8 @@
 """What it costs the ranks to agree in every step, over a network in which each message takes 5 ms.
 
-Each step of training sums the gradient norm over the ranks. The flags of `clip_train.task.Flags` (an error, a stop, a
-full memory, a smaller micro-batch) are summed with it, as one number. Until November 2026 the ranks voted by a
-collective of their own.
+Each step of training sums the gradient norm over the ranks. The flags of `clip_train.task.Flags` (a stop without
+data, a stop, a full memory, a smaller micro-batch) are summed with it, as one number. Until November 2026 the ranks
+voted by a collective of their own.
 
 Ranks are threads of this process, each with its own gloo group over loopback, so that 64 of them fit on two cores. A
 preloaded library (below, in C) delays each message, as a network with one rank per node would. Each round measures, in

@@ -60,9 +60,8 @@ class Life:
             remote=f"{self.bucket.url}/run",
             grace_seconds=grace_seconds,
             max_failed_saves=3,
-            orphan_grace_minutes=0,
         )
-        return CheckpointManager(config, folder, log=self.said.append)
+        return CheckpointManager(config, folder, log=self.said.append, orphan_seconds=0.0)
 
     def save(self, step: int, wait: bool = True) -> None:
         own = {"padding": torch.full((self.padding,), float(step))} if self.padding else {}

@@ -55,7 +55,17 @@ LAYOUTS = [
     (1, 2),
     (2, 0),
 ]  # (ranks, ZeRO stage)
-GRACE_MINUTES = 0.05
+ORPHAN_SECONDS = 3.0
+# `clip-train`, which removes orphans after seconds instead of an hour
+IMPATIENT = f"""
+from functools import partial
+import launcher.train
+from launcher.cli.main import entry
+launcher.train.CheckpointManager = partial(
+    launcher.train.CheckpointManager, orphan_seconds={ORPHAN_SECONDS}
+)
+entry()
+"""
 MOMENTS = {  # what the run asks of the server then: (weight, expression); None: see Storm.is_at
     "writing": (3, None),
     "uploading": (5, r"PUT \S+/run/ckpt/\S+\.safetensors"),
@@ -78,7 +88,7 @@ data: {{train: "{train}", workers: 0, lanes: 4, shuffle_block: 64}}
 batch: {{global_size: 32, micro_size: 12}}
 optim: {{lr: 1e-3}}
 schedule: {{warmup_steps: 5}}
-checkpoint: {{every_steps: 4, keep_last: 2, orphan_grace_minutes: {grace}}}
+checkpoint: {{every_steps: 4, keep_last: 2}}
 log: {{batch_digest: true, tensorboard: false}}
 """
 
@@ -99,7 +109,9 @@ class Storm:
     # -- a life
 
     def start(self, ranks: int, stage: int) -> subprocess.Popen:
-        line = ["-m", "launcher", "train", str(self.folder / "recipe.yaml"), f"run.dir={self.run_dir}",
+        program = self.folder / "impatient.py"
+        program.write_text(IMPATIENT)
+        line = [str(program), "train", str(self.folder / "recipe.yaml"), f"run.dir={self.run_dir}",
                 f"run.steps={self.steps}", f"engine.zero_stage={stage}",
                 f"checkpoint.remote=s3://{self.bucket.name}/run"]  # fmt: skip
         if ranks > 1:
@@ -291,7 +303,7 @@ class Storm:
                     f"{self.name}: only {i + 1} kills before the run's end: raise --steps"
                 )
                 break
-        time.sleep(60 * GRACE_MINUTES + 1)
+        time.sleep(ORPHAN_SECONDS + 1)
         self.to_the_end(*layouts[kills % len(layouts)])
         return counted
 
@@ -362,9 +374,7 @@ def main() -> int:
             data = shapes(folder / "shapes", 600, per_shard=150)
             (folder / "model.json").write_text(json.dumps(MODEL))
             steps = args.steps or 100 + 25 * (kills - same_kills)
-            recipe = RECIPE.format(
-                steps=steps, train=data.train, model=folder / "model.json", grace=GRACE_MINUTES
-            )
+            recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json")
             (folder / "recipe.yaml").write_text(recipe)
             whole = Storm(folder, server, proxy, "uninterrupted", steps, "")
             whole.to_the_end(2, 3)

@@ -31,6 +31,7 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.ranks import run_ranks
+from tests.toy import columns_of
 
 SMALL_CLIP = small_clip()
 W, N, D = 2, 64, SMALL_CLIP.embed_dim
@@ -136,7 +137,7 @@ def share(step: int) -> Batch:
     own = slice(dist.rank() * n, (dist.rank() + 1) * n)
     images = torch.randint(0, 256, (N, 3, 32, 32), generator=g, dtype=torch.uint8)
     texts = torch.randint(1, 64, (N, 12), generator=g)
-    return Batch(images[own], texts[own], torch.arange(N)[own])
+    return Batch(columns_of(images[own], texts[own], torch.arange(N)[own]))
 
 
 @dataclass(frozen=True)

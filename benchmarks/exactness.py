@@ -74,7 +74,7 @@ from tests.losses.oracles import (
 from tests.models.test_convert import long_clip
 from tests.processor import answer
 from tests.ranks import run_ranks
-from tests.toy import oracle_loss
+from tests.toy import columns_of, oracle_loss
 
 N, LR, TILE = 64, 0.1, 23
 WIDTHS = {32: 1.0, 16: 0.5, 5: 0.25}
@@ -246,13 +246,14 @@ def global_batch(kind: str, step: int) -> Batch:
     texts = (size, TEXTS + 1, 12) if kind == "several texts" else (size, 12)
     texts = (size, LONG) if kind == "long texts" else texts
     g = torch.Generator().manual_seed(seed)
-    return Batch(
-        images=torch.randint(0, 256, (size, 3, 32, 32), generator=g, dtype=torch.uint8),
-        texts=torch.randint(1, 64, texts, generator=g),
-        sample_seeds=torch.randint(0, 2**62, (size,), generator=g),
+    columns = columns_of(
+        torch.randint(0, 256, (size, 3, 32, 32), generator=g, dtype=torch.uint8),
+        torch.randint(1, 64, texts, generator=g),
+        torch.randint(0, 2**62, (size,), generator=g),
         keys=[f"{seed}/{i}" for i in range(size)],
         ids=group_ids(kind, step) if kind in GROUPS else None,
     )
+    return Batch(columns)
 
 
 def group_ids(kind: str, step: int) -> torch.Tensor:
@@ -466,7 +467,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, bool]:
             with torch.no_grad():
                 seen = [make_teacher(*each)(batch.images, batch.texts) for each in TWO]
             parts = [each[place] for place in range(2) for each in seen]
-            batch.teacher_features = torch.cat(parts, dim=1)
+            batch.columns = batch.columns.plus(teacher_features=torch.cat(parts, dim=1))
         results.append(
             train_step(engine, batch, loss, micro_size=row.micro, kept_graphs=row.kept, lr=lr)
         )

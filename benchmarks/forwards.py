@@ -20,6 +20,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
+from tests.toy import columns_of
 
 SMALL_CLIP = small_clip()
 N = 64
@@ -49,7 +50,7 @@ def forwards_per_sample(k: int, m: int, checkpointing: bool) -> float:
         model, build_optimizer(OptimConfig(name="sgd", lr=0.1), model.named_parameters())
     )
     images = torch.randint(0, 256, (N, 3, 32, 32), dtype=torch.uint8)
-    batch = Batch(images, torch.randint(1, 64, (N, 12)), torch.arange(N))
+    batch = Batch(columns_of(images, torch.randint(1, 64, (N, 12)), torch.arange(N)))
     train_step(engine, batch, InfoNCE(), micro_size=math.ceil(N / k), kept_graphs=m, lr=0.1)
     assert seen["image"] == seen["text"]
     return seen["image"] / N

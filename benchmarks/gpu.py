@@ -60,7 +60,7 @@ from launcher.runtime import environment as environment_module  # noqa: E402
 from launcher.runtime.environment import stack  # noqa: E402
 from launcher.runtime.rendezvous import measure_all_reduce  # noqa: E402
 from tests.ranks import device, run_ranks  # noqa: E402
-from tests.toy import oracle_loss, share  # noqa: E402
+from tests.toy import columns_of, oracle_loss, share  # noqa: E402
 
 DEVICE = torch.device("cpu" if DRY else "cuda")
 STAGE_SECONDS = 480
@@ -120,7 +120,7 @@ def batch_of(architecture: Architecture, n: int, seed: int = 1) -> Batch:
     texts = torch.randint(1, text.vocab_size - 2, (n, text.context_length), generator=generator)
     texts[:, -1] = text.vocab_size - 1
     images = torch.randint(0, 256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(n), [str(i) for i in range(n)])
+    return Batch(columns_of(images, texts, torch.arange(n), [str(i) for i in range(n)]))
 
 
 def own_batch(architecture: Architecture, n: int, seed: int = 1) -> Batch:
@@ -412,8 +412,10 @@ def with_captions(preset: str, n: int, precision: str) -> list[tuple[float, floa
     texts, end_id = whole.texts.cpu(), int(whole.texts[0, -1])
     for text, end in zip(texts, lengths.tolist(), strict=True):
         text[end - 1], text[end:] = end_id, 0
-    captions = replace(whole, texts=texts.to(device()))
-    short = replace(captions, text_lengths=lengths.tolist(), pack_texts=True)
+    columns = whole.columns.plus(texts=texts.to(device()))
+    captions = replace(whole, columns=columns)
+    columns = columns.plus(text_lengths=lengths.tolist())
+    short = replace(whole, columns=columns, pack_texts=True)
     rows = []
     for own in (captions, short):
         step = partial(train_step, engine, own, InfoNCE(), micro_size=n, kept_graphs=1, lr=0.0)

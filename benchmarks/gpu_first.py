@@ -163,7 +163,8 @@ def captions(batch: Batch, tokens: int) -> Batch:
     for text, end in zip(texts, lengths.tolist(), strict=True):
         text[end - 1], text[end:] = end_id, 0
     texts = texts.to(batch.texts.device)
-    return replace(batch, texts=texts, text_lengths=lengths.tolist(), pack_texts=True)
+    columns = batch.columns.plus(texts=texts, text_lengths=lengths.tolist())
+    return replace(batch, columns=columns, pack_texts=True)
 
 
 def one_size(preset: str, n: int, tokens: int, own_kernels: bool) -> Row:

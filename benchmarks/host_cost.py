@@ -31,6 +31,7 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch, named_features
 from tests.ranks import device, run_ranks
+from tests.toy import columns_of
 
 TARGETS = {"plain": "what plain adds is at most 0.6 of what DeepSpeed 1 adds"}
 MOST = 0.6
@@ -80,7 +81,7 @@ def cost(kind: str, stage: int, steps: int, compiled: bool) -> Row:
     engine.load_fragments(WholeState(dict(CLIP(ARCHITECTURE).named_parameters())), {})
     images = torch.randint(0, 256, (N, 3, 16, 16), dtype=torch.uint8)
     texts = torch.randint(1, 60, (N, 8))
-    batch = Batch(images, texts, torch.arange(N), [str(i) for i in range(N)])
+    batch = Batch(columns_of(images, texts, torch.arange(N), [str(i) for i in range(N)]))
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
     for part in PARTS:
         timed(engine, part, spent)

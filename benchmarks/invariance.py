@@ -47,6 +47,7 @@ from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.losses.oracle import siglip
 from tests.ranks import run_ranks
+from tests.toy import columns_of
 
 SMALL_CLIP = small_clip()
 N, STEPS, LR = 64, 5, 0.2
@@ -346,11 +347,12 @@ def to_train(row: Row) -> torch.nn.Module:
 
 def global_batch(step: int, side: int = 32, *, padded: bool = False) -> Batch:
     g = torch.Generator().manual_seed(step)
-    batch = Batch(
-        images=torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8),
-        texts=torch.randint(1, 64, (N, 12), generator=g),
-        sample_seeds=torch.randint(0, 2**62, (N,), generator=g),
+    columns = columns_of(
+        torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8),
+        torch.randint(1, 64, (N, 12), generator=g),
+        torch.randint(0, 2**62, (N,), generator=g),
     )
+    batch = Batch(columns)
     if padded:
         batch.texts[torch.arange(12)[None] > 2 + torch.arange(N)[:, None] // 7] = 0
     return batch
@@ -424,10 +426,7 @@ def own_share(batch: Batch) -> Batch:
     """This rank's of a global batch; the first ranks hold one sample more where it does not divide."""
     counts = [len(range(r, len(batch), dist.world_size())) for r in range(dist.world_size())]
     first = sum(counts[: dist.rank()])
-    own = slice(first, first + counts[dist.rank()])
-    tensors = batch.images[own], batch.texts[own], batch.sample_seeds[own]
-    ids = None if batch.ids is None else batch.ids[own]
-    return Batch(*tensors, keys=batch.keys[own], shares=tuple(counts), ids=ids)
+    return Batch(batch.columns.cut(first, first + counts[dist.rank()]), shares=tuple(counts))
 
 
 def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:

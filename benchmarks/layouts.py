@@ -30,6 +30,7 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.ranks import run_ranks
+from tests.toy import columns_of
 
 
 class Layout(NamedTuple):
@@ -87,7 +88,7 @@ def share(step: int) -> Batch:
     texts = torch.randint(1, 64, (N, 12), generator=g)
     n = N // dist.world_size()
     own = slice(dist.rank() * n, (dist.rank() + 1) * n)
-    return Batch(images[own], texts[own], torch.arange(N)[own])
+    return Batch(columns_of(images[own], texts[own], torch.arange(N)[own]))
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:

@@ -28,6 +28,7 @@ from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
 from clip_train.step import two_pass
 from clip_train.task import IMAGE_TEXT, Context, MicroBatch
+from tests.toy import columns_of
 
 N, CUT = 64, 8
 MODEL: dict[str, Any] = {
@@ -104,7 +105,9 @@ def gradients(dtype: torch.dtype, convert: Convert, k: int) -> dict[str, torch.T
             grown.grad = None
 
         p.register_post_accumulate_grad_hook(add)
-    two_pass(PlainEngine(model), [MicroBatch(*part) for part in parts], InfoNCE(), Context(N))
+    two_pass(
+        PlainEngine(model), [MicroBatch(columns_of(*part)) for part in parts], InfoNCE(), Context(N)
+    )
     towers = ("image", "text")
     return {
         t: torch.cat([grad.flatten() for name, grad in wide.items() if IMAGE_TEXT.group(name) == t])

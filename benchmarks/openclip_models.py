@@ -42,6 +42,7 @@ from clip_train.models.clip import build_model, count_parameters
 from clip_train.models.config import AnyArchitecture, load_architecture, preset_names
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context
+from tests.toy import columns_of
 
 CREATE = timm.create_model
 TEXTS = {  # what Hugging Face's hub would say of a text tower, with few layers
@@ -132,13 +133,14 @@ def build_small(
 def batch_of(architecture: AnyArchitecture) -> Batch:
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
     g = torch.Generator().manual_seed(0)
-    return Batch(
+    columns = columns_of(
         torch.randint(0, 256, (4, 3, side, side), dtype=torch.uint8, generator=g),
         # the least vocabulary has more
         torch.randint(1, 30000, (4, length), generator=g),
         torch.arange(4),
         keys=[*"abcd"],
     )
+    return Batch(columns)
 
 
 def row(name: str, create: Callable[..., torch.nn.Module] = shallow) -> str:

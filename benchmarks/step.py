@@ -59,6 +59,7 @@ MODEL = {
 
 def global_batch(N: int):
     from clip_train.task import Batch, text_lengths
+    from tests.toy import columns_of
 
     g = torch.Generator().manual_seed(SEED)
     text = MODEL["text_cfg"]
@@ -74,7 +75,7 @@ def global_batch(N: int):
     texts[place >= lengths[:, None]] = 0
     side = MODEL["vision_cfg"]["image_size"]
     images = torch.randint(0, 256, (N, 3, side, side), generator=g, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(N), text_lengths=text_lengths(texts))
+    return Batch(columns_of(images, texts, torch.arange(N), text_lengths=text_lengths(texts)))
 
 
 def our_model():

@@ -42,11 +42,8 @@ from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
-
-try:
-    from clip_train.task import Batch
-except ImportError:  # earlier
-    from clip_train.protocols import Batch  # type: ignore[no-redef]
+from clip_train.task import Batch
+from tests.toy import columns_of
 
 WORLD_SIZE = 8
 ROUNDS = 12  # steps on the host, after the warm-up
@@ -263,10 +260,14 @@ def mark(engine: Any, parts: Parts) -> InfoNCE:
 
 def batch_of(architecture: Architecture, n: int) -> Batch:
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
-    return Batch(
-        torch.zeros(n, 3, side, side, dtype=torch.uint8), torch.ones(n, length, dtype=torch.int64), torch.arange(n),
-        keys=[str(i) for i in range(n)], text_lengths=[length] * n,
-    )  # fmt: skip
+    columns = columns_of(
+        torch.zeros(n, 3, side, side, dtype=torch.uint8),
+        torch.ones(n, length, dtype=torch.int64),
+        torch.arange(n),
+        [str(i) for i in range(n)],
+        text_lengths=[length] * n,
+    )
+    return Batch(columns)
 
 
 def on_host(architecture: Architecture) -> Any:

@@ -212,7 +212,6 @@ def busy(folder: Path, data: SyntheticData) -> Iterator[Row]:
 
 def store(folder: Path, data: SyntheticData) -> Iterator[Row]:
     line = (
-        f"storage.range_bytes={BLOCK_BYTES}",
         "storage.min_rate=0",
         "storage.patience_seconds=300",
         "data.shuffle_block=16",

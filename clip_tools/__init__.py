@@ -1,3 +1,3 @@
-"""The verbs that `train` does not need. Only `launcher.cli.main` and its table import this,
-lazily.
+"""The verbs that `train` does not need. Only `launcher.cli.main` imports them, lazily;
+and `train` imports `plan`, for `--dry-run`.
 """

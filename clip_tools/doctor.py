@@ -52,6 +52,7 @@ from launcher.checks import (
     warning,
     warning_if,
 )
+from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import detect, require_usable_gpu, take_device
 from launcher.runtime.heartbeat import Heartbeat
@@ -85,12 +86,33 @@ GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def run(args: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit
+        status 1 with an error. Nothing is changed: test files on a disk or in a bucket are removed.
+        """,
+        """
+        clip-train doctor                                       this machine and its cluster
+        clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
+        salloc --nodes 4 clip-train doctor --all-nodes          all pairs of nodes
+        """,
+    )
+    add_recipe(parser, nargs="?")
+    add_overrides(parser)
+    parser.add_argument(
+        "--all-nodes", action="store_true", help="measure all pairs of nodes of this job"
+    )
+    add_json(parser)
+
+
+def run(recipe: str | None, overrides: list[str], all_nodes: bool, as_json: bool) -> int:
     """Returns 1 if there is an error, else 0."""
     findings, console = [], Console()
-    for finding in look(args.recipe, args.overrides, args.all_nodes):
+    for finding in look(recipe, overrides, all_nodes):
         findings.append(finding)
-        if not args.json:
+        if not as_json:
             text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
             text.append(f"{finding.check}: {finding.message}", style="default")
             if finding.remedy:
@@ -98,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
             console.print(text, soft_wrap=True)
     counts: Counter[str] = Counter(finding.level for finding in findings)
     worst = max(counts, key=[*COLOURS].index)
-    if args.json:
+    if as_json:
         print(json.dumps({"worst": worst, "findings": [*map(asdict, findings)]}, indent=2))
     else:
-        more = "" if args.recipe else "; with a recipe also shards, captions, S3 and disk"
+        more = "" if recipe else "; with a recipe also shards, captions, S3 and disk"
         console.print(", ".join(f"{counts[level]} {level}" for level in COLOURS) + more)
     return int(worst == "error")
 

@@ -1,5 +1,5 @@
-"""Load a run, or any weights, by name in Python (`load`), embed whole data sets
-(`clip-train embed`) and caption images (`clip-train caption`)."""
+"""Load a run, or any weights, by name in Python (`load`), and embed whole data sets
+(`clip-train embed`)."""
 
 import argparse
 import io
@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from clip_tools.inspect import as_ranks, to_evaluate
+from clip_tools.place import weights_at
 from clip_train import dist
-from clip_train.data.formats import SkippedFiles, is_image, walk_files
 from clip_train.data.images import crop_for_evaluation
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import Alpha, decode_image
@@ -27,7 +25,7 @@ from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ValLoader
 from clip_train.engines.base import PlainEngine
-from clip_train.errors import UserError, unreadable
+from clip_train.errors import UserError
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.processes import usable_cores
@@ -35,10 +33,19 @@ from clip_train.recipe.resolve import check_place
 from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
-from launcher.runtime.log import log, warn
+from launcher.cli.arguments import (
+    add_ema,
+    add_help,
+    add_overrides,
+    add_place,
+    add_step,
+    add_weights,
+    path_or_url,
+)
+from launcher.cli.process import Process
+from launcher.runtime.log import log
 
 ROWS = 65_536  # samples of a rank in one file
-CAPTIONED = 64  # images at a time
 
 
 @dataclass(frozen=True)
@@ -131,35 +138,76 @@ def load(
     Raises:
         UserError, CheckpointError: as in `clip-train evaluate`.
     """
-    args = argparse.Namespace(
-        place=place, overrides=list(overrides), weights=weights, step=step, ema=ema
+    found = weights_at(place, list(overrides), weights, step, ema)
+    alpha = found.config.data.alpha
+    return Loaded.of(found.architecture, found.source, found.where, device, alpha)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Write the image and text features of data.val, with the keys and captions of the samples.
+        PLACE is as for evaluate. Under torchrun each rank embeds its share.
+        """,
+        """
+        clip-train embed runs/clip data.val='s3://bucket/{0000..0099}.tar' --output features
+        clip-train embed open_clip:ViT-B-32/openai data.val='val/*.tar' --images-only
+        """,
     )
-    config, architecture, source, where = to_evaluate(args)
-    return Loaded.of(architecture, source, where, device, config.data.alpha)
+    add_place(parser)
+    add_overrides(parser)
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=path_or_url,
+        default="features",
+        help="folder to write (default: features)",
+    )
+    parser.add_argument(
+        "--images-only",
+        action="store_true",
+        help="samples need no captions, and no texts are embedded",
+    )
+    add_weights(parser)
+    add_step(parser)
+    add_ema(parser)
 
 
-def embed_run(args: argparse.Namespace) -> int:
+def run(
+    place: str,
+    overrides: list[str],
+    output: str,
+    images_only: bool,
+    weights: str | None,
+    step: int | None,
+    ema: bool,
+    process: Process,
+) -> int:
     """Write the features of `data.val`; under torchrun the samples are split over the ranks."""
-    with as_ranks(args) as device:
-        config, architecture, source, where = to_evaluate(args)
+    with process.as_rank() as device:
+        found = weights_at(place, overrides, weights, step, ema)
+        config, where = found.config, found.where
         places = config.data.val_places
         if not places:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
-        for key, place in places.items():
-            dist.on_main(partial(check_place, place, key))
-        loaded = dist.agreed(Loaded.of, architecture, source, where, str(device), config.data.alpha)
-        for key, place in places.items():
+        for key, data in places.items():
+            dist.on_main(partial(check_place, data, key))
+        loaded = dist.agreed(
+            Loaded.of, found.architecture, found.source, where, str(device), config.data.alpha
+        )
+        for key, data in places.items():
             loader = ValLoader(
                 count_missing(
-                    shared_index(key, place, config.data.verify, config.storage), config.storage
+                    shared_index(key, data, config.data.verify, config.storage), config.storage
                 ),
                 image_size=loaded.image_size,
-                context_length=architecture.text_cfg.context_length,
+                context_length=found.architecture.text_cfg.context_length,
                 batch_size=config.evaluate.batch_size,
                 rank=dist.rank(),
                 world_size=dist.world_size(),
                 caption_key=config.data.caption_key,
-                labelled=args.images_only,
+                labelled=images_only,
                 workers=usable_cores(),
                 storage=config.storage,
                 tokenizer=loaded.tokenizer,
@@ -168,7 +216,7 @@ def embed_run(args: argparse.Namespace) -> int:
                 alpha=config.data.alpha,
             )
             name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
-            store = LocalStorage(os.path.join(args.output, name))
+            store = LocalStorage(os.path.join(output, name))
             written = dist.agreed(write_features, loaded, loader, store, f"{dist.rank():05d}")
             total, invalid = dist.sum_scalars(written, len(loader.invalid))
             if dist.is_main():
@@ -217,40 +265,3 @@ def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefi
     if lines:
         flush()
     return total
-
-
-def caption_run(args: argparse.Namespace) -> int:
-    """Print a line of JSON for each image of `args.images`, and of the folders in it, by name: its
-    file and its caption. 1 if one cannot be read."""
-    try:
-        paths = [Path(args.images, name) for name in walk_files(args.images)]
-    except OSError as e:
-        raise unreadable(e, f"--images ({args.images}) cannot be listed: {e}") from e
-    files = [path for path in paths if is_image(path)]
-    skipped = SkippedFiles.of(path for path in paths if not is_image(path))
-    if not files:
-        raise UserError(f"--images ({args.images}): no folder with images; correct it")
-    if skipped.counts:
-        warn(f"--images ({args.images}): skipped {skipped}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(
-        args.place,
-        *args.overrides,
-        weights=args.weights,
-        step=args.step,
-        ema=args.ema,
-        device=device,
-    )
-    status = 0
-    for start in range(0, len(files), CAPTIONED):
-        images = {}
-        for file in files[start : start + CAPTIONED]:
-            try:
-                images[file] = model.preprocess(file.read_bytes())
-            except (UserError, OSError) as e:
-                status = 1
-                warn(f"{file} cannot be read: {e}")
-        captions = model.captions(torch.stack([*images.values()])) if images else []
-        for file, caption in zip(images, captions, strict=True):
-            print(json.dumps({"file": str(file), "caption": caption}, ensure_ascii=False))
-    return status

@@ -1,9 +1,6 @@
 """`clip-train keys [PREFIX]`: every key that a recipe can hold, one line each, or as a page.
 
 With `loss.kind=my_package.losses.margin` as PREFIX: the options of that function or class.
-
-`clip-train completion SHELL`: a script with which the shell completes verbs, options, choices and
-keys. The script contains all of these, so pressing Tab does not start Python.
 """
 
 import argparse
@@ -17,7 +14,7 @@ from pydantic.fields import FieldInfo
 from clip_train.errors import UserError
 from clip_train.recipe.recipe import SECTIONS, known_keys, nearest
 from clip_train.settings import POSITIONAL, Allowed, as_yaml, options_key, options_model
-from launcher.cli.options import SHELLS, VERBS
+from launcher.cli.arguments import add_help
 
 PAGE = """\
 # Every key of a recipe
@@ -29,9 +26,28 @@ a variable that is not set is a mistake.
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def run(args: argparse.Namespace) -> int:
-    prefix, _, path = (args.prefix or "").partition("=")
-    rows = [describe(name, field) for name, field in known_keys() if name.startswith(prefix)]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        "Print one line for each key: its default, its allowed values and its meaning.",
+        """
+        clip-train keys                                         all of them
+        clip-train keys optim                                   those that begin with it
+        clip-train keys loss.kind=my_package.losses.margin      the options of that function or class
+        clip-train keys --markdown > docs/recipe.md             the page of the documentation
+        """,
+    )
+    parser.add_argument(
+        "prefix", metavar="PREFIX", nargs="?", default="", help="a section, or how a key begins"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="as a page with a table for each section"
+    )
+
+
+def run(prefix: str, markdown: bool) -> int:
+    prefix, _, path = prefix.partition("=")
+    rows = [row_of(name, field) for name, field in known_keys() if name.startswith(prefix)]
     if path and prefix in POSITIONAL:
         rows = [
             (
@@ -44,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         ]
     if not rows:
         raise UserError(f"no key starts with {prefix}; {nearest(prefix)}")
-    if not args.markdown:
+    if not markdown:
         for name, default, allowed, meaning in rows:
             print(f"{name}\t{default}\t{allowed}. {meaning}")
         return 0
@@ -60,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
+def row_of(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
     """A key: its name, its default as YAML, its allowed values and its meaning."""
     default = "required"
     if not field.is_required():
@@ -82,54 +98,3 @@ def type_of(schema: dict[str, Any]) -> str:
         return f"list of {schema.get('maxItems', '')} {type_of(inside)}".replace("  ", " ")
     bounds = [f" {sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
     return schema["type"] + " and".join(bounds)
-
-
-# -- completion
-
-BASH = """\
-# clip-train's completion: verbs, options, keys of a recipe
-_clip_train() {{
-    local cur="${{COMP_WORDS[COMP_CWORD]}}" words="" file="" keys="{keys}"
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        words="{verbs}"
-    else
-        case "${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
-{cases}
-        esac
-    fi
-    [ -n "$cur" ] || [ -z "$file" ] || words=""  # nothing typed: files
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
-    case "${{COMPREPLY[*]}}" in *=) compopt -o nospace 2> /dev/null || true ;; esac
-}}
-complete -o default -F _clip_train clip-train
-"""
-ZSH = """\
-(( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit }}
-autoload -U +X bashcompinit && bashcompinit
-""" + BASH.replace("-o default", "-o default -o nospace")  # it has no compopt
-
-
-def complete(args: argparse.Namespace) -> int:
-    """Print the script of `args.shell`."""
-    # completions for arguments that are not file names
-    offered = {
-        "overrides": ["$keys"],
-        "shell": [*SHELLS],
-        "prefix?": [f"{name}." for name in SECTIONS],
-    }
-    cases = []
-    for name, verb in VERBS.items():
-        for option, metavar, *_ in verb.options:
-            if isinstance(metavar, list):
-                cases.append(f'"{name} --{option}") words="{" ".join(metavar)}" ;;')
-        words = [f"--{option}" for option, *_ in verb.options] + ["--help"]
-        words += [word for position in verb.positions for word in offered.get(position, [])]
-        file = "" if set(verb.positions) <= offered.keys() else "file=1 "
-        cases.append(f'"{name} "*) {file}words="{" ".join(words)}" ;;')
-    script = (ZSH if args.shell == "zsh" else BASH).format(
-        keys=" ".join(f"{key}=" for key, _ in known_keys()),
-        verbs=" ".join(VERBS),
-        cases="\n".join(f"            {case}" for case in cases),
-    )
-    print(script, end="")
-    return 0

@@ -1,5 +1,5 @@
-"""`clip-train plan`: the plan of a run before it is submitted; and `train --dry-run`, which also
-checks it.
+"""`clip-train plan`: the plan of a run before it is submitted; and `clip-train train --dry-run`,
+which also checks it.
 
 A plan touches no GPU and no shard.
 """
@@ -30,7 +30,7 @@ from clip_train.recipe.memory import (
     predicted_profile,
     usable,
 )
-from clip_train.recipe.recipe import load_config
+from clip_train.recipe.recipe import RunConfig, load_config
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with
 from clip_train.recipe.teachers import load_teachers
@@ -39,8 +39,8 @@ from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 from launcher.checks import continues, require_places
+from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe
 from launcher.runtime.environment import require_usable_gpu
-from launcher.runtime.launch import local_ranks
 from launcher.runtime.log import log
 
 CONTEXT_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers, the workspaces of cuBLAS and cuDNN
@@ -105,49 +105,87 @@ def make_plan(
     }
 
 
-def run(args: argparse.Namespace) -> int:
-    config = load_config(args.recipe, args.overrides)
-    world_size = 1 if args.world_size is None else args.world_size
-    per_node = 8 if args.gpus_per_node is None else args.gpus_per_node
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        "Print the plan of a run: batch arithmetic, memory by part, steps. Touches no GPU.",
+        """
+        clip-train plan recipes/vit_b32.yaml --world-size 64
+        clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
+        clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     what fits
+        clip-train plan recipes/vit_bigg14.yaml --world-size 128 --gpu H100 --network 8x400Gb
+        """,
+    )
+    add_recipe(parser)
+    add_overrides(parser)
+    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="H200, H100, A100-80, ...: its memory limits; the choices of auto; communication",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="SPEED",
+        help="with --gpu: Gbit/s of a node, all of its adapters together: 400Gb, 8x400Gb",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=int,
+        default=8,
+        help="one rank per GPU (default: 8)",
+    )
+    add_json(parser)
+
+
+def run(
+    recipe: str,
+    overrides: list[str],
+    world_size: int,
+    gpu: str | None,
+    network: str | None,
+    gpus_per_node: int,
+    as_json: bool,
+) -> int:
+    config = load_config(recipe, overrides)
     rules = [
         (world_size < 1, f"--world-size ({world_size}) must be at least 1"),
-        (per_node < 1, f"--gpus-per-node ({per_node}) must be at least 1"),
+        (gpus_per_node < 1, f"--gpus-per-node ({gpus_per_node}) must be at least 1"),
         (
-            args.network is not None and args.gpu is None,
-            f"--network ({args.network}) needs --gpu, because the estimate uses the GPU's links "
-            "and speed",
+            network is not None and gpu is None,
+            f"--network ({network}) needs --gpu, because the estimate uses the GPU's links and "
+            "speed",
         ),
         (
-            args.gpu is not None and args.gpu.upper() not in GPUS,
-            f"--gpu ({args.gpu}) is not known: use one of {', '.join(GPUS)}, or "
-            "batch.memory_limit=80GB",
+            gpu is not None and gpu.upper() not in GPUS,
+            f"--gpu ({gpu}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB",
         ),
     ]
     raise_all(broken(rules))
-    gpu = GPUS[args.gpu.upper()] if args.gpu else None
-    if gpu:
-        config = config.updated(engine=dict(config.engine.on(gpu.bf16, world_size, per_node)))
+    properties = GPUS[gpu.upper()] if gpu else None
+    if properties:
+        engine = config.engine.on(properties.bf16, world_size, gpus_per_node)
+        config = config.updated(engine=dict(engine))
     resolved = resolve(
         config,
         world_size,
-        per_node=per_node,
+        per_node=gpus_per_node,
         read_data=False,
         look_for_weights=not continues(config, network=False),
     )
-    plan = make_plan(resolved, gpu, args.network, per_node)
-    if args.json:
+    plan = make_plan(resolved, properties, network, gpus_per_node)
+    if as_json:
         print(json.dumps(plan, indent=2))
     else:
         show(plan)
     return 0
 
 
-def dry_run(args: argparse.Namespace) -> int:
+def dry_run(config: RunConfig, ranks: int) -> int:
     """Check everything that a single rank can check, with the first shard and this machine's
     devices, and print it.
     """
-    config = load_config(args.recipe, args.overrides)
-    ranks = local_ranks(args.ranks, os.environ)
     resolved = resolve(config, ranks, is_rank=True)
     require_places(config)
     require_usable_gpu(os.environ)

@@ -1,69 +1,36 @@
-"""`clip-train report` and `clip-train watch`: show a run as a page, or in a terminal."""
+"""`clip-train report`: a page about a run."""
 
 import argparse
-import os
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.measure import Measurement
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from clip_train.errors import UserError
-from clip_train.metrics.progress import format_number
 from clip_train.metrics.report import write_report
-from clip_train.metrics.run import DATA_WAIT, Run
-from clip_train.metrics.scores import Score, Scores, score_text
 from clip_train.recipe.recipe import load_config
+from launcher.cli.arguments import add_help, path_or_url
 from launcher.runtime.log import log
 
-LOOK_SECONDS = 2.0  # between two refreshes, or four times the duration of one
-PIPED_WIDTH = 10_000  # characters: no line is cut for a program that reads it
-BAR_WIDTH = 60  # characters
-NAME_WIDTH = 16  # characters of a data set's name that stay together
-TITLES = {
-    "loss": "loss", "lr": "learning rate", "logit_scale": "logit scale",
-    "grad_norm": "gradient norm", "samples_per_second": "samples per second",
-    "mfu": "MFU as if padded, %", "mfu_computed": "MFU computed, %",
-    DATA_WAIT: "data wait, % of the step",
-}  # fmt: skip
-COLORS = {
-    "ok": "green", "warning": "yellow", "error": "red", "DONE": "green", "training": "green",
-    "silent": "red", "ended": "red", "PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red",
-}  # fmt: skip
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Write report.html of a run: health, scores, curves, validation images, attempts, and
+        differences from the defaults. It works while the run trains; at its end, a run writes the
+        page itself.
+        """,
+        """
+        clip-train report runs/clip
+        clip-train report my.yaml                               the run of that recipe
+        """,
+    )
+    parser.add_argument(
+        "place", metavar="RUN", type=path_or_url, help="a run's folder, or its recipe"
+    )
 
 
-def write(args: argparse.Namespace) -> int:
+def run(place: str) -> int:
     """Write the page anew."""
-    log(f"written: {write_report(folder_of(args.run))}")
-    return 0
-
-
-def watch(args: argparse.Namespace) -> int:
-    """Show the runs until all are done, or Ctrl-C; once if the output is not a terminal."""
-    folders = [folder_of(place) for place in args.runs]
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED_WIDTH
-    if args.once or not console.is_terminal:
-        for folder in folders:
-            console.print(Group(*view(Run(folder), console)))
-        return 0
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            started = time.monotonic()
-            runs = [Run(folder) for folder in folders]
-            parts = [part for run in runs for part in view(run, console)]
-            live.update(Group(*parts), refresh=True)
-            if all(run.state == "DONE" for run in runs):
-                break
-            time.sleep(max(LOOK_SECONDS, 4 * (time.monotonic() - started)))
+    log(f"written: {write_report(folder_of(place))}")
     return 0
 
 
@@ -77,87 +44,3 @@ def folder_of(place: str) -> Path:
             "its recipe"
         )
     return folder
-
-
-def view(run: Run, console: Console) -> Iterator[RenderableType]:
-    """One run: progress, health, the latest numbers, scores, attempts, GPU-hours."""
-    head = Text.assemble((run.name, "bold"), "  ", (run.state, COLORS.get(run.state, "")))
-    yield head.append(f"  {run.progress()}")
-    if run.steps:
-        bar = ProgressBar(total=run.steps, completed=run.step, width=BAR_WIDTH)
-        yield Columns([bar])  # the bar does not end its line
-    for level, text in run.notes():
-        yield Text(f"{level}: {text}", style=COLORS[level])
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("last", "recent", "first"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, title in TITLES.items():
-        curve = run.curves.get(name)
-        if curve is not None:
-            values = map(format_number, (curve.values[-1], curve.recent, curve.values[0]))
-            table.add_row(title, *values)
-    yield table
-    if run.steps_computed_twice:
-        yield Text(
-            f"steps computed twice: {run.steps_computed_twice:,} of {run.steps_recorded:,}",
-            style="dim",
-        )
-    if run.scores.rows:
-        yield Text(f"scores at step {run.scores.step:,}", style="dim")
-        yield scores_within(run.scores, console)
-    for i, start in enumerate(run.starts, 1):
-        ended = f": {start['ended'][0]}, {start['ended'][1]}" if start["ended"] else ""
-        heading = f"attempt {i} from step {start['step']:,}, {start.get('time', '')}"
-        yield Text(heading + ended, style="dim")
-    if run.gpu_hours:
-        yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
-
-
-def scores_within(scores: Scores, console: Console) -> RenderableType:
-    """The table of scores, in the width of the console: the best value beside or below the last
-    one. If even that is too wide, a list."""
-    unlimited = console.options.update_width(PIPED_WIDTH)
-    for stacked in (False, True):
-        # names may be folded, numbers may not
-        without_names = scores_table(scores, stacked=stacked, names=False)
-        if Measurement.get(console, unlimited, without_names).maximum <= console.width:
-            return scores_table(scores, stacked=stacked)
-    lines = []
-    for row in scores.rows:
-        lines.append(Text(row.label))
-        for metric, title in scores.columns.items():
-            if metric in row.scores:
-                last, best = score_texts(row.scores[metric])
-                lines.append(Text(f"  {title} {last}"))
-                if best:
-                    lines.append(Text(f"    best {best}"))
-    return Group(*lines)
-
-
-def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
-    """A row for each data set, a column for each score. stacked: the best value is below."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("best below" if stacked else "", overflow="fold", min_width=NAME_WIDTH)
-    for title in scores.columns.values():
-        heading = "\n".join(title.rsplit(" ", 1)) if stacked else title
-        table.add_column(heading, no_wrap=True, justify="right")
-    for row in scores.rows:
-        cells = []
-        for metric in scores.columns:
-            score = row.scores.get(metric)
-            last, best = ("-", "") if score is None else score_texts(score)
-            if best:
-                last += f"\n{best}" if stacked else f"  best {best}"
-            cells.append(last)
-        table.add_row(Text(row.label if names else ""), *cells)
-    return table
-
-
-def score_texts(score: Score) -> tuple[str, str]:
-    """The last value, and the best one with its step; nothing instead if there is only one."""
-    last = score_text(score, score.last)
-    if score.best is None or len(score.values) == 1:
-        return last, ""
-    value, step = score.best
-    return last, f"{score_text(score, value)} @{step:,}"

@@ -7,8 +7,8 @@ from typing import Any
 class Callback:
     """The trainer calls these methods; one that is not overridden does nothing.
 
-    All ranks have the same callbacks in the same order, so a method may use collectives. If a
-    method raises on one rank, the run ends on all ranks in the next step.
+    All ranks have the same callbacks in the same order, so a method may use collectives, except
+    `on_error` and `close`. If a method raises on one rank, the run ends on all ranks.
     """
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -32,7 +32,8 @@ class Callback:
         """record: the step, and the evaluation's numbers by name."""
 
     def on_error(self, error: BaseException | None) -> None:
-        """An error on this rank or another ends the loop. All ranks call it at the same step."""
+        """An error on this rank or another ends the run; called before `close`, on each rank by
+        itself. error: this rank's own, or `RemoteRankError`, which names the rank that failed."""
 
     def close(self) -> None:
         """The run ends, with or without an error; the last checkpoint has been committed or

@@ -89,7 +89,7 @@ class OutOfMemoryError(ClipTrainError):
 
 
 class RemoteRankError(ClipTrainError):
-    """Another rank failed and has printed why; this rank ends with it, silently."""
+    """Another rank has failed and prints why; this rank ends with it."""
 
 
 class RendezvousError(ClipTrainError):

@@ -1,11 +1,10 @@
 """The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from clip_train import dist
 from clip_train.batch import chunk_sizes, num_chunks
+from clip_train.columns import Columns
 from clip_train.engines.base import surrogate
 from clip_train.losses.function import FunctionLoss
 from clip_train.losses.info_nce import InfoNCE
@@ -22,7 +22,7 @@ from clip_train.losses.views import WeightedViews, as_objective
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
-from clip_train.task import Context, Features, MicroBatch, Objective, named_features
+from clip_train.task import Context, Features, Objective, named_features
 
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -88,11 +88,12 @@ def contrastive_step(
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
     counts = [n] * dist.world_size() if shares is None else [*shares]
+    cannot_cut = isinstance(micro_size, int) and micro_size < 1
+    if isinstance(micro_size, Sequence):
+        cannot_cut = sum(micro_size) != n or min(micro_size) < 1
     rules = [
         (
-            sum(micro_size) != n or min(micro_size) < 1
-            if isinstance(micro_size, Sequence)
-            else micro_size < 1,
+            cannot_cut,
             f"micro_size ({micro_size}) must be at least 1, or a list of such numbers whose sum is "
             f"{n}, the number of samples",
         ),
@@ -129,27 +130,30 @@ def contrastive_step(
     ]
     for message in broken(rules):
         raise ValueError(message)
-    no_seeds = torch.empty(0, dtype=torch.int64)  # the model draws from torch's generators
+    if isinstance(micro_size, Sequence):
+        chunks = [*micro_size]
+    else:
+        num = num_chunks(max(counts), min(counts), micro_size)
+        chunks = chunk_sizes(n, num, micro_size)
     micro_batches = []
-    chunks = (
-        micro_size
-        if isinstance(micro_size, Sequence)
-        else chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-    )
-    for stop, size in zip(itertools.accumulate(chunks), chunks, strict=True):
-        pieces = {
-            key: cut(value, (stop - size) * (sizes[key] // n), stop * (sizes[key] // n))
-            for key, value in by_key.items()
-        }
-        positional: Any = [pieces.pop(i) for i in range(len(inputs))]
-        micro_batches.append(MicroBatch(positional, cast(Any, pieces), no_seeds))
+    start = 0
+    for size in chunks:
+        stop = start + size
+        arguments: dict[Any, Any] = {}
+        for key, value in by_key.items():
+            rows = sizes[key] // n  # of each sample
+            arguments[key] = cut(value, start * rows, stop * rows)
+        positional = [arguments.pop(i) for i in range(len(inputs))]
+        micro_batches.append(Arguments(positional, arguments))
+        start = stop
     own_names = isinstance(objective, WeightedViews) and objective.own_names
     engine = ModuleEngine(
         model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
     )
-    context = Context(
-        counts, ids=None if ids is None else torch.as_tensor(ids, device=engine.device)
-    )
+    columns = Columns()
+    if ids is not None:
+        columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
+    context = Context(counts, columns)
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
         return two_pass(engine, micro_batches, objective, context, kept_graphs=kept).loss
@@ -172,6 +176,16 @@ def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
         i = sizes.index(max(sizes))
         sizes[i : i + 1] = [sizes[i] - sizes[i] // 2, sizes[i] // 2]
     return sizes
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call of a module, in place of a `MicroBatch`."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    sample_seeds: None = None  # the module draws from torch's generators
+    places: None = None
 
 
 @dataclass
@@ -267,8 +281,6 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
 class ModuleEngine:
     """One step of a model: k backwards that add to `.grad`; the last one reduces.
 
-    A micro-batch's `images` are the positional inputs of a call, its `texts` the named ones.
-
     Modules under DDP or `fully_shard` may be anywhere in `model`: inside torch.compile's wrapper or
     an adapter, one for each tower. Other parameters of an adapter, often `logit_scale`, are summed
     over ranks here.
@@ -291,8 +303,9 @@ class ModuleEngine:
         self.own_names = own_names
         self.scaler = scaler
         parameters = parts.parameters
-        held = [x for x in (*parameters, *tree_leaves((inputs, named))) if isinstance(x, Tensor)]
-        self.device = held[0].device if held else torch.device("cpu")
+        leaves = [*parameters, *tree_leaves((inputs, named))]
+        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.ddp, self.sharded = parts.ddp, parts.sharded
         self.zero: Any = model if hasattr(model, "coalesce_grad_reduction") else None
         inside = {p for m in self.ddp for p in m.parameters()}
@@ -300,7 +313,7 @@ class ModuleEngine:
         wrapped = bool(self.ddp or self.sharded)
         self.averages = wrapped or self.zero is not None
         self.outside = [p for p in parameters if wrapped and p.requires_grad and p not in inside]
-        self.held_before = [p.grad for p in self.outside]  # of earlier steps
+        self.grads_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
             p.grad = None
         self.backwards_left = k
@@ -335,14 +348,14 @@ class ModuleEngine:
         module.set_is_last_backward(not deferred)
         # private: only fully_shard's caller knows its reshard_after_forward
         groups = module._get_fsdp_state()._fsdp_param_groups
-        whole = not any(group._reshard_after_forward for group in groups)
-        module.set_reshard_after_backward(not (deferred and whole), recurse=False)
+        stays_whole = not any(group._reshard_after_forward for group in groups)
+        module.set_reshard_after_backward(not (deferred and stays_whole), recurse=False)
 
-    def forward(self, micro_batch: MicroBatch, cached: Features | None = None) -> Features:
+    def forward(self, micro_batch: Arguments, cached: Features | None = None) -> Features:
         """Always both towers, because either may draw from torch's generators."""
         with self._quiet():
-            call = cast(Any, micro_batch)
-            return as_features(self.model(*call.images, **call.texts), self.own_names)
+            outputs = self.model(*micro_batch.args, **micro_batch.kwargs)
+            return as_features(outputs, self.own_names)
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
@@ -360,7 +373,7 @@ class ModuleEngine:
         if self.backwards_left > 0:
             return
         # Parameters outside are averaged, as those inside are.
-        for p, before in zip(self.outside, self.held_before, strict=True):
+        for p, before in zip(self.outside, self.grads_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
@@ -379,9 +392,12 @@ def as_features(out: Any, own_names: bool = False) -> Features:
             name: features[name].reshape(1) for name in NAMES[2:] if name in features
         }
     if isinstance(out, Mapping):
-        sides = [name for name in out if name not in NAMES[2:]]
-        names = [*NAMES[:2]] if set(NAMES[:2]) <= set(out) else sides
-        values = [out.get(name) for name in (*names, *NAMES[2:])] if len(names) == 2 else None
+        names = [*NAMES[:2]]
+        if not set(names) <= set(out):
+            names = [name for name in out if name not in NAMES[2:]]
+        values = None
+        if len(names) == 2:
+            values = [out.get(name) for name in (*names, *NAMES[2:])]
     if (
         not isinstance(values, (tuple, list))
         or not 3 <= len(values) <= 4

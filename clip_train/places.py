@@ -1,6 +1,6 @@
 """Paths and URLs as users write them: `~`, `$VARIABLES` and links.
 
-`clip_train.settings.Place` is the type of a recipe's key that holds one; `launcher.cli.options` has
+`clip_train.settings.Place` is the type of a recipe's key that holds one; `launcher.cli.arguments` has
 the arguments of a command line.
 """
 

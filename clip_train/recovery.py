@@ -62,8 +62,8 @@ def recovering_step(
 ) -> tuple[StepResult, BatchPlan]:
     """`train_step`, repeated with half the micro-batch while memory runs out.
 
-    Returns the result and the plan to continue with. StepDiscarded if a rank's `flags` say that it
-    failed. OutOfMemoryError if one sample at a time does not fit either, or if one rank alone
+    Returns the result and the plan to continue with. StepDiscarded if a rank's `flags` say that
+    it is starved. OutOfMemoryError if one sample at a time does not fit either, or if one rank alone
     cannot recover."""
     start = rng_state(engine.device)
     first_plan = plan
@@ -92,8 +92,8 @@ def recovering_step(
             result.metrics.update(compute_seconds=forward + backward, loss_seconds=loss)
             return result, plan
         except StepDiscarded as e:
-            if e.flags.failed:
-                # as it was before the step: a stop request may still save it
+            if e.flags.starved:
+                # the run is saved next: as it was before the step
                 engine.discard_gradients()
                 restore_rng(start, engine.device)
                 raise

@@ -104,6 +104,18 @@ class Allowed:
     example: str | None = None  # instead of the default
 
 
+@dataclass(frozen=True)
+class Removed:
+    """A key of an earlier version, for one release.
+
+    Recipes in runs and checkpoints have every key, so values that change nothing are ignored. Any
+    other value is a mistake, and its message says what to write instead.
+    """
+
+    instead: str
+    ignored: Callable[[Any], bool]  # values that change nothing
+
+
 def rule(check: Callable[[Any], Messages]) -> Callable[[Any], Messages]:
     """Mark a method of a section as a rule that involves several keys.
 
@@ -148,9 +160,8 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",  # options of a user's own code may be infinite
     )
-    removed: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
-    """Keys of earlier versions, and which of their values are ignored without an error. Recipes in
-    runs and checkpoints have them."""
+    removed: ClassVar[Mapping[str, Removed]] = {}
+    """Keys of earlier versions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -162,7 +173,7 @@ class Settings(BaseModel):
         kept = {
             key: value
             for key, value in section.items()
-            if key not in cls.removed or not cls.removed[key](value)
+            if key not in cls.removed or not cls.removed[key].ignored(value)
         }
         if not _is_partial(info):
             return kept
@@ -463,7 +474,11 @@ def explain(
         said = each["msg"]
         if each["type"] in ("extra_forbidden", "invalid_key"):
             path = ".".join(map(str, loc))
-            lines[path] = f"{path} ({shown(each['input'])}): no such key; {unknown(path)}"
+            removed = _removed(model, loc)
+            if removed is not None:
+                lines[path] = f"{path} ({shown(each['input'])}) was removed: {removed.instead}"
+            else:
+                lines[path] = f"{path} ({shown(each['input'])}): no such key; {unknown(path)}"
         elif each["type"] == "missing" and keys == list(loc):
             command = f", or {_example(path, field)} to the command" if within == "recipe" else ""
             lines[path] = f"{path} is missing; add it to the {within}{command}"
@@ -502,6 +517,14 @@ def _locate(
         keys.append(part)
         raw = raw.get(part) if isinstance(raw, dict) else raw[part]
     return keys, field, raw
+
+
+def _removed(model: type[BaseModel], loc: tuple[int | str, ...]) -> Removed | None:
+    """What is known of `section.key`, if an earlier version had it."""
+    if len(loc) != 2 or loc[0] not in model.model_fields:
+        return None
+    section = _model_in(model.model_fields[str(loc[0])].annotation)
+    return getattr(section, "removed", {}).get(loc[1])
 
 
 def _model_in(annotation: Any) -> Any:

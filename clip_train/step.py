@@ -28,7 +28,6 @@ from clip_train.task import (
     Features,
     Flags,
     LossOutput,
-    MicroBatch,
     Objective,
     Phase,
     StepResult,
@@ -76,7 +75,9 @@ def train_step(
     for deferred in (True, False):
         rounds += 1
         # without shares, all ranks hold equally many samples, so no global size is needed
-        context = Context(sum(batch.shares) or None, batch.names, ids=batch.ids, deferred=deferred)
+        context = Context(
+            sum(batch.shares) or None, batch.columns.without("images", "texts"), deferred=deferred
+        )
         output = two_pass(
             engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
         )
@@ -86,7 +87,7 @@ def train_step(
             numbers["unsafe"] = output.unsafe
         values, norms_read, flag_sum_read = read_together(numbers, norms, flag_sum)
         agreed = Flags.unpacked(flag_sum_read)
-        if agreed.failed or agreed.again:
+        if agreed.starved or agreed.again:
             raise StepDiscarded(agreed)
         if not values.pop("unsafe", False):
             break
@@ -130,7 +131,7 @@ def read_together(
 
 def two_pass(
     engine: Any,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[Any],
     objective: Objective,
     context: Context,
     *,
@@ -139,8 +140,9 @@ def two_pass(
 ) -> LossOutput:
     """Add the gradient of the global loss to `.grad` of the parameters. Returns the loss's output.
 
-    engine: an `Engine`, or any object with its `device`, `forward` and `backward`. kept_graphs: how
-    many micro-batches keep their graph after pass 1, and need no second forward.
+    engine: an `Engine`, or any object with its `device`, `forward` and `backward`. micro_batches:
+    `MicroBatch`es, or what else the engine's `forward` takes, with `sample_seeds` and `places`.
+    kept_graphs: how many micro-batches keep their graph after pass 1, and need no second forward.
     """
     # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
     with collect_updates() as running_statistics, guard("forward pass"):
@@ -220,7 +222,7 @@ class CachedMicroBatch:
 
     places: Tensor | None  # int64 [b]: `MicroBatch.places`
     features: Features  # with their graph, if it is retained
-    seeds: Tensor  # int64 [b]: `MicroBatch.sample_seeds`
+    seeds: Tensor | None  # int64 [b]: `MicroBatch.sample_seeds`
     # the random state before its forward pass; None if the graph is retained
     rng: dict[str, torch.Tensor] | None
     prepared: Features | None  # what `Objective.prepare` returned
@@ -228,7 +230,7 @@ class CachedMicroBatch:
 
 def encode(
     engine: Any,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[Any],
     objective: Objective,
     kept_graphs: int,
 ) -> list[CachedMicroBatch]:
@@ -254,7 +256,7 @@ def encode(
 
 def replay(
     engine: Any,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[Any],
     cache: list[CachedMicroBatch],
     gradients: list[Features],
 ) -> None:

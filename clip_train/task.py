@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clip_train.batch import chunk_sizes, num_chunks
+from clip_train.columns import Columns
 from clip_train.settings import MAX_LOGIT_SCALE, Matmul
 
 Phase = Literal["forward pass", "loss", "backward pass"]  # of a step, before the optimizer's
@@ -52,85 +53,93 @@ class Batch:
     Ranks hold contiguous shares of it, one after another, whatever their number.
     """
 
-    # uint8 [n, 3, H, W], not normalised: the model does that on the device; with `data.inputs`
-    # [n, B], the bytes of their values (`clip_train.inputs.unpack`)
-    images: Tensor
-    # int64 [n, context_length], or [n, T, context_length]: several of each image, positives first
-    texts: Tensor
-    sample_seeds: Tensor  # int64 [n]: the key of everything random about a sample
-    keys: list[str] = field(default_factory=list)  # n sample keys, as in the shards
+    columns: Columns
+    """n samples. Every batch has "images", "texts" and "sample_seeds", see the properties below.
+
+    A batch of `TrainLoader` also has all other columns of `clip_train.data.decode.Decoder`: the
+    lists "keys" and "names"; with `data.reinforced` "teacher_features", float32 [n, F], of image
+    and texts; with `loss.groups` "ids", int64 [n]. The loader adds the list "text_lengths" if the
+    model reads nothing behind a text's end."""
     # "reason\tshard" -> invalid samples among its places
     bad_samples: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
-    # n, or n lists of T, see `text_lengths`; None: micro-batches hold texts as they are
-    text_lengths: list[Any] | None = None
     pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
-    # float32 [n, F], of `data.reinforced`: teachers' features of image and texts
-    teacher_features: Tensor | None = None
-    ids: Tensor | None = None  # int64 [n], see `Context.ids`: the groups of `loss.groups`
-    # n: the number of each sample's shard in the list of all; []: the keys alone are unique
-    shards: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.columns)
+
+    @property
+    def images(self) -> Tensor:
+        """uint8 [n, 3, H, W], not normalized: the model does that on the device. With `data.inputs`
+        [n, B], the bytes of their values (`clip_train.inputs.unpack`)."""
+        return self.columns["images"]
+
+    @property
+    def texts(self) -> Tensor:
+        """int64 [n, context_length], or [n, T, context_length]: several of each image, positives
+        first."""
+        return self.columns["texts"]
+
+    @property
+    def sample_seeds(self) -> Tensor:
+        """int64 [n]: the key of everything random about a sample."""
+        return self.columns["sample_seeds"]
+
+    @property
+    def keys(self) -> list[str]:
+        """n sample keys, as in the shards."""
+        return self.columns["keys"]
 
     @property
     def names(self) -> list[str]:
         """n: what distinguishes each sample from all others. Keys of two shards may be equal: many
         tools number each data set from 0."""
-        if not self.shards:
-            return self.keys
-        return [f"{shard}:{key}" for shard, key in zip(self.shards, self.keys, strict=True)]
+        return self.columns["names"]
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
-        move: dict[str, Any] = {
-            name: x.to(device, non_blocking=True)
-            for name, x in vars(self).items()
-            if isinstance(x, Tensor)
-        }
-        return replace(self, **move)
+        return replace(self, columns=self.columns.to(device))
 
     def repeated(self, n: int, shares: tuple[int, ...]) -> Batch:
-        """A batch of `n` samples that repeats these, in place of a batch that could not be read."""
+        """A batch of `n` samples that repeats these, in place of one that does not come."""
         if n == len(self):
             return replace(self, shares=shares)
-        rows = torch.arange(n, device=self.images.device) % len(self)
-        lengths = self.text_lengths and [self.text_lengths[row % len(self)] for row in range(n)]
-        return Batch(
-            self.images[rows],
-            self.texts[rows],
-            self.sample_seeds[rows],
-            [self.keys[row % len(self)] for row in range(n)],
-            shares=shares,
-            text_lengths=lengths,
-            shards=[self.shards[row % len(self)] for row in range(n)] if self.shards else [],
-            pack_texts=self.pack_texts,
-            teacher_features=None if self.teacher_features is None else self.teacher_features[rows],
-            ids=None if self.ids is None else self.ids[rows],
-        )
+        rows = [row % len(self) for row in range(n)]
+        columns = self.columns.take(rows, torch.tensor(rows, device=self.images.device))
+        return Batch(columns, shares=shares, pack_texts=self.pack_texts)
 
     def micro_batches(self, micro_size: int) -> MicroBatches:
         """`micro_size` samples each, equally many micro-batches on every rank.
 
-        The last may be shorter (`chunk_sizes`). If text lengths are known, samples go from short to
-        long texts, so that little padding is left. Texts are cut after the end of the longest, at
-        one of a few lengths, without reading from the device.
+        The last may be shorter (`chunk_sizes`). If the samples have the column "text_lengths"
+        (`text_lengths`), they go from short to long texts, so that little padding is left. Texts
+        are cut after the end of the longest, at one of a few lengths, without reading from the
+        device.
         """
-        n, context = len(self.images), self.texts.shape[-1]
+        n, context_length = len(self), self.texts.shape[-1]
         counts = self.shares or (n,)
         sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-        lengths = np.array(self.text_lengths or [context] * n).reshape(n, -1)
-        longest, order = lengths.max(axis=1), None
+        lengths = np.array(self.columns.get("text_lengths") or [context_length] * n).reshape(n, -1)
+        longest = lengths.max(axis=1)
+        order = None
         if len(sizes) > 1 and longest.min() < longest.max():
-            by_length = longest.argsort(kind="stable")
-            lengths, on_host = lengths[by_length], torch.tensor(by_length)
+            places = longest.argsort(kind="stable")
+            lengths = lengths[places]
+            on_host = torch.tensor(places)
             if self.texts.is_cuda:
                 on_host = on_host.pin_memory()
-            order = on_host.to(self.texts.device, non_blocking=True)
+            order = Permutation(places, on_host.to(self.texts.device, non_blocking=True))
         ends = list(itertools.accumulate(sizes))
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         return MicroBatches(self, parts, lengths, order)
+
+
+@dataclass
+class Permutation:
+    """Places of n samples in a batch, in another order."""
+
+    on_host: np.ndarray  # int64 [n]
+    on_device: Tensor  # int64 [n], the same on the device of the batch
 
 
 @dataclass
@@ -140,7 +149,7 @@ class MicroBatches(Sequence["MicroBatch"]):
     batch: Batch
     parts: list[slice]  # k
     lengths: np.ndarray  # int64 [n, T], of the texts, in the order of the parts
-    order: Tensor | None  # int64 [n]: places of the samples in the batch; None: 0, 1, ...
+    order: Permutation | None  # places of the samples in the batch; None: 0, 1, ...
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -159,16 +168,15 @@ class MicroBatches(Sequence["MicroBatch"]):
 
     def __getitem__(self, index: Any) -> Any:
         part, batch = self.parts[index], self.batch
-        rows = part if self.order is None else self.order[part]
         lengths = self.lengths[part]
-        return MicroBatch(
-            batch.images[rows],
-            batch.texts[rows, ..., : self.longest(part)].flatten(0, -2),
-            batch.sample_seeds[rows],
-            None if self.order is None else rows,
-            int(lengths.sum()) if batch.pack_texts else None,
-            None if batch.teacher_features is None else batch.teacher_features[rows],
-        )
+        # cut first, so that sorting copies no more than the model reads
+        columns = batch.columns.plus(texts=batch.texts[..., : self.longest(part)])
+        if self.order is None:
+            columns = columns.cut(part.start, part.stop)
+        else:
+            places = self.order.on_device[part]
+            columns = columns.take(self.order.on_host[part].tolist(), places).plus(places=places)
+        return MicroBatch(columns, int(lengths.sum()) if batch.pack_texts else None)
 
 
 def text_ends(texts: Tensor) -> Tensor:
@@ -186,27 +194,45 @@ def text_lengths(texts: Tensor) -> list[Any]:
 class MicroBatch:
     """The samples of one forward pass."""
 
-    images: Tensor  # uint8 [b, 3, H, W], or [b, B], as in `Batch`
-    # int64 [b, L], or [T b, L], those of an image one after another; L at most context_length
-    texts: Tensor
-    sample_seeds: Tensor  # int64 [b]
-    # int64 [b]: the samples' places in the rank's share; None: they follow the last micro-batch's
-    places: Tensor | None = None
+    columns: Columns  # b samples: those of a `Batch`, with texts of L <= context_length tokens
     num_tokens: int | None = None  # of the texts up to their ends, for a model that packs them
-    teacher_features: Tensor | None = None  # float32 [b, F], as in `Batch`
+
+    @property
+    def images(self) -> Tensor:
+        """uint8 [b, 3, H, W], or [b, B], as in `Batch`."""
+        return self.columns["images"]
+
+    @property
+    def texts(self) -> Tensor:
+        """int64 [b, L], or [T b, L], those of an image one after another."""
+        return self.columns["texts"].flatten(0, -2)
+
+    @property
+    def sample_seeds(self) -> Tensor:
+        """int64 [b]"""
+        return self.columns["sample_seeds"]
+
+    @property
+    def places(self) -> Tensor | None:
+        """int64 [b]: the samples' places in the rank's share; None: they follow the last
+        micro-batch's."""
+        return self.columns.get("places")
 
 
 NO_ID = -1  # of a sample without a key; it equals no sample's
 
 
+def sample_id(key: str | None) -> int:
+    """63 bits of a hash of the key, the same in every process. None: NO_ID."""
+    if key is None:
+        return NO_ID
+    digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 def sample_ids(keys: Iterable[str | None]) -> Tensor:
-    """Keys -> int64 [n], the same in every process: 63 bits of a hash. None: NO_ID."""
-    digests = [
-        None if key is None else blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
-        for key in keys
-    ]
-    ids = [NO_ID if x is None else int.from_bytes(x, "big") >> 1 for x in digests]
-    return torch.tensor(ids, dtype=torch.int64)
+    """Keys -> int64 [n], the `sample_id` of each."""
+    return torch.tensor([sample_id(key) for key in keys], dtype=torch.int64)
 
 
 FLAG_BASE = 2**13  # four digits are 52 bits, float64 has 53
@@ -221,9 +247,9 @@ class Flags(NamedTuple):
     tensor around the ring separately.
     """
 
-    # An error, or a stop request while the data does not come. There is no new batch, so the step is
-    # discarded and the run ends.
-    failed: bool = False
+    # It was asked to stop while its data does not come. It repeats its last batch, so that the other
+    # ranks reach the end of this step. Then all ranks discard the step and stop.
+    starved: bool = False
     stop: bool = False  # it was asked to stop after this step
     again: bool = False  # out of memory in its backward pass: the step is discarded and repeated
     smaller: bool = False  # its micro-batch became smaller in this step
@@ -384,16 +410,20 @@ def groups(task: Task, parameters: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of a loss other than this rank's features."""
+    """Inputs of a loss other than this rank's features.
+
+    `columns` has all columns of this rank's n samples, except for images and texts. A loss reads a
+    value of each sample by its name, such as `context.columns["ids"]`.
+    """
 
     # N, sharded so that the first N % W ranks hold one more; or samples of each rank; None: every
     # rank holds n
     global_size: int | Sequence[int] | None = None
-    keys: Sequence[str] = ()  # n `Batch.names`; empty: no sample is known to be another's copy
+    columns: Columns = field(default_factory=Columns)
+    """See `Batch.columns`. "names": list of n; equal names are the same sample. "ids": int64 [n],
+    or [m n] for m texts of each sample. Texts of one id are the same, and not negatives of each
+    other's images. An id below 0 is of an unknown text."""
     prepared: Features | None = None  # what `Objective.prepare` returned for the n samples
-    # int64 [m n], of this rank's texts: those of one id are the same, and no negatives of each
-    # other's images; one below 0 is of no known text
-    ids: Tensor | None = None
     # the caller looks at `LossOutput.unsafe` later, once the device has come so far
     deferred: bool = False
 
@@ -455,7 +485,7 @@ class Objective(abc.ABC):
     takes_bias: bool = False
     """Whether the model must have a `logit_bias`; if not, it may not have one."""
     takes_ids: bool = False
-    """Whether it reads `Context.ids`."""
+    """Whether it reads the column "ids" of `Context.columns`."""
     weights: Mapping[str, float] = {}
     """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 

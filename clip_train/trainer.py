@@ -1,9 +1,11 @@
 """The loop: a batch, a step, a record; then, if they are due, a checkpoint and an evaluation.
 
-The trainer decides what happens between steps. Here all ranks agree on everything that can end a
-run. Code that only observes the run is a `Callback`.
+The trainer decides what happens between steps. An error of any part is raised as it is, on the rank
+that has it: `launcher.runtime.outcome` ends the others. Code that only observes the run is a
+`Callback`.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,8 +65,7 @@ class Trainer:
     step_start: float = 0.0  # seconds of time.perf_counter()
     saves_prepared: bool = False  # memory for the first snapshot is allocated
     closed: bool = False
-    # an error of this rank alone; the other ranks learn of it in the next step
-    failure: Exception | None = None
+    closing: threading.Lock = field(default_factory=threading.Lock)  # held while `close` runs
     last: Batch | None = None  # the newest batch from `batches`
     starved: bool = False  # asked to stop while the next batch did not come
     # during an evaluation: the step before it is saved, or its save has begun
@@ -88,8 +89,9 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the last step; returns the last evaluation's numbers (none: empty).
 
-        Raises Preempted after a committed checkpoint, DivergedError, DataError, CheckpointError;
-        on all ranks. At the end the checkpoint must be in the remote store, if there is one. For a
+        Raises Preempted, on all ranks, after a committed checkpoint. Any other error is raised on
+        the ranks that have it: DivergedError, DataError, CheckpointError, or what a callback
+        raises. At the end the checkpoint must be in the remote store, if there is one. For a
         preemption the disk is enough.
         """
         batches = iter(self.batches)
@@ -97,14 +99,8 @@ class Trainer:
         while self.step < self.steps:
             self.call("phase", "step")
             wait_start = time.perf_counter()
-            try:
-                batch = self._next_batch(batches)
-                stop = self._step(batch, time.perf_counter() - wait_start)
-            except RuntimeError as e:
-                # If this rank had failed before, the other ranks may have ended, and the collective
-                # failed for that reason. Raise the first error. B904: without `from e`, it keeps
-                # its own cause, such as a loader worker's traceback.
-                raise self.failure or e  # noqa: B904
+            batch = self._next_batch(batches)
+            stop = self._step(batch, time.perf_counter() - wait_start)
             if stop and self.step < self.steps:
                 self._end_preempted()
         # Save first: a mistake in the evaluation's inputs must not cost the last steps.
@@ -113,78 +109,76 @@ class Trainer:
                 f"all {self.steps} steps are trained, but the last save failed (see above); "
                 f"{self.committed()}; run the same command again"
             )
-        evaluated = self._evaluate(saved=True)
-        dist.raise_agreed(self.failure)  # no later step would do so
-        return evaluated
+        return self._evaluate(saved=True)
 
     def call(self, method: str, *args: Any) -> None:
-        """Call `method` of every callback. An error in one ends the run in the next step."""
+        """Call `method` of every callback."""
         for callback in self.callbacks:
-            self._on_this_rank(partial(getattr(callback, method), *args))
+            getattr(callback, method)(*args)
 
-    def close(self) -> None:
+    def close(
+        self,
+        error: BaseException | None = None,
+        *,
+        save_seconds: float | None = None,
+        free: bool = True,
+    ) -> None:
         """Finish the pending save within `checkpoint.grace_seconds`, then close everything else.
 
-        A second call does nothing. Raises the first error of closing.
+        error: why the run ends early; the callbacks get it. save_seconds: at most this long for
+        the save. free: also free the memory of the snapshots. That waits for the GPU, which may wait
+        for a rank that has failed: then it is False, and the process ends.
+
+        Not collective. Another thread may call this while the main thread waits for the other
+        ranks; the process must end then. A second call waits for the first and does nothing.
+        Raises the first error of closing.
         """
-        if self.closed:
-            return
-        self.closed = True
-        self.failure = None  # from here on: the first error of closing
-        self.call("phase", "end")
-        self.checkpoints.close()
-        self.call("phase", "close")
-        self.call("close")
-        self._on_this_rank(self.batches.close)
-        if self.failure is not None:
-            raise self.failure
+        with self.closing:
+            if self.closed:
+                return
+            self.closed = True
+            actions: list[Callable[[], None]] = [
+                partial(self.call, "phase", "end"),
+                partial(self.checkpoints.close, save_seconds, free=free),
+                partial(self.call, "phase", "close"),
+            ]
+            if error is not None:
+                actions += [partial(callback.on_error, error) for callback in self.callbacks]
+            actions += [callback.close for callback in self.callbacks]
+            actions.append(self.batches.close)
+            first_error: Exception | None = None
+            for action in actions:
+                try:
+                    action()
+                except Exception as e:
+                    first_error = first_error or e
+            if first_error is not None:
+                raise first_error
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
         """The next batch.
 
-        A rank that has failed, or that was asked to stop while the data does not come, gets its
-        previous batch again, because the other ranks need it in the step's collectives. Its flag
-        then makes all ranks discard the step. The first batch has no previous one, so after it the
-        ranks agree here, with a collective of its own.
+        A rank that was asked to stop while its data does not come gets its previous batch again,
+        because the other ranks wait for it in the step's collectives. Its flag then makes all ranks
+        discard the step and stop.
         """
-        no_batch_yet = self.last is None
-        if self.failure is None:
-            try:
-                self.last = next(batches)
-            except StopIteration:
-                self.failure = DataError("the data ended, although it should repeat")
-            except StoppedWaiting:
-                self.starved = True
-            except Exception as e:
-                self.failure = e
-        if no_batch_yet:
-            flags = self._flags()
-            failed, stopped = dist.max_scalars(flags.failed, flags.stop)
-            if failed:
-                self._end_discarded()
-            if stopped:
-                self._end_preempted()
-        assert self.last is not None
-        if self.failure is None and not self.starved:
+        is_first = self.last is None
+        try:
+            self.last = next(batches)
+        except StopIteration:
+            raise DataError("the data ended, although it should repeat") from None
+        except StoppedWaiting:
+            self.starved = True
+        assert self.last is not None  # the first batch is always waited for
+        if is_first and dist.any_rank(self.stop.asked()):  # the first step may compile for minutes
+            self._end_preempted()
+        if not self.starved:
             return self.last
         samples_by_rank = shares(self.sizes.at(self.step), dist.world_size())
         return self.last.repeated(samples_by_rank[dist.rank()], tuple(samples_by_rank))
 
     def _flags(self) -> Flags:
-        return Flags(
-            failed=self.failure is not None or self.starved,
-            stop=self.stop.reason is not None,
-        )
-
-    def _end_discarded(self) -> NoReturn:
-        """Collective, after a step that a rank's flag has discarded. The lowest rank that failed
-        raises its own error; the others raise `RemoteRankError`. Without an error, a rank was asked
-        to stop while its data did not come."""
-        if not dist.any_rank(self.failure is not None):
-            self._end_preempted()
-        self.call("on_error", self.failure)
-        dist.raise_agreed(self.failure)
-        raise AssertionError("no rank has failed")
+        return Flags(starved=self.starved, stop=self.stop.reason is not None)
 
     def _step(self, batch: Batch, waited: float) -> bool:
         """One step, then a save and an evaluation if they are due. waited: seconds for the batch.
@@ -202,8 +196,8 @@ class Trainer:
                 log=self._log_of_this_step,
                 flags=self._flags,
             )
-        except StepDiscarded:
-            self._end_discarded()
+        except StepDiscarded:  # a rank was asked to stop while its data does not come
+            self._end_preempted()
         except DivergedError as e:
             self.checkpoints.settle()  # a pending save may become the last good checkpoint
             good = self.checkpoints.last_good
@@ -224,12 +218,10 @@ class Trainer:
         self.call("after_step", record, batch.names, batch.bad_samples)
         if not self.saves_prepared:  # after the first step, which creates the optimizer's state
             self.saves_prepared = True
-            self._on_this_rank(
-                lambda: self.checkpoints.prepare(
-                    self.engine.state_fragments(),
-                    rng_state(self.engine.device),
-                    self.objective.state_dict(),
-                )
+            self.checkpoints.prepare(
+                self.engine.state_fragments(),
+                rng_state(self.engine.device),
+                self.objective.state_dict(),
             )
         if result.flags.stop or self.step == self.steps:
             return result.flags.stop  # `run` saves and evaluates at the end
@@ -274,7 +266,7 @@ class Trainer:
             **result.metrics,
         }
         # results of earlier saves; an error on rank 0 after too many failures
-        self._on_this_rank(lambda: record.update(self.checkpoints.poll()))
+        record.update(self.checkpoints.poll())
         return record
 
     def _evaluate(self, *, saved: bool) -> dict[str, float]:
@@ -296,16 +288,8 @@ class Trainer:
             release()  # the evaluation may have run out of memory: free what it held
             return {}
         self.call("after_evaluate", {"step": self.step, **evaluated})
-        self._on_this_rank(partial(self.checkpoints.note_metrics, self.step, evaluated))
+        self.checkpoints.note_metrics(self.step, evaluated)
         return evaluated
-
-    def _on_this_rank(self, action: Callable[[], None]) -> None:
-        """Run an action that may fail on this rank alone. Keep its error for the next step: if it
-        were raised here, the other ranks would wait in a collective."""
-        try:
-            action()
-        except Exception as e:
-            self.failure = self.failure or e
 
     def _save(self, *, wait: bool = False) -> Saved:
         self.call("phase", "save")
@@ -331,7 +315,7 @@ class Trainer:
         message; None if there was no such save, so this process has steps to lose."""
         if not self.saved_before_evaluation:
             return None
-        self.checkpoints.close()
+        self.checkpoints.close(free=False)
         return self.committed()
 
     def _end_preempted(self) -> NoReturn:

@@ -41,7 +41,6 @@ from clip_train.metrics.meters import (
     GarbageCollections,
     Profiler,
     Utilization,
-    record_memory,
 )
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.process import this_process
@@ -97,6 +96,7 @@ def train(
         heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
     )
+    watchdog.end_run = outcome.end
     watchdog.start()
     # Mistakes that a rank can find without the others. Only rank 0 opens the shards.
     resolved = resolve(
@@ -252,53 +252,45 @@ def build_trainer(
     if resumed is None or not engine.saves_frozen:  # else the checkpoint has all weights
         log_once = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
-            weights = dist.agreed(partial(initial_weights, model, config.run.seed, log_once))
+            weights = initial_weights(model, config.run.seed, log_once)
             engine.load_fragments(weights, {})
     if resolved.layout is not None and dist.is_main():
         log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
-    tokenizer = dist.agreed(tokenizer_of, architecture)
+    tokenizer = tokenizer_of(architecture)
     loader = build_loader(resolved, device, tokenizer, resumed)
     skipped = Skipped(warn, start)
-    sinks = dist.agreed(
-        Sinks,
+    sinks = Sinks(
         config.log,
         config.run_dir,
         resume_step=start,
         recipe=recipe.to_keep(),
         skipped=skipped,
     )
-    examples = dist.agreed(Examples, config.run_dir, start, skipped)
+    examples = Examples(config.run_dir, start, skipped)
     progress = progress_line(config, start)
-    if config.log.memory_snapshot and device.type == "cuda":
-        record_memory(config.run_dir / "memory" / f"rank{env.rank}.pickle", skipped)
     flops_of_forward = partial(
         forward_flops,
         architecture,
         architecture.vision_cfg.patch_dropout,
         config.data.num_texts,
     )
-    recomputed = RECOMPUTED[config.engine.recompute]
-    measurers: list[Callback] = []
-    if dist.is_main():
-        measurers.append(Utilization(flops_of_forward, device, skipped, recomputed))
-    profilers: list[Callback] = []
-    profiled_steps = config.log.profile_steps
-    if profiled_steps and max(profiled_steps) > start:
-        first, last = min(profiled_steps), max(profiled_steps)
-        profilers = [Profiler(first, last, start, config.run_dir / "profile", skipped)]
     callbacks: list[Callback] = [
         watchdog,
         InvalidLog(loader.epoch, log if progress else silent, sinks.write),
-        *([BatchDigest()] if config.log.batch_digest else []),
-        *measurers,
-        *([SlowRank(heartbeat)] if env.world_size > 1 else []),
-        *profilers,
-        *dist.agreed(own_callbacks, config.log, skipped, given_callbacks),
-        sinks,
-        examples,
-        *progress,
-        GarbageCollections(),
     ]
+    if config.log.batch_digest:
+        callbacks.append(BatchDigest())
+    if dist.is_main():
+        recomputed = RECOMPUTED[config.engine.recompute]
+        callbacks.append(Utilization(flops_of_forward, device, skipped, recomputed))
+    if env.world_size > 1:
+        callbacks.append(SlowRank(heartbeat))
+    profiled_steps = config.log.profile_steps
+    if profiled_steps and max(profiled_steps) > start:
+        first, last = min(profiled_steps), max(profiled_steps)
+        callbacks.append(Profiler(first, last, start, config.run_dir / "profile", skipped))
+    callbacks += own_callbacks(config.log, skipped, given_callbacks)
+    callbacks += [sinks, examples, *progress, GarbageCollections()]
     trainer = Trainer(
         engine=engine,
         objective=objective,

@@ -10,7 +10,6 @@ images (*.png, of the model's size) and texts.json. OUT: [2, n, D], normalised, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -27,12 +26,12 @@ Features = tuple[torch.Tensor, torch.Tensor]
 
 def ours(recipe: str, images: list[Any], texts: list[str]) -> Features:
     """From the run's newest checkpoint, not from an export."""
-    from clip_tools.inspect import run_at
+    from clip_tools.place import run_at
     from clip_train.data.tokenizer import Tokenizer
     from clip_train.engines.base import PlainEngine
     from clip_train.models.clip import build_model, parse_saved
 
-    _, found = run_at(argparse.Namespace(place=recipe, overrides=[], step=None))
+    _, found = run_at(recipe, [])
     architecture = parse_saved(found.state["architecture"])
     model = build_model(architecture)
     PlainEngine(model).load_fragments(found.reader, {})

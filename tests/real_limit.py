@@ -22,6 +22,7 @@ from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.recovery import recovering_step
 from clip_train.task import Batch
+from tests.toy import columns_of
 
 N, STEPS, LR = 256, 5, 0.1
 ARCHITECTURE = Architecture.model_validate(
@@ -56,7 +57,11 @@ def make(kind: str):
 def batch(step: int) -> Batch:
     g = torch.Generator().manual_seed(step)
     images = torch.randint(0, 256, (N, 3, 64, 64), generator=g, dtype=torch.uint8)
-    return Batch(images, torch.randint(1, 64, (N, 12), generator=g), torch.arange(N) + 1000 * step)
+    return Batch(
+        columns_of(
+            images, torch.randint(1, 64, (N, 12), generator=g), torch.arange(N) + 1000 * step
+        )
+    )
 
 
 def address_space() -> int:

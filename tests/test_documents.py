@@ -15,8 +15,7 @@ import tomllib
 
 import clip_train
 from clip_train.recipe.recipe import known_keys, parse_value
-from launcher.cli.main import main, parse
-from launcher.cli.options import VERBS
+from launcher.cli.main import VERBS, main, parse, verb_parser
 from tests.documents import (
     PAGES,
     ROOT,
@@ -197,7 +196,7 @@ def test_help_shows_lines_that_parse(verb, capsys):
 def test_verbs_and_options_in_prose_exist(page):
     for verb, rest in re.findall(r"`clip-train ([a-z][\w-]*)([^`]*)`", page.read_text()):
         assert verb in VERBS, f"{page.name}: clip-train {verb}"
-        options = {f"--{name}" for name, *_ in VERBS[verb].options} | {"--help"}
+        options = ["--help", *re.findall(r"--[a-z-]+", verb_parser(verb).format_usage())]
         for option in re.findall(r"(?<= )--[a-z-]+", re.sub(r"\"[^\"]*\"", "", rest)):
             assert option in options, f"{page.name}: clip-train {verb} {option}"
 

@@ -56,6 +56,17 @@ def test_a_recipe_is_read_without_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_help_of_the_command_imports_no_verb():
+    code = (
+        "import sys; from launcher.cli.main import build_parser; build_parser().format_help(); "
+        "print(sorted({'torch', 'pydantic', 'clip_tools'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_run_starts_without_what_only_some_runs_need():
     """Each takes a good part of a second of every start, on every rank."""
     heavy = (

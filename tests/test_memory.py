@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from clip_tools.inspect import NO_RUN
+from clip_tools.place import NO_RUN
 from clip_train.batch import BatchConfig, BatchPlan, plan_batch
 from clip_train.errors import UserError
 from clip_train.memory.plan import Profile, Room, cheapest_layout

@@ -29,6 +29,7 @@ from tests.data.shards import jpeg, write_shard
 from tests.losses.oracle import siglip
 from tests.losses.oracles import distill_loss
 from tests.models.small import inputs, small_architecture, small_model
+from tests.toy import columns_of
 
 N, CONTEXT, T, M = 13, 24, 2, 1  # samples, tokens, positives, hard negatives
 TEXT = {"context_length": CONTEXT, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2}
@@ -153,7 +154,9 @@ def whole_batch() -> Batch:
     texts[torch.arange(CONTEXT) >= lengths[:, None]] = 0
     texts = texts.view(N, T + M, CONTEXT)
     lengths = text_lengths(texts)
-    return Batch(images, texts, torch.arange(N) * 9, text_lengths=lengths, pack_texts=True)
+    return Batch(
+        columns_of(images, texts, torch.arange(N) * 9, text_lengths=lengths), pack_texts=True
+    )
 
 
 def model(kind: str):
@@ -194,8 +197,8 @@ def test_a_step_is_that_of_the_whole_batch(kind):
     """Also where a text's dropout is drawn, and whatever its length."""
     batch, clip = whole_batch(), model(kind)
     if kind != "negatives":
-        batch.texts = batch.texts[:, :T]
-        batch.text_lengths = text_lengths(batch.texts)
+        texts = batch.texts[:, :T]
+        batch.columns = batch.columns.plus(texts=texts, text_lengths=text_lengths(texts))
     seeds = batch.sample_seeds
     image = clip(batch.images, None, seeds)[0]
     texts = [clip(None, batch.texts[:, t], seeds + t)[1] for t in range(batch.texts.shape[1])]

@@ -5,6 +5,7 @@ The oracle is one graph over whole contexts in the canonical order, and textbook
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,7 +24,7 @@ from tests import tolerances
 from tests.engine.layouts import engine_at
 from tests.models.small import inputs, small_architecture, small_model
 from tests.ranks import run_ranks
-from tests.toy import oracle_loss, share
+from tests.toy import columns_of, oracle_loss, share
 
 N, CONTEXT = 13, 24
 TEXT = {"context_length": CONTEXT, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2}
@@ -38,7 +39,7 @@ class ByKey(Objective):
         return {"seeds": micro_batch.sample_seeds[:, None]}
 
     def __call__(self, features, context=NO_CONTEXT):
-        keys = torch.tensor([int(key) for key in context.keys])
+        keys = torch.tensor([int(key) for key in context.columns["keys"]])
         assert context.prepared["seeds"][:, 0].tolist() == keys.tolist()
         image, text = features["image"], features["text"]
         weight = weights(keys).to(image.dtype)[:, None]
@@ -67,7 +68,9 @@ def whole_batch() -> Batch:
     texts = torch.randint(1, 99, (N, CONTEXT), generator=torch.Generator().manual_seed(2))
     texts[torch.arange(N), lengths - 1] = 99
     texts[torch.arange(CONTEXT) >= lengths[:, None]] = 0
-    return Batch(images, texts, torch.arange(N) + 70, keys=[str(i + 70) for i in range(N)])
+    return Batch(
+        columns_of(images, texts, torch.arange(N) + 70, keys=[str(i + 70) for i in range(N)])
+    )
 
 
 def oracle(kind: str, dtype: torch.dtype):
@@ -97,11 +100,16 @@ def objective(kind: str) -> Objective:
 def on_ranks(kind: str, dtype: torch.dtype, micro_size: int, pack: bool):
     """Loss and gradient, summed over the ranks."""
     own = share(whole_batch(), dist.rank(), dist.world_size())
-    own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+    columns = own.columns.plus(text_lengths=text_lengths(own.texts))
+    own = replace(own, columns=columns, pack_texts=pack)
     assert pack == any(m.num_tokens is not None for m in own.micro_batches(micro_size))
     engine = PlainEngine(model(kind, dtype))
     output = two_pass(
-        engine, own.micro_batches(micro_size), objective(kind), Context(N, own.keys), kept_graphs=2
+        engine,
+        own.micro_batches(micro_size),
+        objective(kind),
+        Context(N, own.columns),
+        kept_graphs=2,
     )
     gradient = [p.grad for p in engine.module.parameters() if p.grad is not None]
     for each in gradient:
@@ -141,13 +149,13 @@ def captions(n: int) -> Batch:
     texts = torch.ones(n, 77, dtype=torch.int64)
     texts[torch.arange(n), lengths - 1] = 99
     images = torch.zeros(n, 3, 16, 16, dtype=torch.uint8)
-    return Batch(images, texts, torch.arange(n), text_lengths=text_lengths(texts))
+    return Batch(columns_of(images, texts, torch.arange(n), text_lengths=text_lengths(texts)))
 
 
 def test_sorted_and_packed_texts_take_fewer_operations():
     """Text tower alone, its cost in tokens: the linear layers of one block over all of them."""
     batch = captions(256)
-    assert sum(batch.text_lengths) == pytest.approx(24 * 256, rel=0.03)
+    assert sum(batch.columns["text_lengths"]) == pytest.approx(24 * 256, rel=0.03)
     architecture = small_architecture(
         text_cfg=TEXT | {"context_length": 77, "width": 512, "heads": 8}
     )
@@ -163,7 +171,8 @@ def test_sorted_and_packed_texts_take_fewer_operations():
         return flops((m.texts, m.num_tokens) for m in batch.micro_batches(size))
 
     padded = flops([(batch.texts, None)])
-    parts = [(batch.texts[i : i + 32], batch.text_lengths[i : i + 32]) for i in range(0, 256, 32)]
+    lengths = batch.columns["text_lengths"]
+    parts = [(batch.texts[i : i + 32], lengths[i : i + 32]) for i in range(0, 256, 32)]
     cut = flops((texts[:, : min(77, -(-max(n) // 8) * 8)], None) for texts, n in parts)
     ordered = of_micro_batches(32)
     batch.pack_texts = True
@@ -177,7 +186,8 @@ def unlike() -> Batch:
     """Of texts of 3 or 4 tokens and full ones, in two halves: ranks have nothing in common."""
     batch = whole_batch()
     lengths = torch.tensor([3 + i % 2 if i < 5 else CONTEXT for i in range(N)])
-    batch.texts = torch.randint(1, 99, (N, CONTEXT), generator=torch.Generator().manual_seed(5))
+    texts = torch.randint(1, 99, (N, CONTEXT), generator=torch.Generator().manual_seed(5))
+    batch.columns = batch.columns.plus(texts=texts)
     batch.texts[torch.arange(N), lengths - 1] = 99
     batch.texts[torch.arange(CONTEXT) >= lengths[:, None]] = 0
     return batch
@@ -197,7 +207,8 @@ def on_engine(layout: str, pack: bool, kept: int) -> list[float]:
     results = []
     for whole in (unlike(), whole_batch(), unlike()):
         own = share(whole, dist.rank(), dist.world_size())
-        own.text_lengths, own.pack_texts = text_lengths(own.texts), pack
+        columns = own.columns.plus(text_lengths=text_lengths(own.texts))
+        own = replace(own, columns=columns, pack_texts=pack)
         results.append(train_step(engine, own, InfoNCE(), micro_size=2, kept_graphs=kept, lr=0.1))
     weights = [fragment.tensors["param"].clone() for fragment in engine.state_fragments()]
     engine.close()

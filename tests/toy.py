@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clip_train.columns import Column, Columns
 from clip_train.task import Batch
 from tests.ranks import device
 
@@ -47,25 +48,36 @@ class ToyCLIP(nn.Module):
         )
 
 
+def columns_of(
+    images: Tensor,
+    texts: Tensor,
+    sample_seeds: Tensor,
+    keys: list[str] | None = None,
+    **others: Column | None,
+) -> Columns:
+    """The columns of a batch, without those that are None. keys: also the samples' names."""
+    by_name = {"keys": keys, "names": keys, **others}
+    given = {name: column for name, column in by_name.items() if column is not None}
+    return Columns(images=images, texts=texts, sample_seeds=sample_seeds, **given)
+
+
 def toy_batch(N: int, seed: int = 0) -> Batch:
     g = torch.Generator().manual_seed(seed)
-    return Batch(
-        images=torch.randint(0, 256, (N, 3, 2, 2), generator=g, dtype=torch.uint8),
-        texts=torch.randint(0, 16, (N, 6), generator=g),
-        sample_seeds=torch.arange(N) + 1000 * seed,
-        keys=[f"{seed}-{i}" for i in range(N)],
+    columns = columns_of(
+        torch.randint(0, 256, (N, 3, 2, 2), generator=g, dtype=torch.uint8),
+        torch.randint(0, 16, (N, 6), generator=g),
+        torch.arange(N) + 1000 * seed,
+        [f"{seed}-{i}" for i in range(N)],
     )
+    return Batch(columns)
 
 
 def share(batch: Batch, rank: int, world_size: int) -> Batch:
     """Rank `rank`'s contiguous part of a global batch; the first ranks hold one more where they must."""
     n, more = divmod(len(batch), world_size)
-    own = slice(rank * n + min(rank, more), (rank + 1) * n + min(rank + 1, more))
+    own = batch.columns.cut(rank * n + min(rank, more), (rank + 1) * n + min(rank + 1, more))
     counts = (n + 1,) * more + (n,) * (world_size - more) if more else ()
-    part = Batch(
-        batch.images[own], batch.texts[own], batch.sample_seeds[own], batch.keys[own], shares=counts
-    )
-    return part.to(device())
+    return Batch(own, shares=counts).to(device())
 
 
 def oracle_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

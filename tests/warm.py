@@ -39,7 +39,7 @@ PRELOAD = [
     "clip_train.storage.fsspec_store",
     "clip_train.data.worker",
     "clip_train.engines.deepspeed.engine",
-    "clip_tools.inspect",
+    "clip_tools.evaluate",
     "clip_tools.plan",
     "launcher.slurm.controller",
     "launcher.train",

@@ -38,6 +38,7 @@ from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.recipe.names import SAME
 from clip_train.recipe.recipe import RunConfig, check_config
 from clip_train.yaml_text import dump_yaml
+from launcher.cli.arguments import add_help
 from launcher.runtime.log import warn
 
 ALWAYS = """\
@@ -68,9 +69,30 @@ Flags = Mapping[str, Any]
 Notes = list[tuple[str, str]]  # flag, what to know of it
 
 
-def run(args: argparse.Namespace) -> int:
-    flags, ranks = read_command(args.command)
-    world_size = args.world_size or ranks
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Print the recipe for an OpenCLIP command line. Comments above it explain flags with another
+        meaning here. Replace the variables of a script by their values first.
+        """,
+        """
+        clip-train import-args "torchrun --nproc_per_node 8 -m main --train-data a.tar" > my.yaml
+        clip-train import-args "python -m main --train-data a.tar" --world-size 16
+        """,
+    )
+    parser.add_argument("command", metavar="COMMAND", help="one argument in quotes")
+    parser.add_argument(
+        "--world-size",
+        metavar="N",
+        type=int,
+        help="GPUs, if the command does not say (default: torchrun's, else 1)",
+    )
+
+
+def run(command: str, world_size: int | None) -> int:
+    flags, ranks = read_command(command)
+    world_size = world_size or ranks
     keys, notes = translate(flags, world_size or 1)
     if world_size is None:
         notes.insert(

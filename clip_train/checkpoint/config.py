@@ -12,7 +12,7 @@ from pydantic import Field
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
-from clip_train.settings import Messages, Place, Settings, is_switch, rule
+from clip_train.settings import Messages, Place, Removed, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
@@ -22,7 +22,13 @@ from clip_train.storage.urls import is_remote, local_path, open_storage
 class CheckpointConfig(Settings):
     """When and where to save, how many checkpoints to keep, and where to resume from."""
 
-    removed: ClassVar = {"takeover": is_switch}
+    removed: ClassVar = {
+        "orphan_grace_minutes": Removed(
+            "leave it out; files of saves that were never committed are removed after an hour",
+            lambda value: value == 60.0,
+        ),
+        "takeover": Removed("leave it out; a second start takes over by itself", is_switch),
+    }
 
     every_steps: int | None = Field(1000, ge=1)
     """Save after this many optimizer steps; null: never by steps. If the disk is still writing the
@@ -72,9 +78,6 @@ class CheckpointConfig(Settings):
 
     grace_seconds: float = Field(240.0, ge=0, le=1e8)
     """How long to wait for the last save to be committed, at the end or after a stop request."""
-
-    orphan_grace_minutes: float = Field(60.0, ge=0)
-    """Files of saves that were never committed are removed when they are older than this."""
 
     @rule
     def _names_a_bucket(self) -> Messages:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -22,7 +23,7 @@ from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.process import WriterProcess
 from clip_train.checkpoint.restore import Log, Resumed, Stores, is_shared, select
-from clip_train.checkpoint.retention import Policy, check_space
+from clip_train.checkpoint.retention import ORPHAN_SECONDS, Policy, check_space
 from clip_train.checkpoint.snapshot import FilePlan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
@@ -73,6 +74,7 @@ class CheckpointManager:
         log: Log | None = None,
         warn: Log | None = None,
         clock: Callable[[], float] = time.monotonic,
+        orphan_seconds: float = ORPHAN_SECONDS,
     ) -> None:
         self.config = config
         self.folder = Path(folder).absolute()
@@ -85,6 +87,7 @@ class CheckpointManager:
         self._warn_here = warn or log  # on any rank
         self._log = log if dist.is_main() else logger.debug
         self._warn = self._warn_here if dist.is_main() else logger.debug
+        self._orphan_seconds = orphan_seconds
         self._clock = clock
         self._last_save_time = clock()  # or when a save was last reported as overdue
         self._last_save_step = -1
@@ -94,6 +97,7 @@ class CheckpointManager:
         self._policy: Policy | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
+        self._receiving = threading.RLock()  # `close` may come from another thread
         self._step = -1  # of the last snapshot, or resumed from
         self._snapshots = 0  # how many were taken: each attempt has a folder of its own
         self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
@@ -150,7 +154,14 @@ class CheckpointManager:
             take_lease = partial(acquire, self.remote, [self.storage])
         lease = dist.on_main(take_lease)
         self._memory = SharedMemory()
-        self._policy = Policy(self.config, lease, str(self.folder), self._shared, self._protect)
+        self._policy = Policy(
+            self.config,
+            lease,
+            str(self.folder),
+            self._shared,
+            self._protect,
+            self._orphan_seconds,
+        )
         self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
 
     def prepare(
@@ -339,31 +350,34 @@ class CheckpointManager:
         If the writer has died, its unfinished saves have failed, and the next save starts a new
         one.
         """
-        if self._writer is None:
-            return
-        for message in self._writer.receive(timeout):
-            self._handle(message)
-        how = self._writer.ended
-        if how is None:
-            return
-        self._writer.close()
-        self._writer = None
+        with self._receiving:
+            if self._writer is None:
+                return
+            for message in self._writer.receive(timeout):
+                self._handle(message)
+            how = self._writer.ended
+            if how is None:
+                return
+            self._writer.close()
+            self._writer = None
         self._warn_here(how if dist.is_main() else f"rank {dist.rank()}: {how}")
-        if dist.rank() > 0:  # rank 0's checkpoint writer waits for this rank's manifests
-            for request in self._pending.values():
-                stores: list[Storage] = []
-                if self.remote is not None:
-                    stores.append(self.remote)
-                if self._shared and request is self._writing:
-                    stores.append(self.storage)
-                for store in stores:
-                    with contextlib.suppress(OSError):
-                        put_rank_manifest(store, request, CheckpointError(how))
+        if dist.rank() > 0:
+            self._put_errors(CheckpointError(how))
         newest = max(self._pending, default=None)
         self._pending.clear()
         self._writing = None
         if newest is not None:
             self._fail(newest, how)
+
+    def _put_errors(self, error: CheckpointError) -> None:
+        """Rank 0's checkpoint writer waits for this rank's manifests: give it the error instead."""
+        for request in self._pending.values():
+            stores = [self.remote] if self.remote is not None else []
+            if self._shared and request is self._writing:
+                stores.append(self.storage)
+            for store in stores:
+                with contextlib.suppress(OSError):
+                    put_rank_manifest(store, request, error)
 
     def _handle(self, message: Message) -> None:
         """Act on a message from the checkpoint writer."""
@@ -476,29 +490,39 @@ class CheckpointManager:
                 return
             self._poll(min(0.2, max(end - time.monotonic(), 0.0)))
 
-    def close(self) -> None:
-        """The checkpoint writer finishes within `checkpoint.grace_seconds`, or is ended.
+    def close(self, seconds: float | None = None, *, free: bool = True) -> None:
+        """The checkpoint writer finishes within `checkpoint.grace_seconds`, and within `seconds` if
+        they are given, or is ended.
+
+        free: also free the memory of the snapshots. False if the process ends next: another thread
+        may still be using the memory.
 
         Time already spent waiting for the last save counts. Not collective. The log reports the
         result of an unfinished save.
         """
-        if self._writer is not None:
-            end = self._deadline or time.monotonic() + self.config.grace_seconds
-            step = max(self._pending, default=None)
-            if step is not None:
-                left = end - time.monotonic()
-                self._log(f"finishing the checkpoint of step {step} (up to {left:.0f} s)")
-            self._writer.send(None)
-            while self._writer.ended is None and time.monotonic() < end:
-                left = max(end - time.monotonic(), 0.0)
-                for message in self._writer.receive(min(1.0, left)):
-                    self._handle(message)
-            if self._pending:
-                text = f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}"
-                self._warn(text)
-            self._writer.close()
-        if self._memory is not None:
+        with self._receiving:
+            self._finish_writer(seconds)
+            self._policy = None
+        if free and self._memory is not None:
             self._memory.close()
+            self._memory = None
+
+    def _finish_writer(self, seconds: float | None) -> None:
+        if self._writer is None:
+            return
+        now = time.monotonic()
+        end = self._deadline or now + self.config.grace_seconds
+        if seconds is not None:
+            end = min(end, now + seconds)
+        step = max(self._pending, default=None)
+        if step is not None:
+            self._log(f"finishing the checkpoint of step {step} (up to {end - now:.0f} s)")
+        self._writer.send(None)
+        while self._writer.ended is None and time.monotonic() < end:
+            left = max(end - time.monotonic(), 0.0)
+            for message in self._writer.receive(min(1.0, left)):
+                self._handle(message)
+        if self._pending:
+            self._warn(f"abandoned the checkpoint of step {max(self._pending)}; {self._fallback()}")
+        self._writer.close()
         self._writer = None
-        self._memory = None
-        self._policy = None

@@ -23,6 +23,8 @@ from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
 
 Failures = dict[str, str]  # by name of a file or folder: why it could not be removed
+# Files of saves that were never committed are removed when they are older than this.
+ORPHAN_SECONDS = 3600.0
 HEADROOM = 64 << 20  # bytes that must stay free beside a checkpoint, for manifests and others
 
 
@@ -35,6 +37,7 @@ class Policy:
     folder: str = ""
     shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
     protect: set[CommitRef] = field(default_factory=set)  # never removed: the one resumed from
+    orphan_seconds: float = ORPHAN_SECONDS
 
 
 def commits_to_keep(
@@ -89,7 +92,6 @@ def apply_retention(
             removed.add(ref)
     newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
     now = time.time()
-    orphan_grace = 60 * policy.config.orphan_grace_minutes  # seconds
     # by commit that is kept: the folder that its marker names; None if that cannot be read
     named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in keep)
     for ref in named:
@@ -101,7 +103,7 @@ def apply_retention(
         pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
         if pending or attempt in in_flight or is_named(named, ref, attempt):
             continue
-        grace = 0.0 if ref.epoch == epoch else orphan_grace
+        grace = 0.0 if ref.epoch == epoch else policy.orphan_seconds
         modified = max(entry.modified for entry in files)
         if ref not in removed and now - modified < grace:
             continue

@@ -1,5 +1,5 @@
-"""From the members of a sample to its caption and its uint8 image. The reasons that make a sample
-invalid are here.
+"""From the members of a sample to its columns: texts, the uint8 image and any other value. The
+reasons that make a sample invalid are here.
 """
 
 import bisect
@@ -11,6 +11,7 @@ import random
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,16 @@ from torch import Tensor
 from clip_train.data.benchmark import with_captions
 from clip_train.data.fields import is_missing, key_of, metadata, scalar
 from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
+from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.order import hash64
-from clip_train.data.pixels import Alpha, decode_image
+from clip_train.data.pixels import Alpha, decode_image, jpeg_size
+from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tar import TarSample
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.inputs import IMAGE, Input, layout_of
 from clip_train.settings import import_path
+from clip_train.task import NO_ID, sample_id
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 DRAWS = 1 << 63  # a sample's seed is below it
@@ -39,6 +43,73 @@ Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 CaptionKey = str | Sequence[str] | Mapping[str, float] | None
 """As `data.caption_key`: one name, names to be tried in order, or names with the weights to draw
 them with."""
+
+
+@dataclass(eq=False)
+class Decoder:
+    """From the members of a training sample to its columns."""
+
+    transform: TrainTransform
+    texts_of: Callable[..., list[str]]  # from a sample and `draw` to its `num_texts` texts
+    num_texts: int  # T
+    stages: Sequence[Stage | str] = ()  # or their import paths; each maps one sample to one or none
+    layout: Sequence[Input] = ()  # of `data.inputs`
+    groups: str | None = None  # as `loss.groups`
+    # of all teachers' stored features together; 0: they are not read; None: no augmentations either
+    stored_width: int | None = None
+    alpha: Alpha = "white"  # as `data.alpha`
+
+    def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """One sample: for each column, a tensor, a number or a string. InvalidSample.
+
+        To give each sample another value, add an entry to this mapping, of one type and shape for
+        all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
+        is a tensor or a number. "text_lengths" and "places" are added later.
+
+        images: uint8 [3, S, S], or [B] bytes of `data.inputs`. texts: T strings, which the worker
+        replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
+        shard in the list of all.
+        """
+        key = members["__key__"]
+        sample = {"keys": key, "names": f"{members['__shard__']}:{key}", "sample_seeds": seed}
+        if members["__url__"].startswith(SYNTHETIC):
+            image, texts = synthetic_sample(seed, self.transform.image_size, self.num_texts)
+            sample |= {"images": image, "texts": texts}
+            if self.groups is not None:
+                sample["ids"] = NO_ID
+            return sample
+        # code of the user's own may draw random numbers
+        draws = bool(self.stages or self.layout)
+        with seeded(seed) if draws else contextlib.nullcontext():
+            if self.stages:
+                members = staged(members, self.stages)
+            members = {**members, "__seed__": seed}
+            sample["images"] = own_inputs(members, self.layout, self._image)
+            texts = sample["texts"] = self.texts_of(members, draw=seed)
+            if self.stored_width:
+                place, _ = stored_augmentation(members, seed)
+                sample["teacher_features"] = stored_features(
+                    members, place, texts, self.stored_width
+                )
+        if self.groups is not None:
+            sample["ids"] = sample_id(group(members, texts[0], self.groups))
+        return sample
+
+    def _image(self, members: Mapping[str, Any]) -> Tensor:
+        """uint8 [3, S, S]. InvalidSample."""
+        seed = members["__seed__"]
+        if self.stored_width is not None:
+            with invalid_if_failing(AUGMENTATIONS):
+                _, augmentation = stored_augmentation(members, seed)
+                image = image_of(members, alpha=self.alpha)
+                return self.transform.stored(image, augmentation)
+        size = None
+        divisor = 1
+        if self.transform.scaled_decode:
+            size = jpeg_size(image_bytes(members))
+        if size is not None:
+            divisor = self.transform.divisor(*size, seed)
+        return self.transform(image_of(members, divisor, alpha=self.alpha), seed, size)
 
 
 def image_bytes(members: Mapping[str, Any]) -> Any:
@@ -91,7 +162,8 @@ def captions(
             if value is not None:
                 usable[name] = _texts(value)
         except InvalidSample as e:
-            reason = str(e) if reason == "no caption" else reason
+            if reason == "no caption":
+                reason = str(e)
         if len(usable) == count and not isinstance(caption_key, Mapping):
             break
     if not usable:
@@ -217,7 +289,8 @@ def stored_features(
     synthetic = synthetic_texts(members)
     with invalid_if_failing(FEATURES):
         data = io.BytesIO(members[FEATURES])
-        if sum(each.file_size for each in zipfile.ZipFile(data).infolist()) > MAX_FEATURE_BYTES:
+        sizes = [array.file_size for array in zipfile.ZipFile(data).infolist()]  # decompressed
+        if sum(sizes) > MAX_FEATURE_BYTES:
             raise InvalidSample("npz is too large")
         arrays = np.load(data, allow_pickle=False)
         more = [arrays[name] for name in arrays.files if re.fullmatch("syn_text.*_emb", name)]
@@ -250,7 +323,7 @@ def usable_caption(
     fields = {**members, "__key__": sample.key, "__seed__": 0}
     if stages:
         fields = staged(fields, stages)
-    layout = [each for each in layout_of(inputs, 1) if each.path != IMAGE]
+    layout = [own for own in layout_of(inputs, 1) if own.path != IMAGE]
     if layout:
         own_inputs(fields, layout, image_bytes)
     else:
@@ -277,15 +350,15 @@ def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[st
         what = stage if isinstance(stage, str) else getattr(stage, "__name__", "a stage")
         with invalid_if_failing(f"data.stages ({what})"):
             call = import_path("data.stages", stage) if isinstance(stage, str) else stage
-            made = [dict(each) for each in call([fields])]
-        if not made:
+            results = [dict(result) for result in call([fields])]
+        if not results:
             raise InvalidSample(f"data.stages ({what}) dropped it")
-        if len(made) > 1:
+        if len(results) > 1:
             raise UserError(
-                f"data.stages ({what}) must map one sample to one, and made {len(made)} of "
+                f"data.stages ({what}) must map one sample to one, and made {len(results)} of "
                 f"{members['__key__']}; its place in the order is one"
             )
-        fields = made[0]
+        fields = results[0]
     return fields
 
 
@@ -297,13 +370,14 @@ def own_inputs(
     if not layout:
         return image(fields)
     parts = []
-    for name, path, shape, dtype, _ in layout:
-        with invalid_if_failing(f"data.inputs.{name}"):
-            call = image if path == IMAGE else import_path(f"data.inputs.{name}", path)
+    for own in layout:
+        key = f"data.inputs.{own.name}"
+        with invalid_if_failing(key):
+            call = image if own.path == IMAGE else import_path(key, own.path)
             value = call(fields)
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        if (tensor.shape, tensor.dtype) != (shape, getattr(torch, dtype)):
-            was = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
-            raise InvalidSample(f"data.inputs.{name}: not {dtype} {list(shape)}") from was
+        if (tensor.shape, tensor.dtype) != (own.shape, getattr(torch, own.dtype)):
+            cause = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
+            raise InvalidSample(f"{key}: not {own.dtype} {list(own.shape)}") from cause
         parts.append(tensor.contiguous().flatten().view(torch.uint8))
     return torch.cat(parts)

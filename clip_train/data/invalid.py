@@ -100,7 +100,9 @@ class InvalidLog(Callback):
     write: Callable[[dict[str, Any], Literal["invalid"]], None] | None = None  # to the sinks
     step: int = 0
     mine: Counter[str] = field(default_factory=Counter)  # of this rank's batches
-    total: Counter[str] = field(default_factory=Counter)  # of all ranks, when they last summed
+    # of all ranks, when they last summed, and this rank's part of it
+    total: Counter[str] = field(default_factory=Counter)
+    summed: Counter[str] = field(default_factory=Counter)
 
     def after_step(
         self, record: dict[str, Any], keys: Sequence[str], invalid: Mapping[str, int]
@@ -123,8 +125,11 @@ class InvalidLog(Callback):
         state["bad_samples"] = dict(self.total)
 
     def on_error(self, error: BaseException | None) -> None:
-        """A run that ends because of invalid samples records them."""
-        self.sum_and_write()
+        """A run that ends because of invalid samples records those that this rank knows of: the
+        last sum, and its own since then."""
+        self.total += self.mine - self.summed
+        self.summed = Counter(self.mine)
+        self._write()
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """The checkpoint holds the sum over ranks: rank 0 takes it for its own."""
@@ -132,11 +137,16 @@ class InvalidLog(Callback):
 
         self.step, self.total = state["step"], Counter(state["bad_samples"])
         self.mine = Counter(self.total) if dist.is_main() else Counter()
+        self.summed = Counter(self.mine)
 
     def sum_and_write(self) -> None:
         """Collective: sums over the ranks, then writes the sum to the sinks."""
         from clip_train import dist  # torch: a recipe is read without
 
         self.total = sum(map(Counter, dist.gather_objects(dict(self.mine))), Counter[str]())
+        self.summed = Counter(self.mine)
+        self._write()
+
+    def _write(self) -> None:
         if self.total and self.write is not None:
             self.write({"step": self.step, "bad_samples": dict(self.total)}, "invalid")

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from clip_train.batch import BatchSizes, shares
+from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
-from clip_train.data.decode import Stage, texts_of
+from clip_train.data.decode import Decoder, Stage, texts_of
 from clip_train.data.images import TrainTransform, own_augmentation
 from clip_train.data.index import ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
@@ -138,12 +139,25 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             count=config.texts_per_image,
             negatives=config.negative_texts,
         )
+        decoder = Decoder(
+            transform,
+            texts,
+            config.num_texts,
+            stages=(*(config.stages or ()), *stages),
+            layout=self.layout,
+            groups=groups,
+            stored_width=None if config.reinforced is None else sum(config.reinforced),
+            alpha=config.alpha,
+        )
         self._stream = PieceStream(
-            self.order, files, parts, step, transform, tokenizer or Tokenizer(context_length),
-            texts, config.num_texts, (*(config.stages or ()), *stages), self.layout,
-            row_shape(self.layout, image_size), groups,
-            None if config.reinforced is None else sum(config.reinforced), config.alpha,
-        )  # fmt: skip
+            self.order,
+            files,
+            parts,
+            start=step,
+            decoder=decoder,
+            tokenizer=tokenizer or Tokenizer(context_length),
+            row=row_shape(self.layout, image_size),
+        )
         self._lengths, self._pack_texts = lengths, pack_texts
         self._world_size = world_size
         self._shape = shared_shape(parts, config.prefetch, self._stream.row)
@@ -195,49 +209,42 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             raise StopIteration
         if self._pieces is None:
             self._pieces = self._start()
-        round_, turn = divmod(self.step - self._stream.start, self._turns)
-        num = len(self._stream.workers) // self._turns
-        pieces = [self._next_piece(self._pieces) for _ in range(num)]
-        memory = self._stream.memory
-        counts = [len(piece.keys) for piece in pieces]
-        images = pieces[0].images
-        if images is None or self._pin_memory:
-            shape = (sum(counts), *self._stream.row)
-            images = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-            for number, part in enumerate(images.split(counts)):
-                made = pieces[number].images
-                if memory is not None:  # a worker fills its slots in turn, one in each round
-                    slots = memory[turn * num + number]
-                    made = slots[round_ % len(slots), : len(part)]
-                assert made is not None
-                part.copy_(made)
-        texts = torch.cat([piece.texts for piece in pieces])
-        seeds = torch.cat([piece.seeds for piece in pieces])
-        lengths = None if self._lengths is None else self._lengths(texts)
-        extra = {}  # with the keys that need them
-        for name in ("teacher_features", "ids"):
-            parts = [x for x in (getattr(piece, name) for piece in pieces) if x is not None]
-            if parts:  # a piece without samples has none
-                whole = torch.cat(parts)
-                extra[name] = whole.pin_memory() if self._pin_memory else whole
+        num_pieces = len(self._stream.workers) // self._turns
+        pieces = [self._next_piece(self._pieces) for _ in range(num_pieces)]
+        columns = Columns.cat([piece.columns for piece in pieces if len(piece.columns)])
+        if self._lengths is not None:
+            columns = columns.plus(text_lengths=self._lengths(columns["texts"]))
+        if self._stream.memory is not None:
+            columns = columns.plus(images=self._images([len(piece.columns) for piece in pieces]))
         if self._pin_memory:
-            texts, seeds = texts.pin_memory(), seeds.pin_memory()
+            columns = columns.pin()
         invalid = [sample for piece in pieces for sample in piece.invalid]
-        self._limit.add(sum(counts), invalid)
-        of_ranks = shares(self._sizes.at(self.step), self._world_size)
+        self._limit.add(len(columns), invalid)
+        samples_by_rank = shares(self._sizes.at(self.step), self._world_size)
         self.step += 1
         return Batch(
-            images=images,
-            texts=texts,
-            sample_seeds=seeds,
-            keys=[key for piece in pieces for key in piece.keys],
-            shards=[shard for piece in pieces for shard in piece.shards],
+            columns,
             bad_samples=dict(Counter(sample.place for sample in invalid)),
-            shares=tuple(of_ranks),
-            text_lengths=lengths,
+            shares=tuple(samples_by_rank),
             pack_texts=self._pack_texts,
-            **extra,
         )
+
+    def _images(self, counts: list[int]) -> Tensor:
+        """uint8 [n, *row]: the images of this step's pieces, copied out of shared memory.
+
+        counts: samples of each piece.
+        """
+        memory = self._stream.memory
+        assert memory is not None
+        round_, turn = divmod(self.step - self._stream.start, self._turns)
+        images = torch.empty(
+            (sum(counts), *self._stream.row), dtype=torch.uint8, pin_memory=self._pin_memory
+        )
+        first_worker = turn * len(counts)
+        for worker, part in enumerate(images.split(counts), first_worker):
+            slots = memory[worker]  # a worker fills its slots in turn, one in each round
+            part.copy_(slots[round_ % len(slots), : len(part)])
+        return images
 
     def stop(self) -> None:
         """Nothing more is wanted: a wait for a piece, in another thread, ends within seconds."""
@@ -303,7 +310,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             return next(pieces)
         while not self._closed:
             try:
-                made = pickle.loads(next(pieces).numpy().tobytes())
+                message = pickle.loads(next(pieces).numpy().tobytes())
             except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:
                 why = str(e) or type(e).__name__
                 if "timed out" in why:
@@ -313,11 +320,11 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                     "data.workers, data.shuffle_block or data.prefetch; a container may need more "
                     "shared memory (--shm-size)"
                 ) from e
-            if isinstance(made, Piece):
-                return made
-            error, where = made
+            if isinstance(message, Piece):
+                return message
             self.stop()  # a worker ends with its error
-            raise error from (WorkerTraceback(where) if where else None)
+            cause = WorkerTraceback(message.traceback) if message.traceback else None
+            raise message.error from cause
         raise StopIteration
 
 
@@ -366,9 +373,8 @@ class Prefetcher(Iterator[Batch]):
             return batch.to(self.device)
         current = torch.cuda.current_stream(self.device)
         current.wait_event(copied)
-        for tensor in (x for x in vars(batch).values() if isinstance(x, Tensor)):
-            # the copying stream may not reuse its memory before this stream is done with it
-            tensor.record_stream(current)
+        # the copying stream may not reuse the memory before this stream is done with it
+        batch.columns.record_stream(current)
         return batch
 
     def _wait(self) -> tuple[Batch, torch.cuda.Event | None] | BaseException:

@@ -22,7 +22,6 @@ Alpha = Literal["white", "drop"]
 
 Image.init()
 FORMATS_HERE = [name for name in FORMATS if name in Image.OPEN]  # that this build of Pillow knows
-MAX_SCANS = 100  # of a progressive JPEG; a small file can hold thousands, each over the whole image
 MAX_PIXELS = 89_478_485  # Pillow's own limit (1 GiB / 4 / 3): a larger image is taken for a bomb
 STRIP_PIXELS = 1 << 22
 JPEG_START = b"\xff\xd8"
@@ -87,8 +86,6 @@ def is_transparent(data: Any) -> bool:
 def _decode_jpeg(data: bytes, divisor: int) -> np.ndarray | None:
     """uint8 [H, W, 3]; None for a color space that simplejpeg leaves to Pillow, and for a file that
     it rejects, perhaps by a warning of libjpeg alone."""
-    if data.count(b"\xff\xda") > MAX_SCANS:
-        raise InvalidSample("image has too many scans")
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > MAX_PIXELS:

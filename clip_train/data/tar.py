@@ -18,7 +18,6 @@ MAX_PADDING_BYTES = 1 << 20  # of zeros at the end; GNU tar writes up to 10 KiB
 MAX_NAME_BYTES = 1 << 20  # of a long name or pax header; more is damage
 # before one member: a long name, a long link and a pax header; more is damage
 MAX_HEADER_BYTES = 1 << 22
-MAX_PAX_RECORDS = 1_000  # of a pax header; more is damage
 MAX_SAMPLE_BYTES = 1 << 28  # larger samples are not read, because a block of samples is in memory
 MAX_OFFSET = 1 << 50  # bytes; no shard is that long
 MAX_MEMBERS = 64  # of a sample: a shard whose names share a dot would become one huge sample
@@ -161,9 +160,9 @@ def _pax_records(data: bytes, offset: int) -> dict[str, str]:
     begin = 0
     try:
         while begin < len(data):
-            space = data.find(b" ", begin, begin + 8)  # up to 7 digits, as MAX_NAME_BYTES has
-            length = int(data[begin:space]) if space > begin else 0
-            if not space - begin < length <= len(data) - begin or len(records) == MAX_PAX_RECORDS:
+            space = data.index(b" ", begin, begin + 8)  # up to 7 digits, as MAX_NAME_BYTES has
+            length = int(data[begin:space])
+            if not space - begin < length <= len(data) - begin:
                 raise ValueError
             name, _, value = data[space + 1 : begin + length - 1].partition(b"=")
             records.append((_text(name), _text(value)))

@@ -4,7 +4,6 @@ the batch.
 This module runs inside the loader's workers. Their images are in shared memory.
 """
 
-import contextlib
 import itertools
 import math
 import multiprocessing
@@ -13,7 +12,7 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -23,23 +22,18 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clip_train.batch import BatchSizes
-from clip_train.data import decode
+from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, resolve_workers
-from clip_train.data.decode import Stage
+from clip_train.data.decode import Decoder
 from clip_train.data.formats import quiet_pillow
-from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import Invalid, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
-from clip_train.data.pixels import Alpha, jpeg_size
 from clip_train.data.reader import Files, Item, StreamReader
-from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, RankError
-from clip_train.inputs import Input
 from clip_train.processes import usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
-from clip_train.task import sample_ids
 
 # in a worker: with more, their shards are opened for each block, to keep files and buffers few
 MAX_OPEN_STREAMS = 64
@@ -98,47 +92,32 @@ def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], rank
 class Piece:
     """One worker's part of one step."""
 
-    images: Tensor | None  # uint8 [p, *row]; None where they are in `shared_images`
-    texts: Tensor  # int64 [p, context_length], or [p, T, context_length]
-    seeds: Tensor  # int64 [p]
-    teacher_features: Tensor | None  # float32 [p, F], as in `Batch`
-    keys: list[str]  # p
-    shards: list[int]  # p, as in `Batch`
-    ids: Tensor | None  # int64 [p], of their groups, with `loss.groups`
+    # p samples, with the columns of a `Batch`; without "images" where those are in `shared_images`,
+    # and without any column where p is 0
+    columns: Columns
     invalid: list[Invalid]
 
 
 @dataclass
-class Usable:
-    """One sample of a piece, without its row."""
+class WorkerError:
+    """The error that ended a worker."""
 
-    texts: list[str]
-    key: str
-    shard: int
-    seed: int
-    group: str | None = None  # as `decode.group`
+    error: Exception
+    traceback: str = ""  # empty if the message says enough
 
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one error and its origin. Otherwise: the
-    pieces of the rank."""
+    """In a worker: its pieces without end, packed, or one `WorkerError`. Otherwise: the pieces of
+    the rank."""
 
     order: Order
     files: Sequence[Files]
     workers: list[Partition]  # what each worker decodes
     start: int  # the first step
-    transform: TrainTransform
+    decoder: Decoder
     tokenizer: Tokenize
-    texts_of: Callable[..., list[str]]  # from a sample and `draw` to its `num_texts` texts
-    num_texts: int  # T
-    stages: Sequence[Stage | str]  # or their import paths; each maps one sample to one or none
-    layout: Sequence[Input]  # of `data.inputs`
-    row: tuple[int, ...]  # `row_shape` of the layout
-    groups: str | None  # as `loss.groups`
-    # of all teachers' stored features together; 0: they are not read; None: no augmentations either
-    width: int | None = None
-    alpha: Alpha = "white"  # as `data.alpha`
+    row: tuple[int, ...]  # `row_shape` of the decoder's layout
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -157,14 +136,14 @@ class PieceStream(IterableDataset):
             for piece in self._pieces(info.id):
                 yield packed(piece)
         except ClipTrainError as e:
-            yield packed((e, ""))  # the message is enough
+            yield packed(WorkerError(e))
         except Exception as e:
             error: Exception = e
             try:
                 pickle.loads(pickle.dumps(e))
             except Exception:  # an error that cannot be pickled would hang the queue
                 error = DataError(f"{type(e).__name__}: {e}")
-            yield packed((error, traceback.format_exc()))
+            yield packed(WorkerError(error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         readers: dict[int, StreamReader] = {}
@@ -176,8 +155,7 @@ class PieceStream(IterableDataset):
                 images = torch.empty((count, *self.row), dtype=torch.uint8)
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
-            samples: list[Usable] = []
-            stored: list[Tensor] = []
+            samples: list[dict[str, Any]] = []
             invalid: list[Invalid] = []
             for stream, sample_numbers in shares.items():
                 used[stream] = step
@@ -193,29 +171,26 @@ class PieceStream(IterableDataset):
                     if self.closing.value:
                         return
                     seed = self.order.sample_seed(stream, number)
-                    row, sample = self._first_usable(
-                        readers[stream].at(number), seed, invalid, stored
-                    )
-                    images[len(samples)] = row  # at once, while it is in the cache
+                    sample = self._first_usable(readers[stream].at(number), seed, invalid)
+                    # at once, while it is in the cache
+                    images[len(samples)] = sample.pop("images")
                     samples.append(sample)
-            all_texts = [text for sample in samples for text in sample.texts]
-            yield Piece(
-                images if self.memory is None else None,
-                self.tokenizer(all_texts).unflatten(0, (count, self.num_texts)).squeeze(1),
-                torch.tensor([sample.seed for sample in samples], dtype=torch.int64),
-                torch.stack(stored) if stored else None,
-                [sample.key for sample in samples],
-                [sample.shard for sample in samples],
-                None if self.groups is None else sample_ids(sample.group for sample in samples),
-                invalid,
-            )
-            for stream in [stream for stream in readers if step - used[stream] > IDLE_STEPS]:
-                del readers[stream]  # at a boundary between ranks that has moved on
+            columns = Columns.stacked(samples)
+            if samples:
+                columns = columns.plus(texts=self._tokens(columns["texts"]))
+                if self.memory is None:
+                    columns = columns.plus(images=images)
+            yield Piece(columns, invalid)
+            # streams that other ranks have taken over
+            idle = [stream for stream in readers if step - used[stream] > IDLE_STEPS]
+            for stream in idle:
+                del readers[stream]
 
     def _first_usable(
-        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid], stored: list[Tensor]
-    ) -> tuple[Tensor, Usable]:
-        """The row and the rest of the first one that decodes; its features go into `stored`.
+        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
+    ) -> dict[str, Any]:
+        """The first sample that decodes, as `Decoder` returns it.
+
         If the first of them cannot be used, it is added to `invalid`. The others are counted at
         their own places."""
         tried: list[Invalid] = []
@@ -223,53 +198,28 @@ class PieceStream(IterableDataset):
             if isinstance(item, Invalid):
                 tried.append(item)
                 continue
-            key, url = item["__key__"], item["__url__"]
-            if url.startswith(SYNTHETIC):
-                row, texts = synthetic_sample(seed, self.transform.image_size, self.num_texts)
-                return row, Usable(texts, key, item["__shard__"], seed)
             try:
-                with seeded(seed) if self.stages or self.layout else contextlib.nullcontext():
-                    fields = decode.staged(item, self.stages) if self.stages else item
-                    fields = {**fields, "__seed__": seed}
-                    row = (
-                        decode.own_inputs(fields, self.layout, self._image)
-                        if self.layout
-                        else self._image(fields)
-                    )
-                    texts = self.texts_of(fields, draw=seed)
-                    if self.width:
-                        place, _ = decode.stored_augmentation(fields, seed)
-                        stored.append(decode.stored_features(fields, place, texts, self.width))
+                sample = self.decoder(item, seed)
             except InvalidSample as e:
-                tried.append(Invalid(str(e), url, key))
+                tried.append(Invalid(str(e), item["__url__"], item["__key__"]))
                 continue
             invalid += tried[:1]
-            group = decode.group(fields, texts[0], self.groups) if self.groups else None
-            return row, Usable(texts, key, item["__shard__"], seed, group)
+            return sample
         raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
-    def _image(self, fields: Mapping[str, Any]) -> Tensor:
-        """uint8 [3, S, S]. InvalidSample."""
-        seed = fields["__seed__"]
-        if self.width is not None:
-            with decode.invalid_if_failing(decode.AUGMENTATIONS):
-                _, augmentation = decode.stored_augmentation(fields, seed)
-                image = decode.image_of(fields, alpha=self.alpha)
-                return self.transform.stored(image, augmentation)
-        size = None
-        if self.transform.scaled_decode:
-            size = jpeg_size(decode.image_bytes(fields))
-        divisor = self.transform.divisor(*size, seed) if size else 1
-        return self.transform(decode.image_of(fields, divisor, alpha=self.alpha), seed, size)
+    def _tokens(self, texts_of_samples: Sequence[Sequence[str]]) -> Tensor:
+        """int64 [p, context_length], or [p, T, context_length] of T > 1 texts of each sample."""
+        texts = [text for texts in texts_of_samples for text in texts]
+        return self.tokenizer(texts).unflatten(0, (len(texts_of_samples), -1)).squeeze(1)
 
 
-def packed(made: Piece | tuple[Exception, str]) -> Tensor:
-    """Put the piece into shared memory, so that only its name goes through the workers' one pipe.
+def packed(message: Piece | WorkerError) -> Tensor:
+    """Put the message into shared memory, so that only its name goes through the workers' one pipe.
 
     A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep
     the pipe's lock, and the trainer would wait forever.
     """
-    return torch.frombuffer(bytearray(pickle.dumps(made)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
 
 
 def outlive_signals(closing: Any) -> None:

@@ -9,6 +9,7 @@ from clip_train.settings import (
     ImportPath,
     Messages,
     Place,
+    Removed,
     Settings,
     rule,
     shown,
@@ -20,7 +21,12 @@ IMAGENET = "imagenet"  # a name, not a file: OpenCLIP's classes and templates (i
 class EvaluateConfig(Settings):
     """The evaluations, their data and their times: docs/evaluation.md."""
 
-    removed: ClassVar = {"linear_probe": lambda value: value is None}
+    removed: ClassVar = {
+        "linear_probe": Removed(
+            "export the model (clip-train export), and run CLIP_benchmark's linear_probe on it",
+            lambda value: value is None,
+        )
+    }
 
     every_steps: int | None = Field(None, gt=0)
     """Optimizer steps between evaluations; null: evaluate only at the end of the run."""

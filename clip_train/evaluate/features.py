@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.columns import Columns
 from clip_train.data.validation import ValBatch
 from clip_train.engines.base import Engine
 from clip_train.errors import EvaluationStopped, UserError
@@ -94,7 +95,7 @@ def encode(
     blank: ValBatch | None = None
     while True:
         # a loader that fails, or a bad label, ends all ranks together
-        batch, found = dist.agreed(partial(_next, source, label))
+        batch, batch_labels = dist.agreed(partial(_next, source, label))
         rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
         more, rounds, stopped = (
             int(most) for most in dist.max_scalars(batch is not None, rounds, asked_to_stop())
@@ -107,7 +108,7 @@ def encode(
         batch = batch or blank
         for i, captions in enumerate(batch.captions, len(labels)):
             owners += [i] * len(captions)
-        labels += found
+        labels += batch_labels
         texts.append(batch.texts[: sum(map(len, batch.captions))].to(device, non_blocking=True))
         pixels = batch.images.to(device, non_blocking=True)
         starts = range(0, rounds * batch_size, batch_size)  # an image may have many captions
@@ -123,7 +124,8 @@ def encode(
     logit_scale = image[0].new_ones(1)
     if with_text:
         seeds = torch.zeros(1, dtype=torch.int64, device=device)
-        logit_scale = engine.forward(MicroBatch(blank.images, blank.texts, seeds))["logit_scale"]
+        columns = Columns(images=blank.images, texts=blank.texts, sample_seeds=seeds)
+        logit_scale = engine.forward(MicroBatch(columns))["logit_scale"]
 
     def join() -> Encoded:
         return Encoded(

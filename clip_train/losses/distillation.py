@@ -107,7 +107,7 @@ def stored_teacher(
     widths: Sequence[int], t: int, scale: float, micro_batch: MicroBatch
 ) -> Features:
     """The features of teacher t that the shards hold; of all: `widths`."""
-    assert micro_batch.teacher_features is not None
-    rows = micro_batch.teacher_features.unflatten(1, (-1, sum(widths)))  # [b, 1 + T, F]
+    stored = micro_batch.columns["teacher_features"]
+    rows = stored.unflatten(1, (-1, sum(widths)))  # [b, 1 + T, F]
     image, texts = rows[:, 0].split([*widths], 1)[t], rows[:, 1:].split([*widths], 2)[t]
     return named_features(image, texts.flatten(0, 1), image.new_full((1,), scale))

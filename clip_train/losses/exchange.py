@@ -36,9 +36,10 @@ def gathered_ids(context: Context, counts: Sequence[int], m: int = 1) -> Tensor 
 
     Collective. ValueError for ids of another number of texts.
     """
-    ids, texts = context.ids, [m * count for count in counts]
+    ids = context.columns.get("ids")
     if ids is None:
         return None
+    texts = [m * count for count in counts]  # of every rank
     own = texts[dist.rank()]
     if ids.shape != (own,):
         raise ValueError(f"ids are {list(ids.shape)}: give one for each of {own} texts")

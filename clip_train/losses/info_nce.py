@@ -304,8 +304,8 @@ def add_group_targets(output: LossOutput, pairs: Pairs, ids: Tensor, scale: Tens
 class InfoNCE(Objective):
     """The symmetric InfoNCE loss. With m texts for each image the first is its positive.
 
-    group_role: for texts with equal `Context.ids`, whether they are left out as negatives of each
-    other's images, or are all positives.
+    group_role: for texts with equal "ids" (`Context.columns`), whether they are left out as
+    negatives of each other's images, or are all positives.
     """
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once

@@ -59,8 +59,9 @@ class MemoryBank(Objective):
         scale, deferred = features["logit_scale"], context.deferred
         pairs = Pairs.of(features, context)
         ids = torch.full((len(pairs.image),), NO_ID)
-        if context.keys:
-            ids = sample_ids(context.keys)
+        names = context.columns.get("names")
+        if names is not None:
+            ids = sample_ids(names)
         ids = dist.gather_rows(ids.to(pairs.image.device, non_blocking=True), pairs.counts)
         self.pending = {"image": pairs.image_all, "text": pairs.text_all, "ids": ids}
         entries = len(self.past["ids"]) if self.past and self.steps >= self.warmup_steps else 0

@@ -6,13 +6,28 @@ from pydantic import Field
 
 from clip_train.callbacks import Callback
 from clip_train.errors import UserError
-from clip_train.settings import Allowed, ImportPath, Settings, import_path, is_installed
+from clip_train.settings import Allowed, ImportPath, Removed, Settings, import_path, is_installed
 
 
 class LogConfig(Settings):
     """The terminal output and the records. `metrics.jsonl` and `report.html` are always written."""
 
-    removed: ClassVar = {"every_steps": lambda value: isinstance(value, int)}
+    removed: ClassVar = {
+        "every_steps": Removed(
+            "leave it out; a progress line is logged every 10 seconds",
+            lambda value: isinstance(value, int),
+        ),
+        "memory_snapshot": Removed(
+            "call torch.cuda.memory._record_memory_history() in a callback of your own "
+            "(log.callbacks), and _dump_snapshot in its on_error",
+            lambda value: value is False,
+        ),
+        "strict_callbacks": Removed(
+            "leave it out; a callback ends the run if it raises an error of clip_train.errors, and "
+            "any other error is a warning",
+            lambda value: value is False,
+        ),
+    }
     progress: bool = True
     """A progress bar in a terminal; elsewhere a line every 10 seconds."""
 
@@ -38,20 +53,13 @@ class LogConfig(Settings):
     a trace of each rank (for ui.perfetto.dev), and a table of its largest operators with their
     memory. Traced steps are slower."""
 
-    memory_snapshot: bool = False
-    """If a GPU runs out of memory, write its allocations and their source lines to `memory/` in the
-    run's folder, for docs.pytorch.org/memory_viz. It slows each allocation down; on a CPU it does
-    nothing."""
-
     callbacks: Annotated[
         list[ImportPath], Allowed("a list of import paths", example="'[my_package.probes.Probe]'")
     ] = Field([])
     """Callbacks of your own: import paths of subclasses of `clip_train.callbacks.Callback`, which
-    are called after a step, a save and an evaluation (docs/extending.md)."""
-
-    strict_callbacks: bool = False
-    """An error in a callback ends the run. Otherwise the run continues, warns once, and lists the
-    error in VERDICT."""
+    are called after a step, a save and an evaluation (docs/extending.md). An error of
+    `clip_train.errors` in one ends the run. After any other error, the run continues, and VERDICT
+    lists it."""
 
     notify: str | None = None
     """A shell command that runs at each verdict: VERDICT, RUN_NAME, RUN_DIR, STEP and REASON are in

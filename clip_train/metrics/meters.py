@@ -3,7 +3,6 @@ garbage collection."""
 
 import gc
 import hashlib
-import os
 import re
 import resource
 import sys
@@ -24,7 +23,6 @@ from clip_train.metrics.skipped import Skipped
 
 SIDE = 1024  # of the square matrices whose product measures a CPU
 TABLE_ROWS = 30  # of a profile
-HISTORY = 100_000  # allocations and frees that a snapshot of memory goes back, some KB each
 REMEDY = "the run is not affected; correct the cause before you ask for it again"
 
 
@@ -178,22 +176,6 @@ class Profiler(Callback):
         order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = profile.key_averages().table(order, row_limit=TABLE_ROWS)
         path.with_name(f"rank{dist.rank()}.txt").write_text(table)
-
-
-def record_memory(path: Path, skipped: Skipped) -> None:
-    """When the GPU first runs out of memory, write all allocations and their source lines to
-    `path`: docs.pytorch.org/memory_viz opens it."""
-
-    def out_of_memory(
-        *sizes: int,
-    ) -> None:  # before the allocator raises; an error would replace it
-        if not os.path.lexists(path):  # a link would redirect it
-            write = partial(torch.cuda.memory._dump_snapshot, str(path))
-            skipped.attempt("the snapshot of memory", write, remedy=REMEDY)
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
-    torch._C._cuda_attach_out_of_memory_observer(out_of_memory)  # type: ignore[attr-defined]
 
 
 class GarbageCollections(Callback):

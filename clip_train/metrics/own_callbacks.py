@@ -20,8 +20,8 @@ def own_callbacks(
     """Those of the recipe, in its order, and then those `given` by a program. Their methods get
     views that they can only read.
 
-    An error in one is a warning and a line in VERDICT; with `log.strict_callbacks` it ends the run
-    on all ranks in the next step: a ClipTrainError as it is, any other as a UserError. UserError.
+    A ClipTrainError in one ends the run on all ranks. Any other error is a warning and a line in
+    VERDICT. UserError for one that cannot be made.
     """
     callbacks: dict[str, Callback] = {}
     for path in config.callbacks:
@@ -33,30 +33,20 @@ def own_callbacks(
             ) from e
     for number, callback in enumerate(given):
         callbacks[f"{type(callback).__name__}, number {number} of callbacks"] = callback
-    guard = None if config.strict_callbacks else skipped
     for path, callback in callbacks.items():
         for name in METHODS:
             where = f"{name} of log.callbacks ({path})"
-            setattr(callback, name, partial(_call, guard, where, getattr(callback, name)))
+            setattr(callback, name, partial(_call, skipped, where, getattr(callback, name)))
     return list(callbacks.values())
 
 
-def _call(
-    skipped: Skipped | None, where: str, method: Callable[..., None], *arguments: Any
-) -> None:
-    action = partial(method, *map(_read_only, arguments))
-    if skipped is not None:
-        skipped.attempt(where, action, remedy="correct it, or take it out")
-        return
+def _call(skipped: Skipped, where: str, method: Callable[..., None], *arguments: Any) -> None:
     try:
-        action()
+        method(*map(_read_only, arguments))
     except ClipTrainError:  # it says itself what follows, and whether the node is to blame
         raise
     except Exception as e:
-        raise UserError(
-            f"{where} failed: {type(e).__name__}: {e}; correct it, or set "
-            "log.strict_callbacks=false"
-        ) from e
+        skipped.note(where, e, remedy="correct it, or take it out")
 
 
 def _read_only(value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import BatchPlan
+from clip_train.columns import Columns
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError
 from clip_train.losses.tiles import GPU_SIDE
@@ -89,11 +90,12 @@ def micro_batch(
 ) -> MicroBatch:
     """A micro-batch of zeros. num_texts: of each image."""
     sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
-    return MicroBatch(
-        torch.zeros(size, *sample, dtype=torch.uint8, device=device),
-        torch.zeros(num_texts * size, length, dtype=torch.int64, device=device),
-        torch.arange(size, device=device),
+    columns = Columns(
+        images=torch.zeros(size, *sample, dtype=torch.uint8, device=device),
+        texts=torch.zeros(size, num_texts, length, dtype=torch.int64, device=device),
+        sample_seeds=torch.arange(size, device=device),
     )
+    return MicroBatch(columns)
 
 
 SHALLOW = 2  # measured blocks of a tower; each further block needs as much memory as the last

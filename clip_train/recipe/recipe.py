@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -473,6 +473,14 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
     return config
+
+
+def without_removed(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The recipe of a checkpoint without keys of earlier versions, whatever their values."""
+    return {
+        name: {key: value for key, value in section.items() if key not in SECTIONS[name].removed}
+        for name, section in raw.items()
+    }
 
 
 def needs_samples(config: RunConfig) -> bool:

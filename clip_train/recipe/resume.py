@@ -13,7 +13,7 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.engines.config import describe_sharding
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
-from clip_train.recipe.recipe import RunConfig, known_keys
+from clip_train.recipe.recipe import SECTIONS, RunConfig, known_keys
 from clip_train.settings import AtResume
 from clip_train.storage.redact import redact
 
@@ -90,7 +90,17 @@ def find_changes(
             kind = "reported"  # the same model: its file was moved
         if before != after:
             changes.append(Change(path, before, after, kind))
-    return changes + model_changes
+    return changes + removed_since(then) + model_changes
+
+
+def removed_since(then: Mapping[str, Any]) -> list[Change]:
+    """Keys of an earlier version whose value in the checkpoint changed something."""
+    return [
+        Change(f"{section}.{key}", then[section][key], "no key any more", "reported")
+        for section, model in SECTIONS.items()
+        for key, removed in model.removed.items()
+        if key in then.get(section, {}) and not removed.ignored(then[section][key])
+    ]
 
 
 def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:

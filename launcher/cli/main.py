@@ -1,25 +1,95 @@
-"""`clip-train VERB ...`: parse the line, import the verb's module, and end the process with its
-exit status.
+"""`clip-train VERB ...`: import the verb's module, parse the line, and end the process with the
+verb's exit status.
+
+A verb is a module of `VERBS`: `add_arguments(parser)` declares its arguments, and `run` gets them by
+name. Only the verb of this line is imported, so `clip-train --help` appears at once.
 """
 
 import argparse
 import contextlib
+import importlib
+import inspect
 import logging
 import os
-import pkgutil
 import resource
 import sys
 import traceback
+from dataclasses import dataclass
+from types import ModuleType
 from typing import NoReturn
 
+from clip_train import __version__
 from clip_train.data.formats import quiet_pillow
 from clip_train.errors import RankError, UserError
 from clip_train.stop import StopRequest
 from clip_train.versions import too_old
-from launcher.cli.options import DRY_RUN, VERBS, build_parser
+from launcher.cli.process import Process
 from launcher.runtime.log import Redacting, Unfailing, configure
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.verdict import OURS, SAFE_PATH, end_process
+
+
+@dataclass(frozen=True)
+class Verb:
+    module: str  # with `add_arguments` and `run`
+    help: str  # one line of `clip-train --help`
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+VERBS = {
+    "train": Verb("launcher.runtime.launch", "train, or resume training"),
+    "keys": Verb("clip_tools.keys", "every key that a recipe can hold"),
+    "plan": Verb("clip_tools.plan", "batch arithmetic, memory and length, without a GPU"),
+    "submit": Verb("launcher.slurm.submit", "render, check and submit a SLURM job"),
+    "doctor": Verb("clip_tools.doctor", "check this machine, the recipe and the cluster"),
+    "evaluate": Verb(
+        "clip_tools.evaluate",
+        "zero-shot, retrieval and validation loss of a run or of any weights",
+    ),
+    "embed": Verb("clip_tools.embed", "the features of a data set, as .npy files"),
+    "reinforce": Verb(
+        "clip_tools.reinforce",
+        "shards with teachers' features, augmentations and synthetic captions",
+    ),
+    "caption": Verb("clip_tools.caption", "captions of the images in a folder, by a CoCa"),
+    "export": Verb("clip_tools.export", "weights for OpenCLIP or transformers, as safetensors"),
+    "branch": Verb(
+        "clip_tools.branch",
+        "a new run that starts from another run's checkpoint and cools down",
+    ),
+    "average": Verb("clip_tools.average", "the mean of checkpoints' weights, as an export"),
+    "shards": Verb(
+        "clip_tools.shards.command", "a table or a folder of images with captions as shards"
+    ),
+    "index": Verb(
+        "clip_tools.shards.index",
+        "count and checksum shards, so that epochs are exact and damage is seen",
+    ),
+    "checkpoints": Verb(
+        "clip_tools.checkpoints", "list checkpoints, their state, and which will be kept"
+    ),
+    "report": Verb("clip_tools.report", "write an HTML report of a run"),
+    "watch": Verb("clip_tools.watch", "runs in the terminal, live"),
+    "import-args": Verb("clip_tools.openclip.command", "an OpenCLIP command line as a recipe"),
+    "demo": Verb("clip_tools.demo", "train a small CLIP in minutes and see it work"),
+    "completion": Verb("clip_tools.completion", "shell completion for this command"),
+}
+
+OF_EVERY_VERB = ("verb", "quiet", "verbose")  # arguments that this module uses itself
+
+EPILOG = """\
+exit status: 0 done; 75 preempted after a commit (run the same line again); 130 interrupted twice;
+2 a mistake in the recipe or the command; 1 anything else.
+
+examples:
+  clip-train demo                                        train on captioned shapes, 4 minutes
+  clip-train train recipes/vit_b32.yaml optim.lr=1e-3    all GPUs; the same line again resumes
+  torchrun --nproc-per-node 8 -m launcher train recipes/vit_b32.yaml engine.precision=bf16
+  clip-train index 's3://bucket/cc12m/{00000..01242}.tar'   once, before training from shards
+  clip-train plan recipes/vit_b32.yaml --world-size 64   batch arithmetic and memory
+"""
 
 # What Python, torch and a loader's worker need at least: the limit, its name, the option of ulimit.
 LEAST = (
@@ -82,27 +152,23 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         for a in (sys.argv[1:] if argv is None else argv)
         if not a.startswith(("--local_rank", "--local-rank"))
     ]
-    args = parse(arguments)
-    trains = args.verb == "train" and not args.dry_run
-    configure(quiet=args.quiet, verbose=args.verbose, trains=trains)
-    quiet_pillow()
-    args.arguments, args.stop, args.outcome = arguments, stop, outcome
+    verb = arguments[0] if arguments else ""
+    configure(trains=verb == "train")  # until the line is parsed
     try:
-        for problem in too_old("torch"):
-            raise UserError(problem)
-        for limit, least, what, option in LEAST:
-            allowed, _ = resource.getrlimit(limit)  # -1: any number
-            if 0 <= allowed < least:
-                raise RankError(
-                    f"this shell allows {allowed} {what} (ulimit {option}), and at least {least} "
-                    f"are needed: raise it with ulimit {option} 4096, or in "
-                    "/etc/security/limits.conf"
-                )
-        run = DRY_RUN if args.verb == "train" and args.dry_run else VERBS[args.verb].run
-        return pkgutil.resolve_name(run)(args)
+        if verb in VERBS:  # its module imports torch
+            check_machine()
+        args = parse(arguments)
+        trains = verb == "train" and not args.dry_run
+        configure(quiet=args.quiet, verbose=args.verbose, trains=trains)
+        quiet_pillow()
+        run = VERBS[verb].load().run
+        named = {key: value for key, value in vars(args).items() if key not in OF_EVERY_VERB}
+        if "process" in inspect.signature(run).parameters:
+            named["process"] = Process(arguments, stop, outcome, args.quiet)
+        return run(**named)
     except (Exception, KeyboardInterrupt) as e:
         if (
-            isinstance(e, BrokenPipeError) and args.verb != "train"
+            isinstance(e, BrokenPipeError) and verb != "train"
         ):  # the reader of stdout has exited: `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
@@ -111,26 +177,82 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         outcome.close()
 
 
+def check_machine() -> None:
+    """UserError for a torch that is too old; RankError if the shell allows too few files or
+    processes."""
+    for problem in too_old("torch"):
+        raise UserError(problem)
+    for limit, least, what, option in LEAST:
+        allowed, _ = resource.getrlimit(limit)  # -1: any number
+        if 0 <= allowed < least:
+            raise RankError(
+                f"this shell allows {allowed} {what} (ulimit {option}), and at least {least} "
+                f"are needed: raise it with ulimit {option} 4096, or in "
+                "/etc/security/limits.conf"
+            )
+
+
+# -- the command line
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Like the parser, but overrides may also follow options, where argparse does not look for
     them.
     """
-    parser = build_parser()
-    more: list[str] = []
-    if arguments[:1] == ["submit"] and "--" in arguments:  # what follows is for sbatch
+    verb = arguments[0] if arguments else ""
+    parser = build_parser(verb)
+    sbatch_options: list[str] = []
+    if verb == "submit" and "--" in arguments:  # what follows is for sbatch
         split = arguments.index("--")
-        arguments, more = arguments[:split], arguments[split + 1 :]
+        arguments, sbatch_options = arguments[:split], arguments[split + 1 :]
     args, left = parser.parse_known_args(arguments)
-    args.sbatch_options = more
+    if verb == "submit":
+        args.sbatch_options = sbatch_options
     overrides = [each for each in left if "=" in each and not each.startswith("-")]
     if len(overrides) < len(left) or (left and not hasattr(args, "overrides")):
         from clip_tools.openclip.flags import suggest
 
         quote = "; quote the command as one argument"
-        hint = quote if args.verb == "import-args" else suggest(left)
-        if args.verb == "submit":
+        hint = quote if verb == "import-args" else suggest(left)
+        if verb == "submit":
             hint += "; options of sbatch go after --, as in -- --qos=high"
         parser.error(f"unrecognized arguments: {' '.join(left)}{hint}")
     if left:
         args.overrides = [*args.overrides, *left]
     return args
+
+
+def build_parser(verb: str = "") -> argparse.ArgumentParser:
+    """The parser of the whole command, which knows the arguments of this verb alone."""
+    parser = argparse.ArgumentParser(
+        prog="clip-train",
+        description="Train CLIP so that the result depends only on the global batch, not on how "
+        "it is computed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"clip-train {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, each in VERBS.items():
+        sub = verbs.add_parser(name, help=each.help)
+        if name == verb:
+            add_arguments(sub, each)
+    return parser
+
+
+def verb_parser(verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb, which `clip-train completion` reads."""
+    parser = argparse.ArgumentParser(prog=f"clip-train {verb}")
+    add_arguments(parser, VERBS[verb])
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser, verb: Verb) -> None:
+    """The arguments of `verb`, and those that every verb has."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.load().add_arguments(parser)
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument(
+        "--quiet", action="store_true", help="log only warnings and errors, no progress"
+    )
+    loudness.add_argument("--verbose", action="store_true", help="log retries and other details")

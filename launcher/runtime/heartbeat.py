@@ -2,8 +2,9 @@
 
 Every BEAT_SECONDS, each rank writes a key through its own client: a counter, its node, a line for
 rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
-finds another one silent, writes `abort`, which all ranks poll. A rank that is asked to stop writes
-`stop`: one signal, or a STOP file that only rank 0 looks for, reaches ranks that wait for data.
+finds another one silent, writes `abort`, which every rank reads once in LOOK_SECONDS. A rank that
+is asked to stop writes `stop`: one signal, or a STOP file that only rank 0 looks for, reaches ranks
+that wait for data.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from clip_train.stop import StopRequest
 
 BEAT_SECONDS = 3.0
+LOOK_SECONDS = 1.0  # between looks for a failure or a stop request of another rank
 SILENT_BEATS = 5  # a rank whose key has not changed in this many checks is lost: 15 to 18 s
 SILENT_SECONDS = 20.0  # the store itself is lost if it does not answer for this long
 LEAVE_SECONDS = 15.0  # wait for the others before rank 0, which holds the store, ends
@@ -52,9 +54,7 @@ class Heartbeat:
         self.env, self._publish = env, publish
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self.abort: Failure | None = None  # why all ranks end
-        # seconds, monotonic: when this rank learned of it; later while the rank that failed is
-        # closing its run
-        self.aborted_at = 0.0
+        self.aborted_at = 0.0  # seconds, monotonic: when this rank learned of it
         self.all_joined = False  # from then on, silence means death
         self.is_open = False  # until then this rank is alone
         self.line = ""  # for rank 0
@@ -66,10 +66,11 @@ class Heartbeat:
         # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
         self.beats: dict[int, tuple[bytes, int]] = {}
         self._closed = threading.Event()
-        self._wake = threading.Event()  # for the thread: something cannot wait for the next beat
-        self._told = (
-            False  # the others know that this rank was asked to stop, or it knows from them
-        )
+        self._wake = threading.Event()  # for the thread: something cannot wait for the next look
+        self._counting = threading.Lock()
+        self._needs_store = True  # no longer once this rank has left, or knows why all end
+        # the others know that this rank was asked to stop, or it knows from them
+        self._stop_is_shared = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
@@ -94,10 +95,11 @@ class Heartbeat:
                 with contextlib.suppress(RuntimeError):  # without the store, each rank decides
                     found = self._store.compare_set("abort", "", own.decode())
                     self._store.compare_set(ALL_JOINED, "", "1")
-            self.aborted_at = time.monotonic()
-            self.abort = Failure(**json.loads(found.partition(b" ")[2]))
+                    self._count_left()
+            self._end_with(Failure(**json.loads(found.partition(b" ")[2])))
         if found == own:
             self._publish(failure, trace)
+        assert self.abort is not None
         return self.abort
 
     def wait(self, seconds: float) -> Failure | None:
@@ -112,8 +114,8 @@ class Heartbeat:
             time.sleep(0.1)
 
     def leave(self, *, late: bool = False) -> None:
-        """This rank ends. Rank 0 holds the store, so it waits for the other living ranks. A second
-        call does nothing.
+        """This rank ends. Rank 0 holds the store, so it waits until every other living rank has left,
+        or knows why all ranks end. A second call does nothing.
 
         late: do not wait for ranks that have not joined yet.
         """
@@ -128,7 +130,7 @@ class Heartbeat:
         )
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
-            left = self._store.add("left", 1)
+            left = self._count_left()
             while self._server is not None and left + silent < self.env.world_size:
                 if time.monotonic() > end:
                     break
@@ -147,27 +149,33 @@ class Heartbeat:
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
-    def tell_others(self) -> None:
-        """This rank was asked to stop: tell the others now rather than with the next beat."""
+    def share_stop(self) -> None:
+        """This rank was asked to stop: the others learn it now rather than at the next look."""
         self._wake.set()
+
+    def _count_left(self) -> int:
+        """The number of ranks that do not need the store any more; from here on also this one."""
+        with self._counting:
+            own = 1 if self._needs_store else 0
+            self._needs_store = False
+        return self._store.add("left", own)
 
     # -- the thread
 
     def _run(self) -> None:
         number, next_beat = 0, time.monotonic() + self._beat_seconds
         while True:
-            self._wake.wait(max(next_beat - time.monotonic(), 0.0))
+            self._wake.wait(min(LOOK_SECONDS, self._beat_seconds))
             self._wake.clear()
             if self._closed.is_set():
                 return
             try:
                 self._share_stop()
-                if time.monotonic() < next_beat:
-                    continue
-                number, next_beat = number + 1, time.monotonic() + self._beat_seconds
-                self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
                 self._poll()
-                self._look()
+                if time.monotonic() >= next_beat:
+                    number, next_beat = number + 1, time.monotonic() + self._beat_seconds
+                    self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
+                    self._look()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
                     self._lose_store(" ".join(str(e).split())[:100])
@@ -178,42 +186,36 @@ class Heartbeat:
         if self.is_open and self.abort is None and self._store.check(["abort"]):
             rank, _, failure = self._store.get("abort").partition(b" ")
             if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
-                self.aborted_at = time.monotonic()
-                self.abort = Failure(**json.loads(failure))
+                self._end_with(Failure(**json.loads(failure)))
+                self._count_left()
+
+    def _end_with(self, failure: Failure) -> None:
+        self.aborted_at = time.monotonic()  # first: whoever sees `abort` reads it
+        self.abort = failure
 
     def _share_stop(self) -> None:
-        if self.stop is None or self._told:
+        if self.stop is None or self._stop_is_shared:
             return
         reason = self.stop.look()
         if reason is not None:
             self._store.set("stop", reason)
-            self._told = True
+            self._stop_is_shared = True
         elif self._store.check(["stop"]):
             self.stop.ask(self._store.get("stop").decode())
-            self._told = True
+            self._stop_is_shared = True
 
     def _look(self) -> None:
-        """Rank 0 reads all W keys, the others read rank 0's: nothing grows as W squared.
-
-        After a failure, a rank watches only the failed rank while that one closes its run. It must
-        not end earlier, because its part of a pending checkpoint is needed.
-        """
-        abort, ranks = self.abort, list[int]()
-        if abort is not None:
-            ranks = [] if abort.lost or abort.rank == self.env.rank else [abort.rank]
-        elif self.all_joined:
-            ranks = list(range(self.env.world_size)) if self.env.rank == 0 else [0]
-        values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        """Find a silent rank. Rank 0 reads all W keys, the others read rank 0's: nothing grows as W
+        squared."""
+        if self.abort is not None or not self.all_joined:
+            return
+        ranks = range(self.env.world_size) if self.env.rank == 0 else [0]
+        values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         for rank, value in zip(ranks, values, strict=True):
             before, looks = self.beats.get(rank, (b"", 0))
             looks = looks + 1 if value == before else 0
             self.beats[rank] = (value, looks)
-            silent = looks >= SILENT_BEATS
-            if value == LEFT or rank == self.env.rank:
-                continue
-            if abort is not None and not silent:
-                self.aborted_at = time.monotonic()
-            elif abort is None and silent:
+            if looks >= SILENT_BEATS and value != LEFT and rank != self.env.rank:
                 how = f"no heartbeat for {looks * self._beat_seconds:.0f} s"
                 self.claim(self._lost(rank, how))
                 return
@@ -235,8 +237,7 @@ class Heartbeat:
         if self.abort is not None:
             return
         failure = self._lost(0, how)
-        self.aborted_at = time.monotonic()
-        self.abort = failure
+        self._end_with(failure)
         # No store is left to decide which rank reports: rank 1 does, and if it may be lost too,
         # one for each node.
         elsewhere = self.env.rank > self.env.local_rank == 0 and failure.node != node_name()

@@ -5,7 +5,6 @@ that started them only waits.
 """
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -18,33 +17,76 @@ from types import FrameType
 from clip_train.errors import Preempted, UserError
 from clip_train.recipe.recipe import RunConfig, load_config, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
+from launcher.cli.arguments import add_help, add_overrides, add_recipe
+from launcher.cli.process import Process
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.verdict import OURS, SAFE_PATH
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
-# Limit for all ranks to end after one has; they need 30 s, or longer to close their run.
+# Limit for all ranks to end after one has, in addition to `checkpoint.grace_seconds`.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
 
 
-def run(args: argparse.Namespace) -> int:
-    """The `train` verb. torch is imported below, after the mistakes of a recipe."""
-    config = counted(load_config(args.recipe, args.overrides), args)
-    ranks = local_ranks(args.ranks, os.environ)
-    if ranks > 1:
-        return launch_local(ranks, [*args.arguments, *config.counted], args.stop)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Train the recipe; if its run directory has a checkpoint, resume from the newest complete
+        one. Under torchrun, srun or another launcher, every rank runs this same line.
+        """,
+        """
+        clip-train train recipes/vit_b32.yaml                   all GPUs; the same line again resumes
+        clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
+        clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher
+        """,
+    )
+    add_recipe(parser)
+    add_overrides(parser)
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="without a launcher: ranks on this machine (default: GPUs, else 1)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check recipe, shards and devices, print the plan, and start nothing",
+    )
+
+
+def run(
+    recipe: str, overrides: list[str], ranks: int | None, dry_run: bool, process: Process
+) -> int:
+    """torch is imported below, after the mistakes of a recipe."""
+    config = load_config(recipe, overrides)
+    if dry_run:
+        from clip_tools.plan import dry_run as check
+
+        return check(config, local_ranks(ranks, os.environ))
+    config = counted(config, process)
+    num_ranks = local_ranks(ranks, os.environ)
+    if num_ranks > 1:
+        return launch_local(
+            num_ranks,
+            [*process.arguments, *config.counted],
+            process.stop,
+            save_seconds=config.checkpoint.grace_seconds,
+        )
     from launcher.train import train
 
-    train(config, args.outcome, args.stop)
+    train(config, process.outcome, process.stop)
     return 0
 
 
-def counted(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+def counted(config: RunConfig, process: Process) -> RunConfig:
     """`with_samples`, during which a stop request and a store that hangs end the process, as they
     do later."""
     if not needs_samples(config):
         return config
-    watchdog = Watchdog(config.launch, args.stop, Heartbeat(this_rank(), args.outcome.publish))
+    heartbeat = Heartbeat(this_rank(), process.outcome.publish)
+    watchdog = Watchdog(config.launch, process.stop, heartbeat)
     watchdog.start()
     try:
         return with_samples(config)
@@ -65,19 +107,19 @@ def local_ranks(asked: int | None, environ: Mapping[str, str]) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
+def launch_local(
+    ranks: int, arguments: Sequence[str], stop: StopRequest, *, save_seconds: float = 0.0
+) -> int:
     """Run `python -m launcher ARGUMENTS` as `ranks` ranks; their exit status. Preempted where
     `stop` was asked before.
 
     stop: has caught signals since the process started. A signal from now on goes to each rank,
-    once.
+    once. save_seconds: for the other ranks' pending save once a rank has failed.
     """
-    handled = [
-        number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    ]  # HUP is, under nohup
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, handled
-    )  # the ranks begin with them blocked too, until they listen
+    # nohup ignores HUP
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # the ranks begin with them blocked too, until they listen
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     world = {
         **import_path_of_ranks(os.environ),
         LAUNCHER: str(os.getpid()),
@@ -107,7 +149,7 @@ def launch_local(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes)
+        return wait(processes, save_seconds + TOGETHER_SECONDS)
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -130,23 +172,32 @@ def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """0, or the exit status of the first rank that failed. The others are killed TOGETHER_SECONDS
+def wait(processes: Sequence[subprocess.Popen], together_seconds: float) -> int:
+    """0, or the exit status of the first rank that failed. The others are killed `together_seconds`
     later. A stopped process is killed at once, because no other signal reaches it."""
     failed, end = 0, float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
             failed = next(filter(None, statuses))
-            end = time.monotonic() + TOGETHER_SECONDS
+            end = time.monotonic() + together_seconds
         if None not in statuses:
             break
-        for process in processes if failed else []:
-            with contextlib.suppress(OSError):  # it has just ended
-                status = Path(f"/proc/{process.pid}/stat").read_text()
-                if status.rpartition(")")[2].split()[0] == "T":
+        if failed:
+            for process in processes:
+                if is_stopped(process):
                     process.kill()
         time.sleep(0.1)
     if failed > 0:
         return failed
-    return 1 if failed or None in statuses else 0  # None: a rank that is given up
+    if failed or None in statuses:  # killed by a signal, or given up
+        return 1
+    return 0
+
+
+def is_stopped(process: subprocess.Popen) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"

@@ -1,9 +1,10 @@
-"""How a run ends: `succeed` (all is committed) or `finish` (this rank failed, or another one did).
+"""How a run ends: `succeed` (all is committed), `finish` (this rank raised an error), or `end`
+(another rank did).
 
 All ranks get one error message, one verdict and one exit status. The rank that fails first decides
 (`Heartbeat.claim`). It prints and writes before it closes anything, because a pending upload may
-take `checkpoint.grace_seconds`. Exit status: 0 done, 75 preempted after a commit, 130 interrupted
-twice, 2 the user's mistake, 1 anything else.
+take `checkpoint.grace_seconds`. The last line of rank 0's log names the error again. Exit status: 0
+done, 75 preempted after a commit, 130 interrupted twice, 2 the user's mistake, 1 anything else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 from functools import partial
@@ -49,7 +51,10 @@ CAUSE_SECONDS = 25.0
 # If all ranks have the same error, rank 0 must be the first, because it knows the checkpoints.
 MAIN_SECONDS = 2.0
 # For the rank that failed first to print, write and end: a launcher should see it end first.
-FIRST_SECONDS = 3.0
+FIRST_SECONDS = 1.0
+# For the pending save after a rank has died: its part of the save may be missing.
+LOST_SECONDS = 5.0
+LAST_LINE = 300  # characters of the error in the last line
 DONE = "trained to the last step"
 CONNECT_SECONDS = 120.0  # for an error before the ranks have met: rank 0 may still be importing
 
@@ -101,10 +106,11 @@ class Outcome:
 
         The first rank that failed publishes its error; then every rank closes its run.
         """
-        if self.trainer is not None:
-            self.trainer.call("phase", "finish")
-        elif self.watchdog is not None:
+        if self.watchdog is not None:
             self.watchdog.phase("finish")
+        if self.trainer is not None:
+            with contextlib.suppress(Exception):  # a callback's; the run ends in any case
+                self.trainer.call("phase", "finish")
         if self.heartbeat is None:
             self.heartbeat = Heartbeat(this_rank(), self.publish)
         heartbeat, env = self.heartbeat, self.heartbeat.env
@@ -125,19 +131,38 @@ class Outcome:
             first = heartbeat.claim(failure, trace)
         if first != failure and trace:  # an error of its own at the same moment
             print(trace, file=sys.stderr, flush=True)
+        self.end(first, error)
+        return first.status
+
+    def end(self, failure: Failure, error: BaseException | None = None) -> None:
+        """Close this rank's run, which `failure` ends, and take leave of the other ranks.
+
+        error: what the main thread raised. None: the watchdog calls this from a thread, because the
+        main thread waits for a rank that has failed, and the process ends afterwards.
+        """
+        assert self.heartbeat is not None
+        rank, alone = self.heartbeat.env.rank, self.heartbeat.env.world_size == 1
         if self.trainer is not None:
+            why = error
+            if failure.word == "PREEMPTED":
+                why = None
+            elif failure.rank != rank:  # the main thread's own error may only follow from that
+                why = RemoteRankError(str(failure))
+            save_seconds = LOST_SECONDS if failure.lost else None
             try:
-                self.trainer.close()
+                self.trainer.close(why, save_seconds=save_seconds, free=alone)
             except (Exception, KeyboardInterrupt) as e:  # another Ctrl-C gives up the save
                 warn(f"error while closing the run: {type(e).__name__}: {e}")
         if self.watchdog is not None:
             self.watchdog.phase("finish")
-        if env.rank == 0:
+        if rank == 0:
             self._plot()
-        heartbeat.leave(late=late)
-        if first != failure:
+            if failure.rank > 0 and not failure.lost and failure.word != "PREEMPTED":
+                line = textwrap.shorten(str(failure), LAST_LINE, placeholder=" ...")
+                log(f"ended by {line}", logging.ERROR)
+        self.heartbeat.leave(late=isinstance(error, RendezvousError))
+        if failure.rank != rank:
             time.sleep(FIRST_SECONDS)
-        return first.status
 
     def close(self) -> None:
         """End the threads. A second call does nothing."""

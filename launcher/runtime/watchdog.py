@@ -2,9 +2,9 @@
 ranks.
 
 It asks for a stop when a STOP file is in the run directory, and when the launcher above this rank
-has ended. It ends the rank after another one has failed (`heartbeat`), and when a phase exceeds its
-limit. Then it logs every thread's stack, and whether this rank was waiting for others or hangs
-itself.
+has ended. When another rank has failed (`heartbeat`), it closes this rank's run and ends the
+process, because the main thread waits in a collective. When a phase exceeds its limit, it logs every
+thread's stack, and whether this rank was waiting for others or hangs itself, and ends all ranks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from clip_train.trainer import Trainer
 
 FROZEN_SECONDS = 3.0  # between two looks at the clock; the thread looks four times a second
-# For a rank to end by itself once another one has failed.
-GRACE_SECONDS = 5.0
-CLOSE_SECONDS = 300.0  # for a checkpoint that is under way when another rank fails
+# For the main thread to end by itself once another rank has failed.
+GRACE_SECONDS = 1.0
+# To close a run after a failure, in addition to `checkpoint.grace_seconds` for a pending save:
+# callbacks, the loader, the report.
+CLOSE_SECONDS = 60.0
 # From a stop request during the start or an evaluation: the main thread may end by itself.
 STOP_SECONDS = 3.0
 # For rank 0, which holds the store, to wait after a stop request for ranks that have not joined
@@ -51,6 +53,9 @@ LEAVE_STOPPED_SECONDS = 5.0
 # need a few seconds, or may not answer at all.
 STOP_CLOSE_SECONDS = 8.0
 CLAIM_SECONDS = 5.0  # for rank 0, which knows what is committed, to say why all ranks end
+# From a hang until it ends all ranks. The ranks that wait for the hanging one show their stacks in
+# this time, and let it be the one to name.
+STACKS_SECONDS, WAITING_SECONDS = 2.0, 5.0
 
 
 class Phase(str, enum.Enum):
@@ -99,7 +104,13 @@ class Watchdog(Callback):
         self.describe_committed: Callable[[], str] = lambda: "nothing is committed"
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._heartbeat.stop = stop
-        self._leaving = False  # this thread ends the process: the main thread may do nothing more
+        # `Outcome.end`, for `train`: closes this rank's run
+        self.end_run: Callable[[Failure], None] = lambda failure: self._heartbeat.leave()
+        self._save_seconds = 0.0  # `checkpoint.grace_seconds`, once there is a trainer
+        # Either the main thread ends the process, or a thread of this class. In the second case the
+        # main thread does nothing more.
+        self._deciding = threading.Lock()
+        self._main_ends = self._leaving = False
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
         self.limit = config.hang_start_seconds  # of the phase: from then on it counts as a hang
@@ -118,6 +129,7 @@ class Watchdog(Callback):
         """There is something to save from now on."""
         saves = trainer.checkpoints
         self.committed = lambda: saves.last_good.step if saves.last_good else None
+        self._save_seconds = saves.config.grace_seconds
         self.finish_save = trainer.finish_save
         self.describe_committed = trainer.committed
 
@@ -131,9 +143,12 @@ class Watchdog(Callback):
 
     def phase(self, name: str) -> None:
         """A phase begins, or the next step: a value of `Phase`."""
-        while self._leaving and threading.current_thread() is not self._thread:
-            time.sleep(1.0)
         now, phase = time.monotonic(), Phase(name)
+        if threading.current_thread() is threading.main_thread():
+            with self._deciding:
+                self._main_ends = self._main_ends or (phase is Phase.FINISH and not self._leaving)
+            while self._leaving:
+                time.sleep(1.0)
         if self._phase is Phase.START and phase is Phase.STEP and not self._begun:
             self._begun = True
             return  # the first step still belongs to the start
@@ -165,24 +180,45 @@ class Watchdog(Callback):
         if self.stop.look():
             if self._asked is None:
                 self._asked = now
-                self._heartbeat.tell_others()
+                self._heartbeat.share_stop()
             patience = STOP_CLOSE_SECONDS if self._phase is Phase.CLOSE else STOP_SECONDS
             if now - max(self._asked, self._since) > patience:
                 self._end_stopped()
         abort = self._heartbeat.check(frozen_seconds)
         if abort is not None:
-            # The main thread notices in a collective, but it may be elsewhere, or on a GPU.
-            closes = self._phase in (Phase.END, Phase.CLOSE) and not abort.lost
-            grace = CLOSE_SECONDS if closes else GRACE_SECONDS
-            if self._phase is Phase.EVALUATE and abort.word == "PREEMPTED":
-                grace = 0.0  # `_end_stopped` on another rank, after the save before the evaluation
-            if self._phase is not Phase.FINISH and now - self._heartbeat.aborted_at > grace:
-                self._exit(abort)
+            self._end_after(abort, now - self._heartbeat.aborted_at)
         self._write_progress()
         # once a rank has failed, a rank that waits for it is not a second hang
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
             self._fire(now - self._since)
+
+    def _end_after(self, abort: Failure, seconds: float) -> None:
+        """All ranks end by `abort`, which this rank has known for `seconds`.
+
+        If the main thread does not come to it, because it waits for a failed rank in a collective or
+        on a GPU, another thread closes the run. This one continues to watch.
+        """
+        if seconds > GRACE_SECONDS and self._take_over():
+            threading.Thread(target=self._close, args=[abort], name="close", daemon=True).start()
+        if self._phase is not Phase.FINISH and seconds > self._save_seconds + CLOSE_SECONDS:
+            self._exit(abort)
+
+    def _take_over(self) -> bool:
+        """Whether a thread of this class ends the process from now on. False if the main thread is
+        at it, or another thread."""
+        with self._deciding:
+            if self._main_ends or self._leaving:
+                return False
+            self._leaving = True
+            return True
+
+    def _close(self, abort: Failure) -> None:
+        try:
+            self.end_run(abort)
+            self._write_progress()
+        finally:
+            end_process(abort.status)
 
     def _end_stopped(self) -> None:
         """A stop was asked for, and the main thread does not come to it. End the process if no step
@@ -190,7 +226,8 @@ class Watchdog(Callback):
         while callbacks are closed."""
         when = "before the first step"
         if self._phase is Phase.EVALUATE:
-            self._leaving = True
+            if not self._take_over():
+                return
             committed = self.finish_save()
             if committed is None:
                 self._leaving = False
@@ -200,7 +237,7 @@ class Watchdog(Callback):
             if self._heartbeat.env.rank > 0:
                 self._heartbeat.wait(CLAIM_SECONDS)
         elif self._phase is Phase.CLOSE:
-            self._leaving = True
+            self._leaving = True  # also if the main thread ends the process: it does not come to it
             self._write_progress()
             committed = self.describe_committed()
             when = f"while the run was closed: {committed}; run the same command to finish"
@@ -241,11 +278,10 @@ class Watchdog(Callback):
         rank, node = self._heartbeat.env.rank, node_name()
         log(f"[rank {rank} on {node}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
-        if waiting:
-            self._heartbeat.wait(5)  # the rank that hangs itself is the one to name
+        self._heartbeat.wait(WAITING_SECONDS if waiting else STACKS_SECONDS)
         abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not waiting))
-        time.sleep(2)  # the other ranks have stacks to show too, and end with the first that leaves
-        self._exit(abort)
+        if self._phase in (Phase.END, Phase.CLOSE, Phase.FINISH):
+            self._exit(abort)  # it hangs while it closes the run
 
 
 def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> float:

@@ -1,10 +1,17 @@
-"""The request to Slurm: the site's YAML file, overridden by the options of `clip-train submit`."""
+"""The request to Slurm: the site's YAML file, overridden by the options of `clip-train submit`.
 
+`Site` has all that a key of the site file is: its type, its default and its meaning; whether
+`submit` has an option of this name (`Option`); and what becomes of its value in the batch script
+(`directives`, `exports`).
+"""
+
+import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -17,28 +24,38 @@ ENV = "CLIP_TRAIN_SITE"
 HOME = "~/.config/clip-train/site.yaml"
 
 
+@dataclass(frozen=True)
+class Option:
+    """In a field's `Annotated`: `submit` has an option of the same name, which overrides the site
+    file. The field's description is its help."""
+
+    metavar: str
+    type: type = str
+    default: str = ""  # what the help calls it where the field's default is None
+
+
 class Site(Settings):
     """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
-    partition: str | None = None
-    """Partition; null: the cluster's default."""
-    account: str | None = None
-    """Account to charge."""
-    nodes: PositiveInt = 1
+    nodes: Annotated[PositiveInt, Option("N", int)] = 1
     """Number of nodes."""
-    gpus_per_node: NonNegativeInt = 8
+    gpus_per_node: Annotated[NonNegativeInt, Option("N", int)] = 8
     """GPUs per node, one rank on each. 0: CPUs only, with --tasks-per-node ranks."""
-    tasks_per_node: PositiveInt | None = None
-    """Ranks per node if gpus_per_node is 0."""
-    cpus_per_task: PositiveInt = 8
+    tasks_per_node: Annotated[PositiveInt | None, Option("N", int)] = None
+    """Ranks per node, where --gpus-per-node is 0."""
+    cpus_per_task: Annotated[PositiveInt, Option("N", int)] = 8
     """CPU cores per rank, shared with its loader's workers."""
-    time: str = "24:00:00"
-    """Time limit, as sbatch writes it."""
+    time: Annotated[str, Option("HH:MM:SS")] = "24:00:00"
+    """Time limit of one attempt, as sbatch writes it."""
+    partition: Annotated[str | None, Option("NAME", default="the cluster's")] = None
+    """Partition of the job."""
+    account: Annotated[str | None, Option("NAME")] = None
+    """Account to charge."""
+    template: Annotated[Literal["train", "torchrun"], Option("NAME")] = "train"
+    """The batch script: slurm/train.sbatch or slurm/torchrun.sbatch."""
     warn_seconds: PositiveInt = 300
     """Seconds before the time limit at which the ranks get the signal; must be enough for a
     checkpoint. Slurm may be 30 s early."""
-    template: Literal["train", "torchrun"] = "train"
-    """The batch script: slurm/train.sbatch or slurm/torchrun.sbatch."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines to run before the ranks start: module load, conda activate, export HF_HOME=..."""
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -53,6 +70,51 @@ class Site(Settings):
     def tasks(self) -> int:
         """Ranks of a node."""
         return self.tasks_per_node or self.gpus_per_node
+
+    @property
+    def starts_with_torchrun(self) -> bool:
+        """One task for each node, instead of one for each rank."""
+        return self.template == "torchrun"
+
+    def directives(self) -> dict[str, Any]:
+        """The options of sbatch, by name. None: not given; true: an option without a value."""
+        tasks, cpus = self.tasks, self.cpus_per_task
+        if self.starts_with_torchrun:
+            tasks, cpus = 1, self.cpus_per_task * self.tasks
+        options: dict[str, Any] = {
+            "nodes": self.nodes,
+            "ntasks-per-node": tasks,
+            "gpus-per-node": self.gpus_per_node or None,
+            "cpus-per-task": cpus,
+            "time": self.time,
+            "signal": f"USR1@{self.warn_seconds}",
+        }
+        options |= self.sbatch
+        # a key of its own wins over the same option in `sbatch`
+        own = {"partition": self.partition, "account": self.account}
+        return options | {name: value for name, value in own.items() if value is not None}
+
+    def exports(self) -> dict[str, Any]:
+        """The variables that the batch script exports."""
+        if not self.starts_with_torchrun:
+            return {}
+        return {"RANKS_PER_NODE": self.tasks, "SAVE_SECONDS": self.warn_seconds}
+
+
+def add_site_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each field of `Site` that has an `Option`."""
+    for name, field in Site.model_fields.items():
+        for option in field.metadata:
+            if not isinstance(option, Option):
+                continue
+            text = (field.description or "").rstrip(".")
+            default = option.default if field.default is None else field.default
+            if default:
+                text += f" (default: the site's, else {default})"
+            more: dict[str, Any] = {"metavar": option.metavar, "type": option.type}
+            if get_origin(field.annotation) is Literal:
+                more = {"choices": get_args(field.annotation)}
+            parser.add_argument(f"--{name.replace('_', '-')}", help=text, **more)
 
 
 def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:

@@ -24,10 +24,11 @@ from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.yaml_text import dump_yaml
 from launcher.checks import check_places, require_places
+from launcher.cli.arguments import add_help, add_overrides, add_recipe, path_or_url
 from launcher.runtime.environment import check_restarts
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
-from launcher.slurm.profile import Site, load_site
+from launcher.slurm.profile import Site, add_site_options, load_site
 from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, slurm
 
 FROZEN = (*SOURCES, "clip_tools", "ds_configs")
@@ -99,20 +100,8 @@ def render(
     """The template with this job's values. folder: holds the copies of recipe.yaml and code/.
     options: sbatch options of this job, as given after `--`; they override those of the site file.
     """
-    torchrun = job.template == "torchrun"  # one task for each node
-    named = {"partition": job.partition, "account": job.account}  # win over `sbatch` of the site
-    settings = {
-        "job-name": name,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1 if torchrun else job.tasks,
-        "gpus-per-node": job.gpus_per_node or None,
-        "cpus-per-task": job.cpus_per_task * (job.tasks if torchrun else 1),
-        "time": job.time,
-        "signal": f"USR1@{job.warn_seconds}",
-        "output": str(folder).replace("%", "%%") + "/%x-%j.log",
-        **job.sbatch,
-        **{key: value for key, value in named.items() if value is not None},
-    }
+    log = str(folder).replace("%", "%%") + "/%x-%j.log"
+    settings = {"job-name": name, "output": log, **job.directives()}
     for word in [*(f"--{key}" for key in job.sbatch), *options]:
         # "--nodes=2" is "nodes"; "-N2" is "N"
         option = word[2:].partition("=")[0] if word.startswith("--") else word[1:2]
@@ -130,11 +119,7 @@ def render(
         "# -- by clip-train submit: the frozen files, and this site's settings",
         f"export CLIP_TRAIN_HOME={shlex.quote(str(folder / 'code'))}",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
-        *(
-            [f"export RANKS_PER_NODE={job.tasks}", f"export SAVE_SECONDS={job.warn_seconds}"]
-            if torchrun
-            else []
-        ),
+        *(f"export {key}={shlex.quote(str(value))}" for key, value in job.exports().items()),
         *job.setup,
         f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}",
         "# --",
@@ -187,19 +172,65 @@ def absolute(value: str, base: Path) -> str:
 # -- submit
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the script (--dry-run), or write, freeze and submit it."""
-    config = with_samples(load_config(args.recipe, args.overrides))
-    job = load_site(args.site, vars(args))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Check everything that would fail after hours in the queue, freeze recipe and code beside the
+        batch script, and hand it to sbatch. The job requeues itself until it is done, or gives up:
+        docs/slurm.md. Options after -- are sbatch's own.
+        """,
+        """
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --time 24:00:00 --dry-run   look first
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
+        clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100
+        """,
+    )
+    add_recipe(parser)
+    add_overrides(parser)
+    add_site_options(parser)
+    parser.add_argument(
+        "--site",
+        metavar="FILE",
+        type=path_or_url,
+        help="the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check, print the batch script, and submit nothing",
+    )
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="skip the checks of shards and checkpoint.remote",
+    )
+
+
+def run(
+    recipe: str,
+    overrides: list[str],
+    site: str | None,
+    dry_run: bool,
+    offline: bool,
+    sbatch_options: list[str],
+    **options: Any,
+) -> int:
+    """Print the script (--dry-run), or write, freeze and submit it.
+
+    sbatch_options: what follows `--` on the command line. options: those of `add_site_options`.
+    """
+    config = with_samples(load_config(recipe, overrides))
+    job = load_site(site, options)
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
-    script = render(template, job, name=config.run.name, folder=folder, options=args.sbatch_options)
-    if args.dry_run:
+    script = render(template, job, name=config.run.name, folder=folder, options=sbatch_options)
+    if dry_run:
         print(script, end="", flush=True)  # also if a check refuses it
-    check_submission(config, job, offline=args.offline)
-    if args.dry_run:
+    check_submission(config, job, offline=offline)
+    if dry_run:
         # the error message of sbatch; None without sbatch, empty if it accepts the script
         refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
         if refused and not OUTAGE.search(refused):

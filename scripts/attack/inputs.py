@@ -150,9 +150,7 @@ SHARDS: dict[str, Callable[[Path], str]] = {
     "a member of unknown kind": one_shard(partial(named, "x", b"?")),
     "a million empty members": one_shard(partial(many_empty, 1_000_000)),
     "100,000 empty samples": a_file(many_keys),
-    "a pax header of a million records": one_shard(
-        lambda: pax_header(b"5 a=\n" * 200_000), "bad pax header"
-    ),
+    "a pax header of 200,000 records": one_shard(lambda: pax_header(b"5 a=\n" * 200_000)),
     "a pax header of 16 MiB": one_shard(lambda: pax_header(b"9 a=bcde\n" * 2_000_000)),
     "a pax record that is longer than its header": one_shard(lambda: pax_header(b"999999 a=b\n")),
     "a pax path with ../": one_shard(lambda: pax_header(b"28 path=../../../victim.jpg\n")),
@@ -247,7 +245,7 @@ def png_many_chunks() -> bytes:
 
 
 def slow_scans() -> bytes:
-    """As many pixels and scans as are let in: 90 MP in 99 scans."""
+    """As many pixels as are let in, in 99 scans."""
     data = encoded(Image.new("L", (9_450, 9_450)), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * 90 + b"\xff\xd9"
@@ -654,7 +652,7 @@ def server(kind: str) -> Iterator[str]:
         up.shutdown()
 
 
-IMPATIENT = ("storage.patience_seconds=5", "storage.backoff_seconds=0.1")
+IMPATIENT = ("storage.patience_seconds=5",)
 
 
 def served(kind: str, path: str = "a.tar", *words: str) -> Callable[[Path], str]:

@@ -27,7 +27,7 @@ from tests.launcher.test_secrets import kept
 from tests.warm import Command
 
 ENCODED = "hunter2%70lanted"  # the same, as a URL may spell it
-IMPATIENT = ("storage.patience_seconds=2", "storage.backoff_seconds=0.1", "run.steps=4")
+IMPATIENT = ("storage.patience_seconds=2", "run.steps=4")
 CLOSED = "127.0.0.1:1"
 
 

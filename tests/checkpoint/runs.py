@@ -30,13 +30,22 @@ class Run:
     """One rank's life: a manager, and short names."""
 
     def __init__(
-        self, folder: Path, *, clock: Callable[[], float] = time.monotonic, **config: Any
+        self,
+        folder: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        orphan_seconds: float = 0.0,
+        **config: Any,
     ) -> None:
         self.said: list[str] = []
         self.numbers: dict[str, float] = {}
-        config = {"grace_seconds": PATIENCE, "orphan_grace_minutes": 0.0, **config}
+        config = {"grace_seconds": PATIENCE, **config}
         self.manager = CheckpointManager(
-            CheckpointConfig(**config), folder, log=self.said.append, clock=clock
+            CheckpointConfig(**config),
+            folder,
+            log=self.said.append,
+            clock=clock,
+            orphan_seconds=orphan_seconds,
         )
         RUNS.append(self)
 

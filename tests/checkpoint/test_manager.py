@@ -181,7 +181,7 @@ def test_retention_keeps_the_newest_and_the_one_resumed_from(tmp_path: Path) -> 
 
 def test_leftovers_of_killed_saves_go_after_a_grace(tmp_path: Path) -> None:
     Run(tmp_path).save(10)
-    run = Run(tmp_path, keep_last=2, orphan_grace_minutes=10.0)
+    run = Run(tmp_path, keep_last=2, orphan_seconds=600.0)
     assert_is(run.resume(), 10)
     for prefix, minutes in (
         ("s0000000005/e000000-1", 11),
@@ -282,7 +282,7 @@ def test_failed_saves_are_reported_then_fatal(tmp_path: Path) -> None:
 
 def test_a_second_snapshot_of_a_step_has_a_folder_of_its_own(tmp_path: Path) -> None:
     """The first one may be committed after all: its folder is never written with other bytes."""
-    run = Run(tmp_path, orphan_grace_minutes=60.0)
+    run = Run(tmp_path, orphan_seconds=3600.0)
     run.save(1)
     obstacle = tmp_path / "commit/e000000-s0000000002.json"
     obstacle.mkdir()
@@ -308,7 +308,7 @@ def test_what_another_run_left_under_the_same_name_is_not_taken_for_this_one_s(
     for each, data in {left.name: content[:-4] + b"old!", **manifest}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name.parent / each).write_bytes(data)
-    again = Run(tmp_path, resume="never", orphan_grace_minutes=60.0)
+    again = Run(tmp_path, resume="never", orphan_seconds=3600.0)
     again.save(1)
     assert data_file(tmp_path, 1).read_bytes() == content
 

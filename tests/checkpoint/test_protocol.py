@@ -53,8 +53,8 @@ def epoch_0(folder: Path, **policy: Any) -> Policy:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
     held = commit.Lease(0, token)
-    config = CheckpointConfig(**{"keep_last": 9, "orphan_grace_minutes": 0.0, **policy})
-    return Policy(config, held)
+    config = CheckpointConfig(**{"keep_last": 9, **policy})
+    return Policy(config, held, orphan_seconds=0.0)
 
 
 @pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit")])

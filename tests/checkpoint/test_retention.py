@@ -57,7 +57,7 @@ def test_what_unfinished_writes_left_goes_with_its_attempt(tmp_path: Path) -> No
     prefix = attempt(1, "a", epoch=24)
     storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
     storage.put_bytes(CommitRef(24, 1).name, marker_of(24, 1, prefix))
-    policy = Policy(CheckpointConfig(keep_last=1, orphan_grace_minutes=0.0), leases[-1])
+    policy = Policy(CheckpointConfig(keep_last=1), leases[-1], orphan_seconds=0.0)
     apply_retention(storage, policy, {})
     assert not left.parent.exists()
 

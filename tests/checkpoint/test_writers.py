@@ -396,7 +396,7 @@ def test_a_save_that_is_under_way_is_waited_for_and_not_made_again(
 ) -> None:
     """A stop request during an evaluation: the step was saved before it."""
     gate = Gate(tmp_path / "commit/e000000-s0000000001.json", tmp_path / "gate", monkeypatch)
-    run = Run(tmp_path, orphan_grace_minutes=60.0)
+    run = Run(tmp_path, orphan_seconds=3600.0)
     assert run.start(1)
     run.until(gate.reached)
     opening = threading.Timer(0.5, gate.open)

@@ -86,13 +86,6 @@ def gif_bomb() -> bytes:
     return bytes(data)
 
 
-def scan_bomb() -> bytes:
-    """A progressive JPEG whose last scan comes 3,000 times."""
-    data = encoded(picture(size=(400, 300)), "JPEG", progressive=True)
-    last = data.rindex(b"\xff\xda")
-    return data[:last] + data[last:-2] * 3000 + b"\xff\xd9"
-
-
 def rotated() -> bytes:
     """A 40 x 30 JPEG that asks to be shown upright."""
     image, exif = picture(), Image.Exif()
@@ -355,7 +348,6 @@ def image_kinds() -> list[Kind]:
         bad_image("png-bomb", png_bomb(30_000), bomb, "png"),
         bad_image("jpeg-bomb", jpeg_bomb(30_000), bomb),
         bad_image("gif-bomb", gif_bomb(), bomb, "gif"),
-        bad_image("scan-bomb", scan_bomb(), "image has too many scans"),
         bad_image(
             "letters", b"P3\n1 1\n255\n7 7 7\n", "image is a PPM with its numbers in letters"
         ),

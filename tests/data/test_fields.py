@@ -45,7 +45,7 @@ def groups(folder: Path, values: list[str]) -> list[int]:
     sizes: dict[str, Any] = {"image_size": 8, "context_length": 8, "global_size": len(values)}
     with TrainLoader(config, **sizes, seed=7, groups="json.x") as loader:
         batch = next(loader)
-    found = dict(zip(batch.keys, batch.ids.tolist(), strict=True))
+    found = dict(zip(batch.keys, batch.columns["ids"].tolist(), strict=True))
     return [found[str(number)] for number in range(len(values))]
 
 

@@ -170,7 +170,7 @@ def test_any_flipped_byte_of_a_remote_shard_stops_the_run(folder: Path, at: int)
     train = f"memory:/{name}/*.tar"
     block = at % (folder / "001.tar").stat().st_size // BLOCK
     config = DataConfig(train=train, workers=0, lanes=2, shuffle_block=4)
-    at_once = StorageConfig(backoff_seconds=0)
+    at_once = StorageConfig().model_copy(update={"backoff_seconds": 0})
     reason = rf"001\.tar: bytes {block * BLOCK}-\d+, .*since the index was made"
     with (
         TrainLoader(

@@ -367,7 +367,7 @@ def test_workers_that_share_streams_fetch_remote_bytes_once(tmp_path):
     total = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
     shards = "::".join(counting.SCHEME + str(path) for path in sorted(tmp_path.glob("*.tar")))
     config = DataConfig(train=shards, workers=4, lanes=2, shuffle_block=8)
-    storage = StorageConfig(range_bytes=1 << 17)
+    storage = StorageConfig().model_copy(update={"range_bytes": 1 << 17})
     with loader_of(config, storage=storage) as loader:
         counted = counting.bytes_read(tmp_path)  # without an index
         keys = [next(loader).keys for _ in range(50)]

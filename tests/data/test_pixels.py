@@ -158,9 +158,3 @@ def test_a_jpeg_with_a_harmless_warning_is_used(kind):
 def test_a_jpeg_that_is_cut_off_is_invalid(cut):
     with pytest.raises(InvalidSample, match="does not decode"):
         decode_image(PHOTO[:-cut])
-
-
-def test_many_scans_are_refused_before_pillow_reads_them():
-    damaged = PHOTO[:20] + b"\0\0" + PHOTO[20:-2] + b"\xff\xda" * 101 + b"\xff\xd9"
-    with pytest.raises(InvalidSample, match="too many scans"):
-        decode_image(damaged)

@@ -14,6 +14,7 @@ from clip_train.data.worker import shared_bytes, shared_images
 from clip_train.errors import DataError, RankError
 from clip_train.task import Batch
 from tests.data.shards import write_dataset
+from tests.toy import columns_of
 
 CPU = torch.device("cpu")
 PATIENCE = 60.0  # seconds
@@ -39,7 +40,11 @@ class Source:
         if number == self.fails_at:
             raise DataError("a shard is gone")
         return Batch(
-            torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.zeros(2, 5), torch.arange(2)
+            columns_of(
+                torch.full((2, 3, 4, 4), number, dtype=torch.uint8),
+                torch.zeros(2, 5),
+                torch.arange(2),
+            )
         )
 
     def stop(self) -> None:

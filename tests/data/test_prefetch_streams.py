@@ -10,6 +10,7 @@ import torch
 
 from clip_train.data.loader import Prefetcher
 from clip_train.task import Batch
+from tests.toy import columns_of
 
 GPU = torch.device("cuda", 0)
 PATIENCE = 60.0  # seconds
@@ -102,9 +103,8 @@ class Source:
 
     def __next__(self) -> Batch:
         number, self.given = self.given, self.given + 1
-        return Numbered(
-            torch.zeros(1), torch.zeros(1), torch.zeros(1), keys=[str(number)], gpu=self.gpu
-        )
+        columns = columns_of(torch.zeros(1), torch.zeros(1), torch.zeros(1), [str(number)])
+        return Numbered(columns, gpu=self.gpu)
 
     def stop(self) -> None: ...
     def close(self) -> None: ...

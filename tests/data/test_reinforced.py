@@ -61,11 +61,12 @@ def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_p
     own = {"image_size": SIZE, "context_length": 8, "global_size": 6, "seed": 1}
     with TrainLoader(config, **own) as loader:
         for batch in (next(loader) for _ in range(8)):
-            assert batch.teacher_features.shape == (6, 2 * WIDTH)
+            features = batch.columns["teacher_features"]
+            assert features.shape == (6, 2 * WIDTH)
             first = first or batch
             for row, key in enumerate(batch.keys):
-                number, place, _, kind = batch.teacher_features[row, :WIDTH].tolist()
-                of_text, text, _, other = batch.teacher_features[row, WIDTH:].tolist()
+                number, place, _, kind = features[row, :WIDTH].tolist()
+                of_text, text, _, other = features[row, WIDTH:].tolist()
                 assert f"s{number:.0f}" == f"s{of_text:.0f}" == key and (kind, other) == (1, 2)
                 top, left, *_ = BOXES[int(place)]
                 whole = np.array(Image.open(io.BytesIO(samples[key]["png"])))
@@ -79,7 +80,7 @@ def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_p
     unread = config.model_copy(update={"reinforced": []})  # the augmentations alone
     with TrainLoader(unread, **own) as loader:
         again = next(loader)
-        assert again.teacher_features is None and torch.equal(again.images, first.images)
+        assert "teacher_features" not in again.columns and torch.equal(again.images, first.images)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from clip_train.models.config import AnyArchitecture, Architecture, load_archite
 from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
 from tests.models.small import small_architecture
+from tests.toy import columns_of
 
 TEXT = {"context_length": 16, "vocab_size": 600, "width": 32, "heads": 2, "layers": 2}
 VIT = {"image_size": 32, "layers": 3, "width": 64, "head_width": 32, "patch_size": 16}
@@ -61,7 +62,9 @@ def batch_for(architecture: AnyArchitecture, n: int, longest: int, pack: bool = 
     texts[:, longest - 1], texts[:, longest:] = 99, 0
     lengths = text_lengths(texts) if text.ends else None
     keys = [str(i) for i in range(n)]
-    return Batch(images, texts, torch.arange(n), keys, text_lengths=lengths, pack_texts=pack)
+    return Batch(
+        columns_of(images, texts, torch.arange(n), keys, text_lengths=lengths), pack_texts=pack
+    )
 
 
 def count(model: Any, backend: str = "eager", pack: bool = False) -> dict[str, int]:

@@ -26,7 +26,7 @@ from clip_train.task import Batch
 from tests.covering import pairwise
 from tests.engine.layouts import FSDP, PLAIN, ZERO, engine_at
 from tests.ranks import run_ranks
-from tests.toy import share
+from tests.toy import columns_of, share
 
 pytestmark = pytest.mark.engine
 
@@ -110,7 +110,7 @@ def misaligned(layout: str, precision: str, name: str) -> list[str]:
     n = 4 * dist.world_size()
     images = torch.zeros(n, 3, size, size, dtype=torch.uint8)
     texts = torch.full((n, text.context_length), text.vocab_size - 1)
-    batch = Batch(images, texts, torch.arange(n), [str(i) for i in range(n)])
+    batch = Batch(columns_of(images, texts, torch.arange(n), [str(i) for i in range(n)]))
     own = share(batch, dist.rank(), dist.world_size())
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     train_step(engine, own, objective, micro_size=2, kept_graphs=1, lr=1e-3)

@@ -30,7 +30,7 @@ from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
 from tests.models.test_variants import blocks
 from tests.ranks import run_ranks
-from tests.toy import oracle_loss, share
+from tests.toy import columns_of, oracle_loss, share
 
 pytestmark = pytest.mark.engine
 N = 15
@@ -53,7 +53,7 @@ def make_model(checkpointing: bool = False) -> CLIP:
 
 
 def batch() -> Batch:
-    return Batch(*inputs(N), [str(i) for i in range(N)])
+    return Batch(columns_of(*inputs(N), [str(i) for i in range(N)]))
 
 
 # -- the rule

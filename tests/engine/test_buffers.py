@@ -22,7 +22,7 @@ from tests.engine.layouts import engine_at
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
 from tests.ranks import run_ranks
-from tests.toy import share
+from tests.toy import columns_of, share
 
 pytestmark = pytest.mark.engine
 N, LR = 8, 0.05
@@ -50,7 +50,7 @@ def train(
     losses = []
     for step in range(2):
         batch = share(
-            Batch(*inputs(N, seed=step), [str(i) for i in range(N)]),
+            Batch(columns_of(*inputs(N, seed=step), [str(i) for i in range(N)])),
             dist.rank(),
             dist.world_size(),
         )

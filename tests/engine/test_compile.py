@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -17,7 +19,7 @@ from tests.covering import pairwise
 from tests.engine.graphs import count, growth, native
 from tests.engine.layouts import engine_at
 from tests.ranks import run_ranks
-from tests.toy import share
+from tests.toy import columns_of, share
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 ARCHITECTURE = Architecture.model_validate(
@@ -53,11 +55,13 @@ def batch(step: int) -> Batch:
     texts[torch.arange(24) > ends[:, None]] = 0
     images = torch.randint(0, 256, (N, 3, 16, 16), generator=g, dtype=torch.uint8)
     whole = Batch(
-        images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)]
+        columns_of(
+            images, texts, torch.randint(0, 2**62, (N,), generator=g), [str(i) for i in range(N)]
+        )
     )
     own = share(whole, dist.rank(), dist.world_size())
-    own.text_lengths, own.pack_texts = text_lengths(own.texts), PACK
-    return own
+    columns = own.columns.plus(text_lengths=text_lengths(own.texts))
+    return replace(own, columns=columns, pack_texts=PACK)
 
 
 def train(layout: str, compile: bool, kept: int, checkpointing: bool):

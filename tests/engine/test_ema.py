@@ -24,7 +24,7 @@ from tests.engine.test_engines import Source, assemble, pieces
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
 from tests.ranks import run_ranks
-from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+from tests.toy import ToyCLIP, columns_of, oracle_loss, share, toy_batch
 
 pytestmark = pytest.mark.engine
 N, LR, CLIP_NORM = 24, 0.3, 0.5
@@ -218,7 +218,7 @@ def test_running_statistics_have_one_too():
     average = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     assert any(name.endswith("running_mean") for name in average)
     for seed in range(2):
-        batch = Batch(*inputs(8, seed=seed), [str(i) for i in range(8)])
+        batch = Batch(columns_of(*inputs(8, seed=seed), [str(i) for i in range(8)]))
         train_step(engine, batch, InfoNCE(), micro_size=8, kept_graphs=1, lr=0.01)
         average = {
             name: 0.7 * before + 0.3 * model.get_buffer(name) for name, before in average.items()

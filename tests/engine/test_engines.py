@@ -24,7 +24,7 @@ from tests.covering import pairwise
 from tests.engine.layouts import ALL, FSDP, PLAIN, ZERO, engine_at
 from tests.ranks import device, run_ranks
 from tests.test_step import Underflowing
-from tests.toy import ToyCLIP, oracle_loss, share, toy_batch
+from tests.toy import ToyCLIP, columns_of, oracle_loss, share, toy_batch
 
 pytestmark = pytest.mark.engine
 N, LR, MAX_NORM = 24, 0.3, 0.5
@@ -335,7 +335,7 @@ def bias_case(layout):
     engine = engine_at(layout, lambda: CLIP(architecture), OptimConfig())
     texts = torch.randint(1, 32, (2, 8))
     features = engine.forward(
-        MicroBatch(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2))
+        MicroBatch(columns_of(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), texts, torch.arange(2)))
     )
     bias = features["logit_bias"].item()
     engine.close()

@@ -30,7 +30,7 @@ from tests.engine.layouts import engine_at
 from tests.engine.test_buffers import merged
 from tests.models.small import inputs, small_architecture
 from tests.ranks import run_ranks
-from tests.toy import share
+from tests.toy import columns_of, share
 
 installed = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is missing: pip install 'clip-train[torchao]'"
@@ -225,7 +225,9 @@ def step(layout: str, kind: str | None, micro_size: int, kept: int, seed: int) -
         engine: Any = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
     else:
         engine = engine_at(layout, partial(make_model, seed), optim, linear=kind)
-    own = share(Batch(*inputs(N), [str(i) for i in range(N)]), dist.rank(), dist.world_size())
+    own = share(
+        Batch(columns_of(*inputs(N), [str(i) for i in range(N)])), dist.rank(), dist.world_size()
+    )
     loss = train_step(engine, own, InfoNCE(), micro_size=micro_size, kept_graphs=kept, lr=LR).loss
     saved = {(f.name, f.start): f.tensors["param"].clone() for f in engine.state_fragments()}
     engine.close()

@@ -24,7 +24,7 @@ from tests import tolerances
 from tests.engine.layouts import engine_at
 from tests.models.small import inputs, small_architecture
 from tests.ranks import run_ranks
-from tests.toy import oracle_loss, share
+from tests.toy import columns_of, oracle_loss, share
 
 pytestmark = pytest.mark.engine
 N, LR, STEPS = 10, 0.1, 2
@@ -113,7 +113,7 @@ def towers(stages: int = 0) -> TwoTowers:
 
 def batch(seed: int) -> Batch:
     images, texts, seeds = inputs(N, seed=seed)
-    return Batch(images, texts, seeds, [str(i) for i in range(N)])
+    return Batch(columns_of(images, texts, seeds, [str(i) for i in range(N)]))
 
 
 def names(model: nn.Module) -> list[str]:

@@ -26,7 +26,7 @@ from tests.engine.layouts import FSDP, ZERO
 from tests.engine.test_engines import assemble, pieces
 from tests.ranks import RankFailedError, device, run_ranks
 from tests.threads import run_threads
-from tests.toy import share
+from tests.toy import columns_of, share
 
 pytestmark = pytest.mark.engine
 STEPS, N, LR, CLIP_NORM = 3, 16, 0.02, 0.5
@@ -72,10 +72,12 @@ def engine_of(layout: str, weights: dict[str, torch.Tensor]) -> Engine:
 def batch_of(step: int) -> Batch:
     g = torch.Generator().manual_seed(step)
     return Batch(
-        torch.randint(0, 256, (N, 3, 16, 16), dtype=torch.uint8, generator=g),
-        torch.randint(1, 60, (N, 8), generator=g),
-        torch.arange(N),
-        [f"{step}-{i}" for i in range(N)],
+        columns_of(
+            torch.randint(0, 256, (N, 3, 16, 16), dtype=torch.uint8, generator=g),
+            torch.randint(1, 60, (N, 8), generator=g),
+            torch.arange(N),
+            [f"{step}-{i}" for i in range(N)],
+        )
     )
 
 

@@ -31,6 +31,7 @@ import torch.distributed as td  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tests.served import foreign, start  # noqa: E402
+from tests.toy import columns_of  # noqa: E402
 
 GATHERS = (
     "all_gather",
@@ -151,12 +152,14 @@ def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
     )
     lengths = [3 + i % (length - 3) for i in range(n)]
     batch = Batch(
-        torch.randint(0, 255, (n, 3, size, size), dtype=torch.uint8),
-        torch.randint(1, 100, (n, length)),
-        torch.arange(n),
-        [str(i) for i in range(n)],
+        columns_of(
+            torch.randint(0, 255, (n, 3, size, size), dtype=torch.uint8),
+            torch.randint(1, 100, (n, length)),
+            torch.arange(n),
+            [str(i) for i in range(n)],
+            text_lengths=lengths,
+        ),
         shares=(n,) * WORLD_SIZE,
-        text_lengths=lengths,
         pack_texts=resolved.padded_because is None,
     )
     batch.texts[torch.arange(n), torch.tensor(lengths) - 1] = architecture.text_cfg.vocab_size - 1

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from clip_tools.demo import SyntheticData
-from launcher.cli.options import VERBS
+from launcher.cli.main import VERBS, verb_parser
 from tests.documents import ROOT, commands, examples_in, own_arguments, split
 from tests.launcher.conftest import RECIPE, clean_environment, finish, run
 from tests.warm import Command
@@ -57,7 +57,7 @@ def lines() -> list[str]:
         line for page, line in commands() if page.name != "troubleshooting.md"
     }  # whose commands are mistakes
     shown |= {
-        shlex.join(split(line)) for verb in VERBS.values() for line in examples_in(verb.examples)
+        shlex.join(split(line)) for verb in VERBS for line in examples_in(verb_parser(verb).epilog)
     }
     ours = {
         shlex.join(["clip-train", *arguments])

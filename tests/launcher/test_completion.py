@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-from launcher.cli.main import main
-from launcher.cli.options import VERBS
+from launcher.cli.main import VERBS, main
 
 WANTED = {
     "": {"train", "plan", "completion"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from clip_tools.plan import make_plan
+from clip_train.errors import UserError
 from clip_train.recipe.recipe import (
     OTHER_NAMES,
     apply_overrides,
@@ -17,11 +19,12 @@ from clip_train.recipe.recipe import (
     load_config,
     parse_value,
     read_recipe,
+    without_removed,
 )
 from clip_train.recipe.resolve import resolve
-from launcher.cli.main import main, parse
-from launcher.cli.options import VERBS
-from tests.documents import split
+from launcher.cli.main import VERBS, main, parse, verb_parser
+from launcher.slurm.profile import Site
+from tests.documents import examples_in, own_arguments, split
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 MINIMAL = {"run": {"steps": 5000}, "data": {"train": "a.tar"}}
@@ -167,6 +170,29 @@ def test_examples_of_the_help_can_be_typed(verb, capsys):
         if recipe is not None and recipe.startswith("recipes/"):
             load_config(str(RECIPES[0].parent / recipe.removeprefix("recipes/")), args.overrides)
         assert all("=" in each for each in getattr(args, "overrides", []))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_argument_is_a_parameter_of_its_verb(verb):
+    parameters = inspect.signature(VERBS[verb].load().run).parameters
+    example = next(iter(examples_in(verb_parser(verb).epilog or "")))
+    arguments = vars(parse(own_arguments(example))).keys() - {"verb", "quiet", "verbose"}
+    if verb == "submit":  # the options of the site file are one mapping
+        arguments = arguments - Site.model_fields.keys() | {"options"}
+    assert arguments == parameters.keys() - {"process"}
+
+
+def test_a_removed_key_is_a_mistake_unless_it_changes_nothing(recipe):
+    config = load_config(str(recipe))
+    same = ["log.strict_callbacks=false", "checkpoint.orphan_grace_minutes=60"]
+    assert load_config(str(recipe), same) == config
+    with pytest.raises(
+        UserError, match=r"storage\.read_ahead \(9\) was removed: leave it out, and"
+    ):
+        load_config(str(recipe), ["storage.read_ahead=9"])
+    of_a_checkpoint = config.to_keep()
+    of_a_checkpoint["storage"]["read_ahead"] = 9
+    assert check_config(without_removed(of_a_checkpoint), "a checkpoint") == config
 
 
 def test_plan_prints_the_arithmetic(tmp_path, capsys):

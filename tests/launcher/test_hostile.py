@@ -79,9 +79,9 @@ def test_at_the_limit_all_ranks_stop_with_the_table(tmp_path, model):
         out,
     )
     assert message and int(message[1]) >= 20 and int(message[1]) > 0.1 * int(message[2])
-    assert (
-        out.count("more than data.bad_sample_limit") == 1 and out.count("first keys") == 1
-    )  # reported by one rank
+    # one rank reports it; the last line of rank 0 may name it again
+    reports = re.findall(r"error: (?!ended by).*more than data.bad_sample_limit", out)
+    assert len(reports) == 1, out
     table = rows(out[message.end() :])
     assert table and set(table) <= set(planted(KINDS))
     verdict = read_verdict(tmp_path / "run")

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from clip_tools.embed import load
-from clip_tools.inspect import check_names, described
+from clip_tools.place import check_names, described
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture

@@ -200,7 +200,7 @@ MISTAKES = {
     ),
     "a linear probe": (
         ["evaluate.linear_probe=/data/train"],
-        ["evaluate.linear_probe ('/data/train'): no such key"],
+        ["evaluate.linear_probe ('/data/train') was removed: export the model"],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],
@@ -347,7 +347,8 @@ ONE_EACH = {  # the mistake -> words of its message
     "optim.lr=-1": "optim.lr (-1) must be greater than 0",
     "batch.micro_size=x": "batch.micro_size ('x') must be",
     "log.progres=true": "did you mean log.progress?",
-    "log.every_steps=often": "log.every_steps ('often'): no such key",
+    "log.every_steps=often": "log.every_steps ('often') was removed: leave it out",
+    "log.strict_callbacks=true": "log.strict_callbacks (true) was removed: leave it out",
     "model.name=ViT-B-33": "model.name (ViT-B-33): no preset or file has this name",
     "data.train='a.csv::b.tar'": "data.train (a.csv) is a table",
     "data.val='pipe:cat x.tar'": "data.val (pipe:cat x.tar)",

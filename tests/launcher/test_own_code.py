@@ -327,11 +327,6 @@ def test_callbacks_and_evaluations_of_ones_own(recipe, tmp_path, data, monkeypat
     status, out = run(checkpoints, *val, wrong, verb="evaluate")
     assert status == 2 and f"evaluate.functions ({__name__}.no_numbers) failed" in out, out
 
-    strict = (*common, "log.strict_callbacks=true", "run.dir=strict")
-    status, out = run(recipe, *strict, ranks=2)
-    assert status == 2 and "set log.strict_callbacks=false" in out, out
-    assert out.count("no such thing") == 1, out
-
 
 @pytest.mark.engine
 def test_a_schedule_trains(recipe, tmp_path):
@@ -557,13 +552,13 @@ class Thermometer(Callback):
 @pytest.mark.engine
 def test_a_callback_ends_a_run_by_an_error_that_says_what_follows(recipe, tmp_path):
     """It blames the node, and Slurm requeues; or it is an error that another attempt may not have."""
-    strict = (f"log.callbacks=[{__name__}.Thermometer]", "log.strict_callbacks=true")
-    status, out = finish(start(recipe, *strict, ranks=2))
+    thermometer = f"log.callbacks=[{__name__}.Thermometer]"
+    status, out = finish(start(recipe, thermometer, ranks=2))
     word, why = read_verdict(tmp_path / "run")
     assert status == 2 and word == "FAILED" and why["blamed"] == node_name(), out
     assert why["reason"] == f"rank 1 on {node_name()}: the GPU has 95 degrees"
     status, out = finish(
-        start(recipe, *strict, f"run.dir={tmp_path / 'other'}", environ={"OVER": "1"})
+        start(recipe, thermometer, f"run.dir={tmp_path / 'other'}", environ={"OVER": "1"})
     )
     word, why = read_verdict(tmp_path / "other")
     assert (status, word) == (1, "FAILED") and "blamed" not in why, out

@@ -83,11 +83,11 @@ def test_a_dollar_in_the_name_of_a_file_stays(recipe, home):
         (["reinforce", "a.tar", "--to=~/x"], "to"),
         (["submit", "r.yaml", "--site=~/x"], "site"),
         (["caption", "run", "--images=~/x"], "images"),
-        (["demo", "--dir=~/x"], "dir"),
+        (["demo", "--dir=~/x"], "folder"),
         (["train", "~/x"], "recipe"),
         (["evaluate", "~/x"], "place"),
         (["shards", "a.csv", "~/x"], "out"),
-        (["report", "~/x"], "run"),
+        (["report", "~/x"], "place"),
     ],
 )
 def test_every_path_of_a_command(home, line, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import tarfile
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from clip_tools.reinforce import write_missing
+from clip_tools.reinforce import Options, write_missing
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
@@ -92,13 +91,14 @@ def test_a_student_of_its_shards_follows_the_curve_of_a_student_of_the_teachers(
 
 
 def test_a_teachers_signature_is_not_written_and_a_new_one_is_the_same_teacher(tmp_path):
-    args = argparse.Namespace(
-        to=str(tmp_path), augmentations=3, crop=0.9, synthetic_key="s", half=False, alpha="white"
-    )
+    options = Options(augmentations=3, crop=0.9, synthetic_key="s", half=False, alpha="white")
+    to = str(tmp_path)
     url = "https://host/{}/model?X-Amz-Date=2{}&X-Amz-Signature={}"
     for signature in ("abc123", "def456"):
-        write_missing([], [SimpleNamespace(source=url.format("one", signature, signature))], args)
+        teacher = SimpleNamespace(source=url.format("one", signature, signature))
+        write_missing(to, [], [teacher], options)
     kept = (tmp_path / "reinforced.json").read_text()
     assert "https://host/one/model?" in kept and "abc123" not in kept
     with pytest.raises(UserError, match="give another place"):
-        write_missing([], [SimpleNamespace(source=url.format("other", "abc123", "abc123"))], args)
+        teacher = SimpleNamespace(source=url.format("other", "abc123", "abc123"))
+        write_missing(to, [], [teacher], options)

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from launcher.cli.main import main, parse
-from launcher.cli.options import VERBS
+from launcher.cli.main import VERBS, main, parse
 from tests.launcher.conftest import ENDLESS, PATIENCE, metrics, run, start
 from tests.metrics.pages import Page, evaluation, step, write_jsonl, write_run
 

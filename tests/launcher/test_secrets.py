@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 PASSWORD, SIGNATURE, AGAIN = "hunter2secret", "5ec4e7deadbeef", "a9a1dfeedc0ffee"
 FAILURES = 3  # of each file that is opened: from the third on, a retry is a warning
-QUICK = ("run.steps=7", "data.verify=off", "storage.backoff_seconds=0.01", "data.workers=1")
+QUICK = ("run.steps=7", "data.verify=off", "data.workers=1")
 
 
 class Locked(ThreadingHTTPServer):

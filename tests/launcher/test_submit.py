@@ -141,7 +141,7 @@ def test_shells_accept_it(script):
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
         (["checkpoint.resume=never"], "the batch script runs this command again"),
         (["data.train=/nowhere/{0..3}.tar"], "/nowhere/"),
-        (["--site=bad.yaml"], "known keys: partition"),
+        (["--site=bad.yaml"], "known keys: nodes"),
         (
             ["--site=worse.yaml"],
             "cpus_per_task (0) must be greater than 0; set cpus_per_task=8",

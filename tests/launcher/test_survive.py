@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clip_train import dist
+from clip_train.callbacks import Callback
+from clip_train.errors import ClipTrainError
 from clip_train.processes import node_name
 from launcher.runtime.verdict import RUN_DIR, read_verdict
 from launcher.slurm.attempts import explain_verdict
@@ -51,35 +54,66 @@ def test_kill_of_one_rank_ends_the_other(recipe, tmp_path, rank):
     assert word == "FAILED" and f"rank {rank} on" in why["reason"]
 
 
+class BreaksOnRank1(Callback):
+    """`log.callbacks`: also remembers the error that each rank's run ends by."""
+
+    def after_step(self, record, keys, invalid):
+        if dist.rank() == 1 and record["step"] == 5:
+            raise ClipTrainError("the callback is broken on purpose")
+
+    def on_error(self, error):
+        Path(f"error{dist.rank()}").write_text(f"{type(error).__name__}: {error}")
+
+
+def last_line(process, rank: int) -> str:
+    out, _ = process.ranks[rank].communicate()
+    return out.rstrip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    "fault, times",
+    "fault, step, times",
     [
-        ("raise:1", 1),
-        ("evaluate:1", 1),
-        ("snapshot:1", 1),
-        ("loader:1", 2),  # printed with the worker's own traceback
+        ("engine:1", 0, 1),
+        ("loader:1:0", 0, 2),  # printed with the worker's own traceback
+        ("loader:1", 5, 2),
+        ("raise:1", 5, 1),
+        ("evaluate:1", 5, 1),
+        ("snapshot:1", 5, 1),
     ],
 )
-def test_the_error_of_one_rank_is_told_once_and_ends_the_other(
-    recipe, tmp_path, data, fault, times
+def test_the_error_of_one_rank_ends_the_other_which_names_it(
+    recipe, tmp_path, data, fault, step, times
 ):
-    """In a step, an evaluation, a save and a loader worker. An evaluation that fails does not lose the save of its
-    step."""
+    """While the engine is built, in a loader worker, a step, an evaluation and a save. The rank that failed prints the
+    traceback, and rank 0's last line has the error."""
     due = (f"data.val={data.val}", "evaluate.every_steps=5", "checkpoint.every_steps=5")
     process = start(recipe, *ENDLESS, *due, "data.workers=1", ranks=2, fault=fault)
     status, out = finish(process)
-    assert status == 1
-    assert out.count("\nRuntimeError: broken on purpose") == times and "] error:" not in out, out
+    assert status == 1 and [rank.returncode for rank in process.ranks] == [1, 1]
+    assert out.count("\nRuntimeError: broken on purpose") == times, out
+    error = f"rank 1 on {node_name()}: RuntimeError: broken on purpose"
+    assert last_line(process, 0).endswith(f"error: ended by {error}"), out
     word, why = read_verdict(tmp_path / "run")
-    assert (word, why["step"], why["reason"]) == (
-        "FAILED",
-        5,
-        f"rank 1 on {node_name()}: RuntimeError: broken on purpose",
-    )
-    if fault == "evaluate:1":
+    assert (word, why["step"], why["reason"]) == ("FAILED", step, error)
+    if fault == "evaluate:1":  # the save of its step is not lost
         assert (tmp_path / "run" / "PROGRESS").read_text() == "5\n"
     assert why["where"] == f"rank 1 on {node_name()}" and why["blamed"] == node_name()
-    assert seconds_to_verdict(tmp_path / "run") < PROMPT
+    if step > 0:
+        assert seconds_to_verdict(tmp_path / "run") < PROMPT
+
+
+def test_a_callbacks_error_on_rank_1_is_named_by_rank_0(recipe, tmp_path):
+    own = (f"log.callbacks=[{__name__}.BreaksOnRank1]",)
+    process = start(recipe, *ENDLESS, *own, ranks=2, cwd=tmp_path)
+    status, out = finish(process)
+    assert status == 1 and "Traceback" not in out, out
+    message = "the callback is broken on purpose"
+    error = f"rank 1 on {node_name()}: {message}"
+    assert last_line(process, 0).endswith(f"error: ended by {error}"), out
+    word, why = read_verdict(tmp_path / "run")
+    assert (word, why["step"], why["reason"]) == ("FAILED", 5, error)
+    seen = [(tmp_path / f"error{rank}").read_text() for rank in range(2)]
+    assert seen == [f"RemoteRankError: {error}", f"ClipTrainError: {message}"]
 
 
 @pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
@@ -109,6 +143,64 @@ def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     assert why["reason"] == f"rank 1 on {node_name()}: RuntimeError: broken on purpose"
     assert seconds_to_verdict(tmp_path / "run") < PROMPT
     assert list((tmp_path / "run" / "checkpoints" / "commit").glob("*.json")), out
+
+
+class FailsAndHangsOnRank1(Callback):
+    """`log.callbacks`: that rank's process does not end after its error."""
+
+    def after_step(self, record, keys, invalid):
+        if dist.rank() == 1 and Path("fail").exists():
+            raise ClipTrainError("it fails, and does not end")
+
+    def close(self):
+        if dist.rank() == 1:
+            time.sleep(1000)
+
+
+def test_a_rank_that_waits_finishes_its_save_and_ends(recipe, tmp_path):
+    """Rank 1 fails, and its process and its connections stay. Rank 0 is in a collective then, and an upload is
+    pending, which goes on after the verdict."""
+    store = tmp_path / "store"
+    own = (f"log.callbacks=[{__name__}.FailsAndHangsOnRank1]",)
+    remote = f"checkpoint.remote=tests.checkpoint.held.HeldStore://{store}"
+    process = start(recipe, *ENDLESS, *own, remote, ranks=2, cwd=tmp_path)
+    try:
+        wait_for(lambda: list(store.glob("commit/*.json")), "nothing is committed", process)
+        (store / "hold").touch()
+        time.sleep(1.0)  # until a commit that was under way has ended
+        before = set(store.glob("commit/*.json"))
+        step = metrics(tmp_path / "run")[-1]["step"]
+        wait_for_step(tmp_path / "run", step + 20, process)  # a save is pending
+        (tmp_path / "fail").touch()
+        wait_for(lambda: read_verdict(tmp_path / "run"), "there is no verdict", process)
+        time.sleep(3.0)  # rank 0 knows it
+        (store / "hold").unlink()
+        wait_for(lambda: process.ranks[0].poll() is not None, "rank 0 does not end", process)
+        assert process.ranks[1].poll() is None
+    finally:
+        process.ranks[1].kill()
+    status, out = finish(process)
+    assert process.ranks[0].returncode == 1 and "no progress for" not in out, out
+    assert "it fails, and does not end" in last_line(process, 0), out
+    assert set(store.glob("commit/*.json")) - before, out
+
+
+class CannotClose(Callback):
+    def close(self):
+        raise ClipTrainError("it cannot close")
+
+
+class Closes(Callback):
+    def close(self):
+        Path("closed").touch()
+
+
+def test_a_callback_that_cannot_close_keeps_no_other_open(recipe, tmp_path):
+    own = f"log.callbacks=[{__name__}.CannotClose,{__name__}.Closes]"
+    line = ("run.steps=2", "schedule.warmup_steps=0", own)
+    status, out = finish(start(recipe, *line, cwd=tmp_path))
+    assert status == 1 and out.count("it cannot close") == 1, out
+    assert (tmp_path / "closed").exists()
 
 
 def test_a_notice_names_the_rank_and_the_node(recipe, tmp_path):
@@ -246,7 +338,8 @@ def test_an_error_that_all_were_to_have_is_printed_where_one_has_it_alone(recipe
     process = start(recipe, *ENDLESS, ranks=2, fault="alone:1")
     status, out = finish(process)
     assert status == 1
-    assert out.count("its own disk is full") == 1 and "[rank 1 on" in out, out
+    assert f"[rank 1 on {node_name()}] its own disk is full" in out, out
+    assert "its own disk is full" in last_line(process, 0), out
     assert read_verdict(tmp_path / "run")[0] == "FAILED"
 
 
@@ -271,7 +364,7 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lines, told",
+    "lines, message",
     [
         ((["optim.lr=1e-3"], ["optim.lr=2e-3"]), "optim.lr: 0.001 against 0.002"),
         ((["run.steps=10"], ["run.stepz=10"]), "run.stepz (10): no such key"),
@@ -282,8 +375,9 @@ def test_a_hang_in_a_save_is_found(recipe, tmp_path):
         ((["data.train=/nowhere/*.tar"], ["run.steps=10"]), "matches no shard"),
     ],
 )
-def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines, told):
-    """Two processes of one world, started by hand, that were not given the same line."""
+def test_a_mistake_of_one_rank_ends_all(recipe, tmp_path, lines, message):
+    """Two processes of one world, started by hand, that were not given the same line. The rank that is wrong prints
+    it, and rank 0's last line has it."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         start(recipe, *line, environ={"RANK": str(rank), **world})
@@ -291,6 +385,10 @@ def test_a_mistake_of_one_rank_is_told_once_and_ends_all(recipe, tmp_path, lines
     ]
     ended = [finish(rank) for rank in ranks]
     assert [status for status, _ in ended] == [2, 2], ended
-    out = "".join(out for _, out in ended)
-    assert out.count(told) == 1 and out.count("] error:") == 1, out
+    outs = [out for _, out in ended]
+    assert message in outs[0].rstrip().splitlines()[-1], outs
+    if "/nowhere" in str(lines[0]):  # rank 0's own, which rank 1 does not repeat
+        assert message not in outs[1] and outs[0].count(message) == 1, outs
+    else:
+        assert outs[1].count(message) == 1 and outs[0].count(message) == 1, outs
     assert not (tmp_path / "run").exists()

@@ -4,7 +4,6 @@ already."""
 from __future__ import annotations
 
 import time
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ import torch
 import torch.distributed as torch_dist
 
 from clip_train import dist
-from clip_train.errors import DataError
-from clip_train.stop import StopRequest
-from clip_train.trainer import Trainer
 from launcher.runtime.environment import RankEnv
 from launcher.runtime.outcome import is_lost_contact
 from launcher.runtime.rendezvous import form_group, set_timeout
@@ -79,27 +75,3 @@ def test_a_rank_is_given_up_after_the_short_timeout(tmp_path):
 )
 def test_a_ranks_own_mistake_is_no_lost_contact(message, lost):
     assert is_lost_contact(torch_dist.DistBackendError(message)) == lost
-
-
-def test_a_failed_vote_does_not_hide_the_first_error(monkeypatch):
-    """Another rank is lost while this one has an error of its own, with a cause."""
-
-    def lost(*args, **options):
-        raise RuntimeError("Connection closed by peer")
-
-    def batches():
-        yield from ()
-        raise DataError("no such shard") from OSError("the disk")
-
-    monkeypatch.setattr(torch_dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch_dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch_dist, "all_reduce", lost)
-    parts = {
-        field.name: None
-        for field in fields(Trainer)
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-    parts |= {"batches": batches(), "steps": 1, "callbacks": (), "stop": StopRequest()}
-    with pytest.raises(DataError, match="no such shard") as caught:
-        Trainer(**parts).run()
-    assert isinstance(caught.value.__cause__, OSError)

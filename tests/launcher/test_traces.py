@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from clip_train.flops import ForwardFlops
-from clip_train.metrics.meters import Utilization, peak_flops, record_memory
+from clip_train.metrics.meters import Utilization, peak_flops
 from clip_train.metrics.skipped import Skipped
 from tests.launcher.conftest import metrics, run
 
@@ -90,24 +88,3 @@ def test_a_model_that_cannot_be_counted_has_no_mfu() -> None:
 
 def test_a_cpu_reaches_a_plausible_number_of_flops() -> None:
     assert 1e8 < peak_flops(torch.device("cpu")) < 1e14
-
-
-def test_memory_is_written_where_it_ends_first(monkeypatch, tmp_path: Path) -> None:
-    observers: list[Callable[..., None]] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
-    attach = "torch._C._cuda_attach_out_of_memory_observer"
-    monkeypatch.setattr(attach, observers.append, raising=False)
-    dumped: list[Path] = []
-
-    def dump(path: str) -> None:
-        dumped.append(Path(path))
-        dumped[-1].touch()
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    first, link = (tmp_path / "memory" / name for name in ("rank0.pickle", "rank1.pickle"))
-    for path in (first, link):
-        record_memory(path, Skipped())
-    link.symlink_to(tmp_path / "elsewhere")  # which would redirect it
-    for observer in [*observers, *observers]:  # the micro-batch is halved, and memory ends again
-        observer(0, 2**30, 2**36, 0)
-    assert dumped == [first] and not (tmp_path / "elsewhere").exists()

@@ -80,4 +80,4 @@ def test_an_installation_asks_for_the_oldest_versions():
     oldest = versions.OLDEST
     assert f'requires-python = ">={oldest["Python"]}"' in project
     for name in oldest.keys() - {"Python"}:
-        assert f'    "{name}>={oldest[name]}",\n' in project, name
+        assert f'    "{name}>={oldest[name]},<' in project, name

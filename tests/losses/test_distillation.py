@@ -13,6 +13,7 @@ from clip_train.losses.distillation import Distillation, stored_teacher
 from clip_train.task import Context, MicroBatch, named_features
 from tests.losses.oracles import averaged_teachers_loss, distill_loss, leaves, pairs, relative
 from tests.ranks import run_ranks
+from tests.toy import columns_of
 
 N, D = 36, 16
 
@@ -114,7 +115,7 @@ def test_features_from_shards_are_split_by_teacher_and_text():
     U = [pairs(n, width, 5)[0] for width in widths]
     V = [[pairs(n, width, 6 + t)[1] for width in widths] for t in range(texts)]
     rows = torch.cat([*U, *(x for of_text in V for x in of_text)], dim=1)
-    batch = MicroBatch(rows, rows, rows, teacher_features=rows)
+    batch = MicroBatch(columns_of(rows, rows, rows, teacher_features=rows))
     config = LossConfig(distill_weights=(0.0, 1.0))
     teachers = [partial(stored_teacher, widths, t, scale) for t, scale in enumerate(scales)]
     loss = config.build(teachers, texts)

@@ -9,6 +9,7 @@ import torch
 
 from clip_train import dist
 from clip_train.batch import shares
+from clip_train.columns import Columns
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.engines.base import PlainEngine
@@ -64,7 +65,7 @@ def on_a_rank():
         given = named_features(image, text, *scalars(case[0]))
         for name, ids in IDS.items():
             for deferred in (False, True):
-                context = Context(N, ids=ids[own], deferred=deferred)
+                context = Context(N, columns=Columns(ids=ids[own]), deferred=deferred)
                 found = loss_of(*case)(given, context)
                 of_it = (found.loss, found.gradients, found.metrics, bool(found.unsafe))
                 out[(*case, name, deferred)] = of_it
@@ -100,7 +101,7 @@ def test_float64_equals_autograd_on_any_ranks(world_size):
 def test_ids_that_are_all_different_change_no_bit(case):
     image, text = features(50, 16, torch.float32)
     given, loss = named_features(image, text, *scalars(case[0], torch.float32)), loss_of(*case)
-    plain, grouped = loss(given), loss(given, Context(ids=torch.randperm(50)))
+    plain, grouped = loss(given), loss(given, Context(columns=Columns(ids=torch.randperm(50))))
     assert torch.equal(plain.loss, grouped.loss)
     for name, gradient in plain.gradients.items():
         assert torch.equal(gradient, grouped.gradients[name]), name
@@ -116,7 +117,7 @@ def test_float32_keeps_its_digits():
         )
         expected.backward()
         given = named_features(image, text, *scalars(case[0], torch.float32))
-        found = loss_of(*case)(given, Context(ids=ids))
+        found = loss_of(*case)(given, Context(columns=Columns(ids=ids)))
         assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6), case
         for ours, leaf in zip(found.gradients.values(), leaves, strict=True):
             assert relative(ours, leaf.grad) < 3e-6, case
@@ -126,7 +127,9 @@ def test_a_batch_of_one_group_is_safe():
     """Its sums of exponentials are zero, which is no underflow: no step is computed again."""
     given = named_features(*features(6, 8, torch.float32), torch.tensor([100.0]))
     for loss in (InfoNCE(), LossConfig(exchange="ring").build()):
-        found = loss(given, Context(ids=torch.zeros(6, dtype=torch.int64), deferred=True))
+        found = loss(
+            given, Context(columns=Columns(ids=torch.zeros(6, dtype=torch.int64)), deferred=True)
+        )
         assert not found.unsafe and found.loss == 0
         assert all(not gradient.any() for gradient in found.gradients.values())
 
@@ -147,7 +150,8 @@ def test_a_step_takes_the_groups_of_its_batch():
             model = ToyCLIP().double()
             engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), None)
             batch = toy_batch(20)
-            batch.ids = ids
+            if ids is not None:
+                batch.columns = batch.columns.plus(ids=ids)
             result = train_step(
                 engine, batch, Counted(), micro_size=micro_size, kept_graphs=1, lr=0.0
             )
@@ -161,11 +165,13 @@ def test_several_texts_of_an_image_are_refused_as_positives():
     image, text = features(6, 8, torch.float32)
     with pytest.raises(ValueError, match="one text for each image"):
         InfoNCE(group_role="positives")(
-            named_features(image[:3], text, torch.ones(1)), Context(ids=torch.arange(6))
+            named_features(image[:3], text, torch.ones(1)),
+            Context(columns=Columns(ids=torch.arange(6))),
         )
     with pytest.raises(ValueError, match="one for each of 6 texts"):
         SigmoidLoss()(
-            named_features(image, text, torch.ones(1), torch.ones(1)), Context(ids=torch.arange(3))
+            named_features(image, text, torch.ones(1), torch.ones(1)),
+            Context(columns=Columns(ids=torch.arange(3))),
         )
 
 
@@ -190,10 +196,11 @@ def test_the_loader_reads_the_groups(folder):
         sizes = {"image_size": 8, "context_length": 8, "global_size": 24}
         with TrainLoader(config, **sizes, seed=7, groups=groups) as loader:
             batch = next(loader)
-        if batch.ids is None:
-            return None
+        if groups is None:
+            return batch.columns.get("ids")
         found = sorted(
-            (int(key[1:]), each) for key, each in zip(batch.keys, batch.ids.tolist(), strict=True)
+            (int(key[1:]), each)
+            for key, each in zip(batch.keys, batch.columns["ids"].tolist(), strict=True)
         )
         return [each for _, each in found]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from clip_train import dist
+from clip_train.columns import Columns
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.memory_bank import MemoryBank, sample_ids
 from clip_train.task import Context, named_features
@@ -24,8 +25,8 @@ def stream(step: int):
 
 
 def named(ids) -> Context:
-    """Equal keys are copies of one sample."""
-    return Context(keys=[f"sample {i}" for i in ids.tolist()])
+    """Equal names are copies of one sample."""
+    return Context(columns=Columns(names=[f"sample {i}" for i in ids.tolist()]))
 
 
 def objective(size=40, warmup=0, mode="negatives", tile=7) -> MemoryBank:

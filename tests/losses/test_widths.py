@@ -14,7 +14,7 @@ from clip_train.task import Context, MicroBatch, named_features
 from tests.launcher.test_same_run import recipe
 from tests.losses.oracle import siglip
 from tests.losses.oracles import distill_loss, leaves, pairs, relative
-from tests.toy import oracle_loss
+from tests.toy import columns_of, oracle_loss
 
 N, D, WIDTHS = 36, 16, {16: 1.0, 7: 0.5, 1: 2.0}
 LOSSES = {
@@ -41,7 +41,7 @@ def test_float64_equals_autograd(name):
         expected = expected + weight * each
     expected.backward()
     nothing = torch.zeros(N, 3, 8, 8)
-    context = Context(prepared=loss.prepare(MicroBatch(nothing, nothing, nothing)))
+    context = Context(prepared=loss.prepare(MicroBatch(columns_of(nothing, nothing, nothing))))
     captions = torch.rand(N, 2)  # a local loss is no feature
     features = named_features(I, T, s, bias, {"caption_loss": captions})
     out = loss({key: x.detach() for key, x in features.items()}, context)

@@ -22,6 +22,7 @@ from clip_train.task import Context, MicroBatch
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
 from tests.ranks import run_ranks
+from tests.toy import columns_of
 
 
 def small_convolutional(*options: Any) -> CLIP:
@@ -92,7 +93,7 @@ def test_the_model_agrees_with_torchs_batch_norm_in_training_and_evaluation(dtyp
 def step(kept: int, checkpointing: bool, norm: str = "batch", micro_size: int = 4) -> Any:
     model = small_convolutional(norm, checkpointing).double().train()
     batches = [
-        MicroBatch(*part)
+        MicroBatch(columns_of(*part))
         for part in zip(*(each.split(micro_size) for each in inputs(12)), strict=True)
     ]
     output = two_pass(PlainEngine(model), batches, InfoNCE(), Context(12), kept_graphs=kept)
@@ -129,7 +130,9 @@ def test_a_step_that_fails_and_forwards_beside_it_leave_running_statistics_alone
         yield
 
     with pytest.raises(MemoryError):
-        two_pass(PlainEngine(model), [MicroBatch(*parts)], InfoNCE(), Context(4), guard=fails)
+        two_pass(
+            PlainEngine(model), [MicroBatch(columns_of(*parts))], InfoNCE(), Context(4), guard=fails
+        )
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
 
 
@@ -143,7 +146,7 @@ def test_statistics_of_a_locked_tower_can_be_frozen():
     parts = inputs(6)
     moving = model(*parts)[0]
     freeze(model, ModelConfig(lock_image=True, lock_image_freeze_bn_stats=True))
-    two_pass(PlainEngine(model), [MicroBatch(*parts)], InfoNCE(), Context(6))
+    two_pass(PlainEngine(model), [MicroBatch(columns_of(*parts))], InfoNCE(), Context(6))
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
     training = model(*parts)[0]
     torch.testing.assert_close(training, model.eval()(*parts)[0], rtol=0, atol=0)

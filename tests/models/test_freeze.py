@@ -16,6 +16,7 @@ from clip_train.optim.optimizer import build_optimizer
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.models.small import inputs, small_architecture, small_model
+from tests.toy import columns_of
 
 NAMES = list(parameter_sizes(small_architecture()))  # of two blocks in either tower
 
@@ -107,7 +108,12 @@ def stepped(keys, micro_size):
     engine = PlainEngine(model, build_optimizer(OptimConfig(name="sgd"), model.named_parameters()))
     for s in range(2):
         result = train_step(
-            engine, Batch(*inputs(12, s)), InfoNCE(), micro_size=micro_size, kept_graphs=1, lr=0.1
+            engine,
+            Batch(columns_of(*inputs(12, s))),
+            InfoNCE(),
+            micro_size=micro_size,
+            kept_graphs=1,
+            lr=0.1,
         )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sum(encoded), result.loss
 

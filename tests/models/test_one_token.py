@@ -14,6 +14,7 @@ from clip_train.models.dropout import SampleDropout
 from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.task import Batch, text_lengths
 from tests.models.small import inputs, small_architecture, small_model
+from tests.toy import columns_of
 
 VISION_HEADS, TEXT_HEADS, LAYERS = 2, 2, 2
 
@@ -164,17 +165,17 @@ def batch_of(lengths: list[int], context: int) -> Batch:
     for row, length in zip(texts, lengths, strict=True):
         row[: length - 1] = torch.arange(1, length) % 90 + 1
         row[length - 1] = 99
-    return Batch(images, texts, seeds, text_lengths=text_lengths(texts))
+    return Batch(columns_of(images, texts, seeds, text_lengths=text_lengths(texts)))
 
 
 def test_texts_are_cut_where_the_longest_of_a_micro_batch_ends():
     batch = batch_of([3, 8, 9, 5, 20, 2, 4], context=20)
-    assert batch.text_lengths == [3, 8, 9, 5, 20, 2, 4]
+    assert batch.columns["text_lengths"] == [3, 8, 9, 5, 20, 2, 4]
     cut = batch.micro_batches(2)  # from short to long; equally long ones stay in order
     assert [m.texts.shape[1] for m in cut] == [8, 8, 16, 20]
     assert torch.cat([m.places for m in cut]).tolist() == [5, 0, 6, 3, 1, 2, 4]
     assert [m.texts.shape[1] for m in batch.to(torch.device("cpu")).micro_batches(7)] == [20]
-    batch.text_lengths = None  # another model may read all of it
+    batch.columns = batch.columns.without("text_lengths")  # another model may read all of it
     assert [m.texts.shape[1] for m in batch.micro_batches(2)] == [20] * 4
 
 

@@ -25,7 +25,7 @@ from tests.covering import pairwise
 from tests.engine.layouts import engine_at
 from tests.peers.test_openclip_models import architecture_of, inputs
 from tests.ranks import run_ranks
-from tests.toy import share
+from tests.toy import columns_of, share
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 open_clip = pytest.importorskip(
@@ -41,7 +41,7 @@ def batch_of(architecture: AnyArchitecture) -> Batch:
     for row, text in enumerate(texts):
         text[3 + row :] = 0
         text[2 + row] = 49407
-    return Batch(images, texts, seeds)
+    return Batch(columns_of(images, texts, seeds))
 
 
 def model_of(architecture: AnyArchitecture) -> Any:

@@ -15,6 +15,7 @@ from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.models.convolutional import convolutional_clip
 from tests.models.small import inputs
+from tests.toy import columns_of
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 utils = pytest.importorskip(
@@ -31,7 +32,7 @@ def test_it_is_timms_with_its_warm_up():
     engine.load_fragments(WholeState(model.state_dict()), {})
     theirs = utils.ModelEmaV3(model, decay=0.7, use_warmup=True)
     for step in range(1, 9):
-        batch = Batch(*inputs(8, seed=step), [str(i) for i in range(8)])
+        batch = Batch(columns_of(*inputs(8, seed=step), [str(i) for i in range(8)]))
         train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1, lr=1e-3)
         theirs.update(model, step=step)
         expected = theirs.module.state_dict()

@@ -26,6 +26,7 @@ from clip_train.recipe.memory import micro_batch
 from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.step import train_step, two_pass
 from clip_train.task import Batch, Context, MicroBatch
+from tests.toy import columns_of
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 open_clip = pytest.importorskip(
@@ -152,7 +153,8 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
     model, parts = model_of(architecture, **options), inputs(architecture)
     batches = [
-        MicroBatch(*each) for each in zip(*(part.split(8 // k) for part in parts), strict=True)
+        MicroBatch(columns_of(*each))
+        for each in zip(*(part.split(8 // k) for part in parts), strict=True)
     ]
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
     torch.manual_seed(5)
@@ -233,7 +235,7 @@ class Saved:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_that_resumes_goes_on_as_if_never_stopped(name: str, tmp_path: Path):
     architecture = architecture_of(name, tmp_path)
-    batch = Batch(*inputs(architecture), keys=[str(i) for i in range(8)])
+    batch = Batch(columns_of(*inputs(architecture), keys=[str(i) for i in range(8)]))
     objective = InfoNCE() if architecture.init_logit_bias is None else SigmoidLoss()
 
     def engine() -> PlainEngine:

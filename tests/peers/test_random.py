@@ -19,6 +19,7 @@ from clip_train.models.config import load_architecture
 from clip_train.step import two_pass
 from clip_train.task import Batch, Context
 from tests.peers.test_openclip_models import MODELS, architecture_of, inputs, model_of
+from tests.toy import columns_of
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 pytest.importorskip(
@@ -58,7 +59,7 @@ def gradients(architecture: Any, *, recomputed: bool = False) -> list[torch.Tens
     out = []
     for micro_size, kept in ((8, 1), (1, 1), (2, 2)):
         model.zero_grad()
-        batch = Batch(*inputs(architecture))
+        batch = Batch(columns_of(*inputs(architecture)))
         torch.manual_seed(micro_size)  # nothing may come from torch's generator
         two_pass(engine, batch.micro_batches(micro_size), loss, Context(), kept_graphs=kept)
         found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]

@@ -51,6 +51,7 @@ from launcher.runtime.environment import BACKENDS
 from tests import devices
 from tests.pretended.gpu_cases import PLANTED
 from tests.served import start
+from tests.toy import columns_of
 
 GPU = torch.device("cuda", 0)
 SHARED = devices.BACKENDS["cuda-shared"]
@@ -262,10 +263,14 @@ def third_step(
 
 def host_batch(architecture: Any, n: int) -> Batch:
     size, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
-    return Batch(
-        torch.empty(n, 3, size, size, dtype=torch.uint8), torch.empty(n, length, dtype=torch.int64),
-        torch.empty(n, dtype=torch.int64), keys=[str(i) for i in range(n)], text_lengths=[length] * n,
-    )  # fmt: skip
+    columns = columns_of(
+        torch.empty(n, 3, size, size, dtype=torch.uint8),
+        torch.empty(n, length, dtype=torch.int64),
+        torch.empty(n, dtype=torch.int64),
+        [str(i) for i in range(n)],
+        text_lengths=[length] * n,
+    )
+    return Batch(columns)
 
 
 def evaluation() -> dict[str, Any]:

@@ -30,8 +30,8 @@ EPOCHS = 3
 BLOCK_BYTES = 32 << 10  # about six in a shard, so that ranges in mid-shard are hit as well
 
 # Short waits: the faults come at once and often, here.
-FAST = StorageConfig(
-    backoff_seconds=0.02, patience_seconds=0.5, range_bytes=BLOCK_BYTES, read_ahead_bytes=1 << 20
+FAST = StorageConfig(patience_seconds=0.5, read_ahead_bytes=1 << 20).model_copy(
+    update={"backoff_seconds": 0.02, "range_bytes": BLOCK_BYTES}
 )
 # Where the outcome may not depend on how fast this machine is: as many tries as it takes where silence is to be given
 # up, and all the time for an answer where the tries are counted.

@@ -21,16 +21,22 @@ RUNS: list[Run] = []
 class Run:
     """One process's life on one machine's disk."""
 
-    def __init__(self, folder: Path, url: str, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, url: str, *, orphan_seconds: float = 0.0, **config: Any
+    ) -> None:
         self.said: list[str] = []
         config = {
             "grace_seconds": 240.0,
-            "orphan_grace_minutes": 0.0,
             "remote": url,
             "max_failed_saves": 9,
             **config,
         }
-        self.manager = CheckpointManager(CheckpointConfig(**config), folder, log=self.said.append)
+        self.manager = CheckpointManager(
+            CheckpointConfig(**config),
+            folder,
+            log=self.said.append,
+            orphan_seconds=orphan_seconds,
+        )
         self.folder = folder
         RUNS.append(self)
 

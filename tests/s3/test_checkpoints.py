@@ -52,7 +52,7 @@ def test_it_is_in_both_places_and_comes_back_from_either(
 def test_retention_and_orphans(tmp_path: Path, url: str, view: Bucket, proxy) -> None:
     view.put("run/ckpt/s0000000008/e000000-0123abcd/rank00000.safetensors", b"half")
     view.put("run/ckpt/s0000000009/e000000-0123abcd/_rank00000.json", b"half")
-    careful = Run(tmp_path / "a", url, keep_last=1, orphan_grace_minutes=10.0)
+    careful = Run(tmp_path / "a", url, keep_last=1, orphan_seconds=600.0)
     assert careful.save(1) and careful.save(2)
     careful.manager.close()
     assert len(view.commits("run")) == 1
@@ -130,7 +130,7 @@ def test_no_secret_is_told_or_kept(
 def test_the_listing_tells_what_is_there(tmp_path: Path, url: str, view: Bucket) -> None:
     from clip_train.checkpoint.restore import list_checkpoints, open_read_only, stores_at
 
-    run = Run(tmp_path, url, keep_last=3, orphan_grace_minutes=10.0)
+    run = Run(tmp_path, url, keep_last=3, orphan_seconds=600.0)
     assert run.save(1) and run.save(2) and run.save(3)
     run.manager.close()
     key = data_key(view, 2)

@@ -23,7 +23,7 @@ from tests.s3.proxy import Fault, FaultyProxy
 from tests.s3.server import Server
 from tests.s3.vending import ANY, SECRET, TOKEN, Vending
 
-PATIENT = StorageConfig(range_bytes=1 << 20, backoff_seconds=0.1, patience_seconds=120)
+PATIENT = StorageConfig(patience_seconds=120).model_copy(update={"range_bytes": 1 << 20})
 NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OLD, NEW = ("ROTATEDOLD", "rotated-secret-old"), ("ROTATEDNEW", "rotated-secret-new")
 

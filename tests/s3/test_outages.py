@@ -153,8 +153,8 @@ def killed_in_the_upload(folder: Path, url: str, hung: Path, victim: int) -> dic
     """Each rank has a checkpoint writer of its own; one is killed while it uploads its part of step 2."""
     rank = dist.rank()
     said: list[str] = []
-    config = CheckpointConfig(remote=url, grace_seconds=120.0, orphan_grace_minutes=0.0)
-    manager = CheckpointManager(config, folder, log=said.append)
+    config = CheckpointConfig(remote=url, grace_seconds=120.0)
+    manager = CheckpointManager(config, folder, log=said.append, orphan_seconds=0.0)
     assert manager.resume() is None
 
     def save(step: int, *, wait: bool) -> bool:

@@ -19,7 +19,9 @@ from tests.s3.proxy import Fault, FaultyProxy, fresh
 from tests.s3.server import Server
 
 BLOCK = 16 << 10
-FAST = StorageConfig(backoff_seconds=0.01, patience_seconds=240, range_bytes=BLOCK)
+FAST = StorageConfig(patience_seconds=240).model_copy(
+    update={"backoff_seconds": 0.01, "range_bytes": BLOCK}
+)
 # What gives up early needs as many tries as it takes: a machine that stalls is no better than a server that does.
 HASTY = FAST.model_copy(update={"patience_seconds": 0.5, "attempts": 200})
 SILENCE = ("stall", "drip", "hang")

@@ -117,8 +117,10 @@ def test_resume_from_a_url(tmp_path: Path, url: str, view: Bucket) -> None:
 def on_its_own_disk(root: Path, url: str, step: int) -> dict[str, Any]:
     """A rank whose disk no other rank sees: it resumes what is there, and saves `step`."""
     rank, world_size = dist.rank(), dist.world_size()
-    config = CheckpointConfig(remote=url, grace_seconds=120.0, orphan_grace_minutes=0.0)
-    manager = CheckpointManager(config, root / f"disk{rank}", log=lambda line: None)
+    config = CheckpointConfig(remote=url, grace_seconds=120.0)
+    manager = CheckpointManager(
+        config, root / f"disk{rank}", log=lambda line: None, orphan_seconds=0.0
+    )
     resumed = manager.resume()
     same = True
     if resumed is not None:

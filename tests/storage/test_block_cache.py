@@ -29,7 +29,7 @@ with open(sys.argv[1], "r+b", buffering=0) as slot:
 @pytest.mark.parametrize("slots", [8, 64])
 def test_readers_of_one_cache_fetch_each_block_once(tmp_path: Path, slots: int) -> None:
     contents = [random.Random(n).randbytes(BLOCK * 20 + 77) for n in range(2)]
-    cache, config = BlockCache(slots), StorageConfig(range_bytes=BLOCK)
+    cache, config = BlockCache(slots), StorageConfig().model_copy(update={"range_bytes": BLOCK})
     for number, content in enumerate(contents):
         path = tmp_path / f"{number}.tar"
         path.write_bytes(content)

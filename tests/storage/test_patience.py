@@ -38,7 +38,7 @@ def words_before_s(message: str) -> list[str]:
 
 
 def test_a_wait_on_purpose_names_its_key(monkeypatch):
-    config = StorageConfig(attempts=2, patience_seconds=0.2, backoff_seconds=0)
+    config = StorageConfig(attempts=2, patience_seconds=0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         host = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StorageError, match=r"2 of 2: no answer .*; storage\.attempts limits"):

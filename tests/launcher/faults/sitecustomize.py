@@ -3,7 +3,8 @@
 FAULT=raise:1     rank 1 raises an error of its own in its fifth step; raise:1:60: in its 60th
 FAULT=evaluate:1  the same in its first evaluation; evaluate:1:60: in the first from step 60 on
 FAULT=snapshot:1  the same in its first save; snapshot:1:60: in the first from step 60 on
-FAULT=loader:1    the same in a loader worker, in the sixth batch
+FAULT=loader:1    the same in a loader worker, in the sixth batch; loader:1:0: in the first
+FAULT=engine:1    the same while it builds its engine
 FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
 FAULT=save:1      the same within its first save, and the others outside of theirs
@@ -92,6 +93,8 @@ def plant(trainer):
 
         rendezvous.CAUSE_SECONDS = 0.0  # nobody has died
         torch.distributed.init_process_group = lambda *_, **__: sleep()
+    if fault == "engine":
+        sys.modules["clip_train.engines.base"].Engine.__init__ = lambda *_, **__: broken()
     next_batch, record, save = trainer._next_batch, trainer._record, trainer._save
 
     def faulty_next_batch(self, batches):

@@ -1,0 +1,138 @@
+"""`clip-train export`: a checkpoint's weights as a folder for other libraries."""
+
+import argparse
+from functools import partial
+
+from clip_tools.exports import check_transformers, export_peft, export_transformers
+from clip_train.checkpoint.reader import averaged
+from clip_train.checkpoint.restore import Resumed, open_read_only
+from clip_train.errors import UserError
+from clip_train.models.clip import parse_saved
+from clip_train.models.config import Architecture
+from clip_train.models.loading import WEIGHTS_NAMES
+from clip_train.models.lora import Lora
+from clip_train.models.weights import export_saved
+from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.weights import find_run, on_base
+from launcher.cli.arguments import (
+    add_ema,
+    add_help,
+    add_overrides,
+    add_place,
+    add_step,
+    path_or_url,
+)
+from launcher.runtime.log import log
+
+LIBRARIES = ("open_clip", "transformers", "peft")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_help(
+        parser,
+        """
+        Write a folder that open_clip, or transformers, loads, without a GPU. A run's
+        folder of checkpoints or their URL is enough: no other file of the run is needed.
+        """,
+        """
+        clip-train export runs/clip --output clip-b32           of a run on this disk
+        clip-train export s3://bucket/run --step 20000          of a run elsewhere
+        clip-train export runs/clip --format transformers       for transformers.CLIPModel
+        clip-train export runs/clip --format peft               adapters (model.lora) alone
+        """,
+    )
+    add_place(parser)
+    add_overrides(parser)
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=path_or_url,
+        help="folder to write (default: <run.dir>/export)",
+    )
+    add_step(parser)
+    add_format(parser)
+    add_ema(parser)
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        dest="library",
+        choices=LIBRARIES,
+        default="open_clip",
+        help="for which library (default: open_clip)",
+    )
+
+
+def run(
+    place: str,
+    overrides: list[str],
+    output: str | None,
+    step: int | None,
+    library: str,
+    ema: bool,
+) -> int:
+    """Write a checkpoint's weights as a folder that `open_clip` loads."""
+    config, places, only = find_run(place, overrides)
+    if config is None and overrides:
+        raise UserError(
+            f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe"
+        )
+    found = open_read_only(places, step, only)
+    folder = output or ("export" if config is None else str(config.run_dir / "export"))
+    return write_export([found], folder, library, ema=ema, config=config)
+
+
+def write_export(
+    found: list[Resumed],
+    folder: str,
+    library: str,
+    *,
+    ema: bool,
+    config: RunConfig | None = None,
+) -> int:
+    """Write the mean of these checkpoints, and print how it is loaded.
+
+    library: one of LIBRARIES. config: the run's, which names the base of adapters.
+    """
+    description = found[0].state["architecture"]  # works even if the recipe's files have changed
+    if not isinstance(description, dict):
+        parse_saved(description)  # its message names the mistake
+    other = description.get("own") or description.get("open_clip")
+    average = partial(averaged, [each.reader for each in found], ema)  # fetches the weights
+    if library == "peft":
+        if not description.get("lora") or len(found) > 1:
+            raise UserError(
+                f"--format peft holds the adapters (model.lora) of one checkpoint, and "
+                f"{found[0].path} has none, or is one of several: export with --format open_clip"
+            )
+        like, read = average()
+        lora = Lora.model_validate(description["lora"])
+        written = export_peft({name: read(name) for name in like}, lora, folder)
+        line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
+    elif library == "transformers":
+        architecture = None if other else parse_saved(description)
+        if not isinstance(architecture, Architecture):
+            raise UserError(
+                f"--format transformers holds CLIP's own towers, not {other or 'a ResNet'}'s: "
+                "export with --format open_clip"
+            )
+        check_transformers(architecture)  # before the weights are fetched
+        like, read = average()
+        state = on_base(found[0], {name: read(name) for name in like}, config)
+        plain = architecture.model_copy(update={"lora": None})
+        written = export_transformers(state, plain, folder)
+        line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
+    else:
+        like, read = average()
+        if description.get("lora"):
+            like = on_base(found[0], {name: read(name) for name in like}, config)
+            read = like.__getitem__
+        written = export_saved(like, description, folder, read)
+        line = f"open_clip.create_model_and_transforms('local-dir:{written.resolve()}')"
+        if description.get("own"):
+            line = f"safetensors.torch.load_file('{written.resolve() / WEIGHTS_NAMES[0]}')"
+    steps = " and ".join(f"step {each.step} of {each.path}" for each in found)
+    log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}")
+    print(f"load it with {line}")
+    return 0
