@@ -1,8 +1,10 @@
 """The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
+import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from clip_train import dist
 from clip_train.batch import chunk_sizes, num_chunks
@@ -22,7 +25,7 @@ from clip_train.losses.views import WeightedViews, as_objective
 from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
-from clip_train.task import Context, Features, Objective, named_features
+from clip_train.task import Context, Features, Objective, is_scalar, named_features
 
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -51,7 +54,7 @@ def contrastive_step(
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples. Others may have m n, those of a sample
-            one after another.
+            one after another: then a feature has m rows for each sample too.
         micro_size: samples per forward pass, or the sizes of this rank's micro-batches. Every rank
             needs the same number of them (`token_chunks`).
         kept_graphs: micro-batches whose graphs are retained, at least 1. Each more saves a forward
@@ -84,6 +87,9 @@ def contrastive_step(
         )
     objective = as_objective(loss)
     parts = Parts.of(model)
+    own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler}
+    own_keywords = [name for name, value in own.items() if value is not None]
+    swallowed = sorted({*own_keywords} & parameter_names(model)) if own_keywords else []
     by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
@@ -126,6 +132,11 @@ def contrastive_step(
             scaler is not None and hasattr(model, "coalesce_grad_reduction"),
             f"scaler: {type(model).__name__} scales the loss itself; remove scaler",
         ),
+        (
+            bool(swallowed),
+            f"{swallowed} are arguments of contrastive_step and of the model: the model would not "
+            "get them. Give the model's under another name, by a module that passes them on",
+        ),
         *wrapper_rules(model, parts),
     ]
     for message in broken(rules):
@@ -144,12 +155,16 @@ def contrastive_step(
             rows = sizes[key] // n  # of each sample
             arguments[key] = cut(value, start * rows, stop * rows)
         positional = [arguments.pop(i) for i in range(len(inputs))]
-        micro_batches.append(Arguments(positional, arguments))
+        micro_batches.append(Arguments(positional, arguments, size))
         start = stop
     own_names = isinstance(objective, WeightedViews) and objective.own_names
     engine = ModuleEngine(
         model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
     )
+    if len(micro_batches) > 1:
+        engine.cut_evenly = {key: size // n for key, size in sizes.items() if size > n}
+    if isinstance(objective, WeightedViews):
+        engine.paired = objective.paired
     columns = Columns()
     if ids is not None:
         columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
@@ -184,36 +199,79 @@ class Arguments:
 
     args: list[Any]
     kwargs: dict[str, Any]
+    size: int  # samples
     sample_seeds: None = None  # the module draws from torch's generators
     places: None = None
 
 
 @dataclass
 class Parts:
-    """The modules of a model, found by one walk: it is made in every step."""
+    """The modules of a model, found by one walk in every step.
+
+    Nothing shows for less than a walk that a module was replaced, wrapped or sharded since the last
+    step. Classes are asked instead of modules and parameters, because they are few.
+    """
 
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
-    ddp: list[DistributedDataParallel]
+    ddp: list[Any]  # DistributedDataParallel
     sharded: list[Any]  # by `fully_shard`
+    distributed: list[Any]  # parameters that are DTensors
 
     @classmethod
     def of(cls, model: Callable[..., Any]) -> "Parts":
         """Of a function: nothing. Sharded modules that are whole, as after an evaluation, are
         sharded again: their parameters are others then."""
-        modules = [*model.modules()] if isinstance(model, nn.Module) else []
-        sharded: list[Any] = [module for module in modules if is_sharded(module)]
+        modules = modules_of(model) if isinstance(model, nn.Module) else []
+        kinds = {type(module) for module in modules}
+        sharding = {kind for kind in kinds if is_sharded(kind)}
+        sharded: list[Any] = [module for module in modules if type(module) in sharding]
         for module in sharded:
             module.reshard()
         parameters = dict.fromkeys(
             p for module in modules for p in module._parameters.values() if p is not None
         )
+        meshed = {kind for kind in {type(p) for p in parameters} if hasattr(kind, "device_mesh")}
+        reducing = {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
         return cls(
             modules,
             [*parameters],
-            [module for module in modules if isinstance(module, DistributedDataParallel)],
+            [module for module in modules if type(module) in reducing],
             sharded,
+            [p for p in parameters if type(p) in meshed],
         )
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """As `model.modules()`, level by level, in a fifth of its time."""
+    modules, seen = [model], {id(model)}
+    for module in modules:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return modules
+
+
+def parameter_names(model: Any) -> set[str]:
+    """The names of the arguments of the function that the user wrote, inside wrappers."""
+    while isinstance(model, nn.Module):
+        if isinstance(model, DistributedDataParallel) or hasattr(
+            model, "set_gradient_accumulation_boundary"
+        ):
+            inner: Any = getattr(model, "module", None)
+        else:
+            inner = getattr(model, "_orig_mod", None)  # inside torch.compile's wrapper
+        if not isinstance(inner, nn.Module):
+            model = model.forward
+            break
+        model = inner
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return set()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in parameters if parameter.kind in by_name}
 
 
 def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[bool, str]]:
@@ -230,15 +288,23 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
             "coalesce_grad_reduction and managed_gradient_accumulation to true, and make all "
             "ranks data-parallel",
         )
-    for module in parts.modules:
+    inside: set[type] = {type(module) for module in parts.modules if module is not model}
+    wrong = {kind for kind in inside if hasattr(kind, "set_gradient_accumulation_boundary")}
+    wrong |= {
+        kind for kind in {*inside, type(model)} if is_sharded(kind, "FullyShardedDataParallel")
+    }
+    for kind in wrong:
         yield (
-            is_sharded(module, "FullyShardedDataParallel")
-            or (module is not model and hasattr(module, "set_gradient_accumulation_boundary")),
-            f"model holds {type(module).__name__}, which reduces gradients differently: wrap the "
-            "plain module with DistributedDataParallel or fully_shard, or give a ZeRO engine as it "
-            "is",
+            True,
+            f"model holds {kind.__name__}, which reduces gradients differently: wrap the plain "
+            "module with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
         )
-    meshes = {p.device_mesh for p in parts.parameters if hasattr(p, "device_mesh")}
+    yield (
+        any(not hasattr(m._get_fsdp_state(), "_fsdp_param_groups") for m in parts.sharded),
+        f"model is sharded by fully_shard, and torch is {torch.__version__}: contrastive_step "
+        "needs 2.12 or newer with fully_shard; update torch, or use DistributedDataParallel",
+    )
+    meshes = {p.device_mesh for p in parts.distributed}
     yield (
         any(mesh.size() != ranks for mesh in meshes),
         f"model is sharded over {[mesh.size() for mesh in meshes]} of {ranks} ranks: give "
@@ -246,12 +312,12 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
     )
 
 
-def is_sharded(module: nn.Module, kind: str = "FSDPModule") -> bool:
-    """Whether `module` comes from `fully_shard`, or is torch.distributed.fsdp's other class. Their
-    import takes half a second, so only users of FSDP pay for it.
+def is_sharded(kind: type, base: str = "FSDPModule") -> bool:
+    """Whether modules of `kind` come from `fully_shard`, or are torch.distributed.fsdp's other
+    class. Their import takes half a second, so only users of FSDP pay for it.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, getattr(fsdp, kind))
+    return fsdp is not None and issubclass(kind, getattr(fsdp, base))
 
 
 def num_samples(name: str, inputs: Any) -> int:
@@ -303,19 +369,26 @@ class ModuleEngine:
         self.own_names = own_names
         self.scaler = scaler
         parameters = parts.parameters
-        leaves = [*parameters, *tree_leaves((inputs, named))]
-        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
-        self.device = devices[0] if devices else torch.device("cpu")
+        leaves = [*parameters[:1], *tree_leaves((inputs, named))]
+        devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        self.device = next(devices, torch.device("cpu"))
         self.ddp, self.sharded = parts.ddp, parts.sharded
         self.zero: Any = model if hasattr(model, "coalesce_grad_reduction") else None
         inside = {p for m in self.ddp for p in m.parameters()}
-        inside |= {p for p in parameters if hasattr(p, "device_mesh")}
+        inside |= {*parts.distributed}
         wrapped = bool(self.ddp or self.sharded)
         self.averages = wrapped or self.zero is not None
         self.outside = [p for p in parameters if wrapped and p.requires_grad and p not in inside]
         self.grads_before = [p.grad for p in self.outside]  # of earlier steps
         for p in self.outside:
             p.grad = None
+        self.cut_evenly: dict[Any, int] = {}  # input -> rows of each sample, if they are several
+        self.paired: Collection[str] = ()  # features that the loss reads; empty: all
+        self.rows: dict[str, int] = {}  # feature -> rows of each sample
+        self.inside = inside
+        # with a static graph, DDP counts the uses of each parameter in the first step
+        self.reducing: list[Any] = [module for module in self.ddp if not module.static_graph]
+        self.in_checkpoints: set[Any] = set()  # parameters used by reentrant ones
         self.backwards_left = k
         self.most_graphs = max(1, k - 1) if self.ddp else k
 
@@ -353,9 +426,56 @@ class ModuleEngine:
 
     def forward(self, micro_batch: Arguments, cached: Features | None = None) -> Features:
         """Always both towers, because either may draw from torch's generators."""
-        with self._quiet():
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext({})
+        if self.reducing and torch.is_grad_enabled():
+            watch = reentrant_checkpoints()
+        with self._quiet(), watch as called:
             outputs = self.model(*micro_batch.args, **micro_batch.kwargs)
-            return as_features(outputs, self.own_names)
+        self.in_checkpoints = set()
+        for module, checkpoints in called.items():
+            trained = self.inside.intersection(module._parameters.values())
+            self.in_checkpoints |= trained
+            if trained and len(checkpoints) > 1 and dist.world_size() > 1:
+                raise ValueError(
+                    f"model calls {type(module).__name__} in two activation checkpoints with "
+                    "use_reentrant=True under DistributedDataParallel, which would reduce its "
+                    "gradients after the first: set use_reentrant=False"
+                )
+        features = as_features(outputs, self.own_names)
+        self._check_rows(features, micro_batch.size)
+        return features
+
+    def _check_rows(self, features: Features, size: int) -> None:
+        """ValueError if features of a micro-batch of `size` samples are not those of its samples.
+
+        Inputs with several rows a sample are cut evenly. This is right only if each sample has
+        equally many, and then a feature usually has them too: documents of a query. Patches of
+        images, or the tokens of packed texts, have no such feature.
+        """
+        names = [name for name, x in features.items() if not is_scalar(x)]
+        if self.paired:
+            names = [name for name in names if name in self.paired]
+        for name in names:
+            shape = [*features[name].shape]
+            if len(shape) != 2:
+                raise ValueError(
+                    f"{name} features are {shape}: return [b, D], one row for each sample or text; "
+                    "pool tokens in the model"
+                )
+            if shape[0] % size or self.rows.setdefault(name, shape[0] // size) != shape[0] // size:
+                raise ValueError(
+                    f"{name} features are {shape} for a micro-batch of {size} samples: return "
+                    "equally many rows for each sample. Inputs are cut along their first "
+                    "dimension, which has to count samples: not packed tokens or patches"
+                )
+        uneven = {key: m for key, m in self.cut_evenly.items() if m not in self.rows.values()}
+        if uneven:
+            raise ValueError(
+                f"inputs {[*uneven]} have {[*uneven.values()]} rows for each sample, but features "
+                f"have {self.rows}: packed tokens or patches cannot be cut evenly. Give these "
+                "inputs one row for each sample, [n, rows, ...], padded if samples differ, and "
+                "flatten them in the model; or give micro_size the number of samples"
+            )
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
         total = surrogate(features, gradients)
@@ -363,6 +483,8 @@ class ModuleEngine:
             total = self.scaler.scale(total)
         if self.averages:  # over ranks, and these are shares of a sum
             total = total * dist.world_size()
+        if self.backwards_left == 1:
+            total = self._reaching_all(total)
         with self._quiet():
             if self.zero is None:
                 total.backward()
@@ -372,12 +494,92 @@ class ModuleEngine:
         self.backwards_left -= 1
         if self.backwards_left > 0:
             return
+        self._reduce_missed()
         # Parameters outside are averaged, as those inside are.
         for p, before in zip(self.outside, self.grads_before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad  # all ranks take part
             p.grad = dist.all_reduce_sum(own).div_(dist.world_size())
             if before is not None:
                 p.grad += before
+
+    def _reaching_all(self, total: Tensor) -> Tensor:
+        """`total`, whose backward also reaches parameters under DDP that it does not depend on.
+
+        DDP reduces nothing if a parameter is missing from the last backward, as where the last
+        micro-batch is texts alone, or its forward did not call a tower.
+        """
+        for module in self.reducing:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            missed = [p for p in trained if p not in self.in_checkpoints]
+            total = Reaching.apply(total, *missed)
+        for module in self.reducing:
+            module.reducer.prepare_for_backward([total])
+        return total
+
+    def _reduce_missed(self) -> None:
+        """Reduce gradients of sharded modules that the last backward did not reach.
+
+        Modules below one sharded module are reduced by it. Several of them do not know each other.
+        """
+        for module in self.sharded:
+            state = module._get_fsdp_state()
+            if not state._is_root:
+                continue
+            units = [
+                group for each in state._state_ctx.all_states for group in each._fsdp_param_groups
+            ]
+            if any(has_unreduced(p) for group in units for p in group.fsdp_params):
+                state._root_post_backward_final_callback()
+
+
+class Reaching(torch.autograd.Function):
+    """A scalar unchanged. In its backward, the parameters get no gradient, but DDP sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (*gradients, *[None] * ctx.num_parameters)
+
+
+def has_unreduced(parameter: Any) -> bool:
+    """Whether a parameter of `fully_shard` has a gradient that this rank alone has added up."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (
+        whole is not None and whole.grad is not None
+    )
+
+
+@contextlib.contextmanager
+def reentrant_checkpoints() -> Iterator[dict[nn.Module, set[int]]]:
+    """Yields the modules that run inside reentrant activation checkpoints, each with the numbers of
+    these. Costs nothing without such checkpoints.
+
+    Each has a backward of its own, and after it DDP counts the parameters as done.
+    """
+    called: dict[nn.Module, set[int]] = {}
+    numbers = itertools.count()
+    function: Any = CheckpointFunction
+    original = function.apply
+
+    def apply(*arguments: Any) -> Any:
+        number = next(numbers)
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: called.setdefault(module, set()).add(number)
+        )
+        try:
+            return original(*arguments)
+        finally:
+            hook.remove()
+
+    function.apply = apply
+    try:
+        yield called
+    finally:
+        del function.apply  # which it inherits
 
 
 def as_features(out: Any, own_names: bool = False) -> Features:

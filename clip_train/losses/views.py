@@ -48,9 +48,12 @@ class WeightedViews(Objective):
         *,
         own_names: bool,
         of_teacher: bool = False,
+        paired: Iterable[str] = (),
     ) -> None:
         """own_names: the views know the features by the names that the model gives them.
-        of_teacher: what `Objective.prepare` returned is seen in the same way."""
+        of_teacher: what `Objective.prepare` returned is seen in the same way. paired: the features
+        that the views read; empty: all."""
+        self.paired = frozenset(paired)
         self.objective, self.views, self.own_names = objective, [*views], own_names
         self.of_teacher = of_teacher
         self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
@@ -93,7 +96,8 @@ def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> Wei
     second of a pair may have m rows for each one of the first, its positive first.
     """
     views = [(weight, partial(of_pair, pair=pair)) for pair, weight in pairs.items()]
-    return WeightedViews(as_objective(loss), views, own_names=True)
+    paired = [name for pair in pairs for name in pair]
+    return WeightedViews(as_objective(loss), views, own_names=True, paired=paired)
 
 
 def of_pair(features: Features, pair: tuple[str, str]) -> Features:
