@@ -279,6 +279,7 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
     message."""
     engine: Any = model
     ranks = dist.world_size()
+    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if hasattr(model, "set_gradient_accumulation_boundary"):
         yield (
             not hasattr(model, "coalesce_grad_reduction")
@@ -300,7 +301,7 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
             "module with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
         )
     yield (
-        any(not hasattr(m._get_fsdp_state(), "_fsdp_param_groups") for m in parts.sharded),
+        bool(parts.sharded) and release < (2, 12),  # `_fsdp_param_groups` is that new
         f"model is sharded by fully_shard, and torch is {torch.__version__}: contrastive_step "
         "needs 2.12 or newer with fully_shard; update torch, or use DistributedDataParallel",
     )
