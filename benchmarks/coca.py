@@ -23,7 +23,7 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_tools.caption import CAPTIONED
 from clip_tools.demo import BACKGROUNDS, COLORS, RECIPES, SHAPES, SIZES, TEMPLATES, shapes
 from clip_tools.embed import load
-from clip_train.data.images import crop_for_evaluation
+from clip_train.data.images import to_square
 from clip_train.data.pixels import decode_image
 from launcher.cli.main import main as clip_train
 
@@ -153,7 +153,7 @@ def main() -> int:
     save_tokenizer(export)  # where OpenCLIP looks for it
     pixels, truth = unseen(data.val)
     clip = load(str(folder / "run"))
-    images = torch.stack([crop_for_evaluation(image, clip.image_size) for image in pixels])
+    images = torch.stack([to_square(image, clip.image_size) for image in pixels])
     ours = [caption for part in images.split(CAPTIONED) for caption in clip.captions(part)]
     theirs = by_openclip(export, images)
     table = [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clip_tools.place import weights_at
 from clip_train import dist
-from clip_train.data.images import crop_for_evaluation
+from clip_train.data.images import to_square
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.reader import count_missing
@@ -31,6 +31,7 @@ from clip_train.models.config import AnyArchitecture
 from clip_train.processes import usable_cores
 from clip_train.recipe.resolve import check_place
 from clip_train.recipe.tokenizer import tokenizer_of
+from clip_train.resizing import AS_CLIP, Resize
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
 from launcher.cli.arguments import (
@@ -57,6 +58,7 @@ class Loaded:
     image_size: int  # S
     source: str  # where the weights are from
     alpha: Alpha = "white"  # as `data.alpha`
+    resize: Resize = AS_CLIP  # as the model was trained
 
     @classmethod
     def of(
@@ -71,20 +73,21 @@ class Loaded:
         PlainEngine(model).load_fragments(weights, {})
         model = model.to(device).eval().requires_grad_(False)
         image_size = architecture.vision_cfg.image_size
-        return cls(model, tokenizer_of(architecture), image_size, source, alpha)
+        tokenizer = tokenizer_of(architecture)
+        return cls(model, tokenizer, image_size, source, alpha, architecture.resize)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def preprocess(self, image: Image.Image | bytes) -> Tensor:
-        """An image, or the bytes of its file -> uint8 [3, S, S], as in training and evaluation: the
+        """An image, or the bytes of its file -> uint8 [3, S, S], as in evaluation: the
         model itself normalizes. UserError if it does not decode."""
         try:
             pixels = decode_image(image, alpha=self.alpha)
         except InvalidSample as e:
             raise UserError(f"the image cannot be used: {e}; convert it to RGB of 8 bits") from e
-        return crop_for_evaluation(pixels, self.image_size)
+        return to_square(pixels, self.image_size, self.resize)
 
     def pixels(self, images: Tensor) -> Tensor:
         """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D], normalized."""
@@ -214,6 +217,7 @@ def run(
                 stages=config.data.stages,
                 inputs=config.data.inputs,
                 alpha=config.data.alpha,
+                resize=loaded.resize,
             )
             name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
             store = LocalStorage(os.path.join(output, name))

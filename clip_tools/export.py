@@ -3,13 +3,19 @@
 import argparse
 from functools import partial
 
-from clip_tools.exports import check_transformers, export_peft, export_transformers
+from clip_tools.exports import (
+    check_openclip,
+    check_transformers,
+    export_peft,
+    export_transformers,
+    is_siglip,
+)
 from clip_train.checkpoint.reader import averaged
 from clip_train.checkpoint.restore import Resumed, open_read_only
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import Architecture
-from clip_train.models.loading import WEIGHTS_NAMES
+from clip_train.models.files import WEIGHTS_NAMES
 from clip_train.models.lora import Lora
 from clip_train.models.weights import export_saved
 from clip_train.recipe.recipe import RunConfig
@@ -22,7 +28,7 @@ from launcher.cli.arguments import (
     add_step,
     path_or_url,
 )
-from launcher.runtime.log import log
+from launcher.runtime.log import log, warn
 
 LIBRARIES = ("open_clip", "transformers", "peft")
 
@@ -111,19 +117,23 @@ def write_export(
         written = export_peft({name: read(name) for name in like}, lora, folder)
         line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
     elif library == "transformers":
-        architecture = None if other else parse_saved(description)
-        if not isinstance(architecture, Architecture):
+        architecture = None if description.get("own") else parse_saved(description)
+        siglip = is_siglip(architecture)
+        if architecture is None or not (siglip or isinstance(architecture, Architecture)):
             raise UserError(
-                f"--format transformers holds CLIP's own towers, not {other or 'a ResNet'}'s: "
-                "export with --format open_clip"
+                f"--format transformers holds CLIP's own towers and SigLIP's, not "
+                f"{other or 'a ResNet'}'s: export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
         like, read = average()
         state = on_base(found[0], {name: read(name) for name in like}, config)
         plain = architecture.model_copy(update={"lora": None})
         written = export_transformers(state, plain, folder)
-        line = f"transformers.CLIPModel.from_pretrained('{written.resolve()}')"
+        kind = "SiglipModel" if siglip else "CLIPModel"
+        line = f"transformers.{kind}.from_pretrained('{written.resolve()}')"
     else:
+        if description.get("open_clip"):
+            check_openclip(parse_saved(description), warn)  # before the weights are fetched
         like, read = average()
         if description.get("lora"):
             like = on_base(found[0], {name: read(name) for name in like}, config)

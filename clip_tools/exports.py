@@ -3,7 +3,7 @@ installed."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
-from clip_train.models.config import Architecture
-from clip_train.models.layouts import to_transformers
+from clip_train.models.config import AnyArchitecture, Architecture
+from clip_train.models.layouts import siglip_to_transformers, to_transformers
 from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
+from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
 from clip_train.models.weights import save_json, save_weights
 from clip_train.storage.local import LocalStorage
 
@@ -31,6 +32,8 @@ _HELD = {
         "init_logit_scale",
         "image_mean",
         "image_std",
+        "interpolation",
+        "resize_mode",
         "lora",  # merged before
     },
     "vision_cfg.": {
@@ -46,8 +49,60 @@ _HELD = {
 }
 
 
-def check_transformers(architecture: Architecture) -> None:
-    """UserError with the reason if `CLIPModel` cannot represent such a model."""
+def is_siglip(architecture: AnyArchitecture | None) -> bool:
+    """Whether both towers are a SigLIP's: timm's image tower, and OpenCLIP's text tower."""
+    if not isinstance(architecture, OpenCLIPArchitecture):
+        return False
+    vision, text = architecture.vision_cfg.model_dump(), architecture.text_cfg.model_dump()
+    return (
+        "_siglip_" in str(vision.get("timm_model_name"))
+        and (vision.get("timm_pool"), vision.get("timm_proj")) == ("map", "none")
+        and not text.get("hf_model_name")
+        and bool(text.get("no_causal_mask"))
+        and text.get("pool_type") == "last"
+    )
+
+
+def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -> None:
+    """UserError if OpenCLIP has no image tower of these sizes; a warning if its activation
+    differs."""
+    assert isinstance(architecture, OpenCLIPArchitecture)
+    arguments = architecture.own_keys().get("vision_cfg", {}).get("timm_model_args")
+    if arguments is None:
+        return
+    from clip_train.models.openclip.model import assemble
+
+    theirs = parse_openclip({"model_cfg": architecture.model_cfg()}, architecture.open_clip)
+    with torch.device("meta"):
+        both = [assemble(each).state_dict() for each in (theirs, architecture)]
+    ours, others = ({name: t.shape for name, t in each.items()} for each in both)
+    if ours != others:
+        raise UserError(
+            f"--format open_clip: OpenCLIP has no image tower with the sizes of "
+            f"{architecture.open_clip} ({arguments}): export with --format transformers"
+        )
+    if arguments.get("act_layer") == "gelu_tanh":
+        warn(
+            "OpenCLIP's image tower has GELU where transformers' has its approximation by tanh: "
+            "features there differ by about 1e-4; --format transformers has them exactly"
+        )
+
+
+def check_transformers(architecture: AnyArchitecture) -> None:
+    """UserError with the reason if transformers cannot represent such a model."""
+    if architecture.resize_mode == "longest":
+        raise UserError(
+            "--format transformers: data.resize (longest) pads images, and transformers' "
+            "processors do not: export with --format open_clip"
+        )
+    if is_siglip(architecture):
+        if architecture.init_logit_bias is None:
+            raise UserError(
+                "--format transformers: SiglipModel has a logit_bias, and this model has none "
+                "(model.init_logit_bias): export with --format open_clip"
+            )
+        return
+    assert isinstance(architecture, Architecture)
     parts = {
         "": architecture,
         "vision_cfg.": architecture.vision_cfg,
@@ -72,32 +127,26 @@ def check_transformers(architecture: Architecture) -> None:
 
 
 def export_transformers(
-    state: dict[str, Tensor], architecture: Architecture, folder: str | os.PathLike
+    state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike
 ) -> Path:
-    """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, with CLIP's tokenizer.
+    """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, with CLIP's tokenizer, or
+    of `SiglipModel`, with its own.
 
     Raises what `export_openclip` raises, and UserError if `CLIPModel` cannot hold the architecture.
     """
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
+    if isinstance(architecture, OpenCLIPArchitecture):
+        from clip_tools.siglip import siglip_config, write_tokenizer
+
+        write_tokenizer(architecture, path)  # first: its files may be missing
+        save_weights(dict(siglip_to_transformers(state)), path, "model.safetensors")
+        save_json(path, "config.json", siglip_config(architecture))
+        save_json(path, "preprocessor_config.json", pixel_keys(architecture))
+        return path
     save_weights(dict(to_transformers(state)), path, "model.safetensors")
     side = architecture.vision_cfg.image_size
-    # As in evaluation: the shorter side is resized, the center is cut out.
-    pixels = {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": side},
-        "resample": 3,  # bicubic
-        "do_center_crop": True,
-        "crop_size": {"height": side, "width": side},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(architecture.image_mean),
-        "image_std": list(architecture.image_std),
-    }
     vision, text = architecture.vision_cfg, architecture.text_cfg
     towers: dict[str, dict[str, Any]] = {
         "text_config": {
@@ -133,10 +182,33 @@ def export_transformers(
         **towers,
     }
     save_json(path, "config.json", config)
-    save_json(path, "preprocessor_config.json", pixels)
+    save_json(path, "preprocessor_config.json", pixel_keys(architecture))
     for name, content in huggingface_files(text.context_length).items():
         LocalStorage(path).put_bytes(name, content.encode())
     return path
+
+
+def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
+    """transformers' preprocessor_config.json, as evaluation resizes here."""
+    side = architecture.vision_cfg.image_size
+    squash = architecture.resize_mode == "squash"
+    siglip = squash and is_siglip(architecture)
+    square = {"height": side, "width": side}
+    keys: dict[str, Any] = {
+        "image_processor_type": "SiglipImageProcessor" if siglip else "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": square if squash else {"shortest_edge": side},
+        "resample": 2 if architecture.interpolation == "bilinear" else 3,  # Pillow's numbers
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(architecture.image_mean),
+        "image_std": list(architecture.image_std),
+    }
+    if siglip:
+        return {"processor_class": "SiglipProcessor", **keys}
+    return {**keys, "do_center_crop": not squash, "crop_size": square}
 
 
 def huggingface_files(context_length: int) -> dict[str, str]:

@@ -12,9 +12,11 @@ from clip_train.errors import UserError
 from clip_train.evaluate.config import IMAGENET
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import AnyArchitecture, load_architecture
-from clip_train.models.loading import CONFIG_NAME, file_at, names_of_models, silent
-from clip_train.models.openclip.config import PREFIX
-from clip_train.models.weights import WholeState, initial_weights
+from clip_train.models.files import CONFIG_NAME
+from clip_train.models.loading import file_at, names_of_models, silent
+from clip_train.models.openclip.config import PREFIX, TRANSFORMERS
+from clip_train.models.transformers import is_transformers
+from clip_train.models.weights import WholeState, initial_weights, resize_of
 from clip_train.recipe.recipe import (
     RunConfig,
     apply_overrides,
@@ -62,6 +64,7 @@ def weights_at(
             state = {name: read(name) for name in like}
             source = WholeState(on_base(found, state, config))
         architecture = parse_saved(found.state["architecture"], config.model.name)
+        architecture = config.resized(architecture)
         return Weights(config, architecture, source, f"step {found.step} of {found.path}")
     if ema:
         raise UserError(
@@ -78,7 +81,7 @@ def weights_at(
         if bare and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
-        architecture = config.architecture(model)
+        architecture = config.architecture(model, dist.agreed(partial(resize_of, model)))
         initial = dist.agreed(partial(initial_weights, model, config.run.seed, say))
         return Weights(config, architecture, initial, where)
 
@@ -89,7 +92,11 @@ def described(weights: str, place: str) -> str:
     """
     path = local_path(weights)
     folder = path if path.is_dir() else path.parent
+    if place.startswith(TRANSFORMERS):
+        return place
     if not (folder / CONFIG_NAME).is_file():
+        if path.is_dir() and is_transformers(folder):
+            return str(folder)
         if place.startswith("open_clip:"):
             return model_name(place.removeprefix("open_clip:").rpartition("/")[0])
         fitting = names_of_models(file_at(path, "weights"))

@@ -195,7 +195,10 @@ def write_missing(
 @torch.no_grad()
 def reinforced(shard: str, teachers: Sequence[Loaded], options: Options) -> list[dict[str, Any]]:
     """The samples of a shard that can be used, with their new members. UserError if none can."""
-    transform = TrainTransform(teachers[0].image_size, scale=(options.crop, 1.0))
+    squashed = all(each.resize.resize_mode == "squash" for each in teachers)
+    transform = TrainTransform(
+        teachers[0].image_size, scale=(options.crop, 1.0), relative_ratio=squashed
+    )
     left_out: Counter[str] = Counter()
     written: list[dict[str, Any]] = []
     dtype = torch.half if options.half else torch.float

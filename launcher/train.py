@@ -50,7 +50,7 @@ from clip_train.metrics.skipped import Skipped
 from clip_train.models.clip import build_model, count_parameters, forward_flops
 from clip_train.models.freeze import freeze
 from clip_train.models.loading import silent
-from clip_train.models.weights import initial_weights
+from clip_train.models.weights import initial_weights, resize_of
 from clip_train.optim.optimizer import build_optimizer
 from clip_train.optim.schedule import learning_rate
 from clip_train.places import broken_link
@@ -62,6 +62,7 @@ from clip_train.recipe.resume import compare_with, optimizer_changed
 from clip_train.recipe.teachers import load_teachers
 from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.recipe.weights import digest_of_base, weights_here
+from clip_train.resizing import AS_CLIP, RESIZED
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.redact import redact
@@ -249,11 +250,15 @@ def build_trainer(
     outcome.notify = config.log.notify
     outcome.run_dir = config.run_dir  # from here on the run directory belongs to this recipe
     engine = build_engine(resolved, device)
+    if resumed is not None:
+        architecture = config.resized(architecture, RESIZED | resumed.state["architecture"])
     if resumed is None or not engine.saves_frozen:  # else the checkpoint has all weights
         log_once = log if dist.is_main() else silent
         with weights_here(config.model, config.storage) as model:
             weights = initial_weights(model, config.run.seed, log_once)
             engine.load_fragments(weights, {})
+            if resumed is None:
+                architecture = config.resized(architecture, dist.agreed(resize_of, model))
     if resolved.layout is not None and dist.is_main():
         log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
     tokenizer = tokenizer_of(architecture)
@@ -320,7 +325,7 @@ def build_trainer(
     if resumed is not None:
         trainer.resume(resumed, new_optimizer=optimizer_changed(config, resumed))
     if dist.is_main():
-        describe_start(resolved, engine, resumed, notes)
+        describe_start(replace(resolved, architecture=architecture), engine, resumed, notes)
     return trainer
 
 
@@ -433,6 +438,17 @@ def describe_start(
         log(f"data.train: {resolved.source.index.describe()}")
     for note in (*resolved.notes(), *resolved.architecture.notes, *engine.notes):
         log(f"note: {note}")
+    resize = resolved.architecture.resize
+    if resize != AS_CLIP:
+        log(
+            f"note: evaluation resizes images by {resize.resize_mode}, {resize.interpolation} "
+            "(data.resize)"
+        )
+    if resize.resize_mode == "squash" and not config.data.aug_relative_ratio:
+        log(
+            "note: training crops images to data.aug_ratio, as OpenCLIP does, and the model was "
+            "trained on squashed ones: data.aug_relative_ratio=true squashes here, too"
+        )
     if config.engine.pack_texts and resolved.padded_because is not None:
         log(f"note: texts are computed with their padding: {resolved.padded_because}")
     if resumed is not None:

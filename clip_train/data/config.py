@@ -183,6 +183,11 @@ class DataConfig(Settings):
     )
     """RandomResizedCrop: the crop's width divided by its height, from and to."""
 
+    aug_relative_ratio: Annotated[bool, Refused] = False
+    """data.aug_ratio is relative to the image's own ratio, for models that were trained on squashed
+    images, such as SigLIP: with aug_scale [1, 1] and aug_ratio [1, 1] the whole image is
+    squashed."""
+
     aug_color_jitter: Annotated[
         tuple[Strength, Strength, Strength, Annotated[float, Field(ge=0, le=0.5)]] | None,
         Allowed(
@@ -240,6 +245,12 @@ class DataConfig(Settings):
     alpha: Annotated[Literal["white", "drop"], Refused] = "white"
     """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
     color behind it shows, as in OpenCLIP and transformers."""
+
+    resize: Literal["auto", "shortest", "squash", "longest"] = "auto"
+    """How evaluation, `embed`, `caption` and the library make a square of an image; exports have it
+    too. auto: as the description of the weights (`init_from`) or of the model says, and else
+    shortest. shortest: resize the shorter side, and keep the middle. squash: resize both sides.
+    longest: resize the longer side, and pad with black. Training crops as data.aug_ratio says."""
 
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the

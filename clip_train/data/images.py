@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clip_train.errors import UserError
+from clip_train.resizing import AS_CLIP, Interpolation, Resize
 from clip_train.settings import call_imported, checked_options, import_path
 
 CROP_TRIES = 10
@@ -114,6 +115,7 @@ class TrainTransform:
     image_size: int  # S, the side of the result in pixels
     scale: tuple[float, float] = (0.9, 1.0)  # the crop's area as a fraction of the image's
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # the crop's width / height
+    relative_ratio: bool = False  # `ratio` is relative to the image's own
     # strengths of brightness, contrast, saturation and hue; None: no jitter
     color_jitter: tuple[float, float, float, float] | None = None
     color_jitter_prob: float = 1.0
@@ -160,7 +162,7 @@ class TrainTransform:
             out = augmented(self.augmentation, out.contiguous(), sample_seed)
         if self.erase_prob and rng.random() < self.erase_prob:
             # as torchvision's RandomErasing draws it by default
-            erased = replace(self, scale=(0.02, 0.33), ratio=(0.3, 3.3))
+            erased = replace(self, scale=(0.02, 0.33), ratio=(0.3, 3.3), relative_ratio=False)
             top, left, height, width = erased.crop(self.image_size, self.image_size, rng)
             out = out.clone()
             out[:, top : top + height, left : left + width] = ERASED
@@ -183,8 +185,11 @@ class TrainTransform:
         return out.contiguous()
 
     def crop(self, height: int, width: int, rng: random.Random) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it."""
+        """(top, left, height, width) of the region, as torchvision's RandomResizedCrop draws it,
+        unless the ratio is relative."""
         low, high = self.ratio
+        if self.relative_ratio:
+            low, high = low * width / height, high * width / height
         for _ in range(CROP_TRIES):
             area = height * width * rng.uniform(*self.scale)
             ratio = math.exp(rng.uniform(math.log(low), math.log(high)))
@@ -196,21 +201,35 @@ class TrainTransform:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def crop_for_evaluation(image: Tensor, size: int) -> Tensor:
-    """uint8 [3, H, W] -> uint8 [3, size, size]: resizes the shorter side, then keeps the middle,
-    with torchvision's rounding."""
+def to_square(image: Tensor, size: int, resize: Resize = AS_CLIP) -> Tensor:
+    """uint8 [3, H, W] -> uint8 [3, size, size], as OpenCLIP's transforms for evaluation, with
+    torchvision's rounding."""
+    mode, interpolation = resize.resize_mode, resize.interpolation
+    if mode == "squash":
+        return _resize(image, size, size, interpolation).contiguous()
+    if mode == "longest":
+        scale = size / max(image.shape[1:])
+        height, width = (max(1, round(side * scale)) for side in image.shape[1:])
+        top, left = (size - height) // 2, (size - width) // 2
+        out = image.new_zeros(3, size, size)
+        out[:, top : top + height, left : left + width] = _resize(
+            image, height, width, interpolation
+        )
+        return out
     longest = MAX_STRETCH * min(image.shape[1:])
     image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
     shorter = min(image.shape[1:])
     height, width = (int(size * side / shorter) for side in image.shape[1:])
-    return _middle(_resize(image, height, width), size, size).contiguous()
+    return _middle(_resize(image, height, width, interpolation), size, size).contiguous()
 
 
-def _resize(image: Tensor, height: int, width: int) -> Tensor:
+def _resize(
+    image: Tensor, height: int, width: int, interpolation: Interpolation = "bicubic"
+) -> Tensor:
     """uint8 [3, H, W] -> uint8 [3, height, width]"""
     if image.shape[1:] == (height, width):
         return image
-    return F.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
+    return F.interpolate(image[None], size=(height, width), mode=interpolation, antialias=True)[0]
 
 
 def _middle(image: Tensor, height: int, width: int) -> Tensor:

@@ -19,7 +19,7 @@ from clip_train.data.benchmark import benchmark_shards
 from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.fields import metadata, scalar
 from clip_train.data.formats import SkippedFiles, extension_of, is_hidden, is_image, walk_files
-from clip_train.data.images import crop_for_evaluation
+from clip_train.data.images import to_square
 from clip_train.data.index import ShardIndex
 from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.order import Segment
@@ -28,6 +28,7 @@ from clip_train.data.reader import Fields, Files, Item, SegmentReader
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.inputs import layout_of
+from clip_train.resizing import AS_CLIP, Resize
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path
@@ -180,6 +181,7 @@ class ValLoader:
         labelled: images need no captions.
         workers: threads that decode (the decoders release Python's lock); at least one.
         stages, inputs, alpha: as the keys of `data`; here nothing is seeded.
+        resize: the architecture's.
 
     Raises:
         DataError (while iterating): a shard cannot be read.
@@ -202,6 +204,7 @@ class ValLoader:
         stages: Sequence[Stage | str] | None = None,
         inputs: Mapping[str, str] | None = None,
         alpha: Alpha = "white",
+        resize: Resize = AS_CLIP,
     ) -> None:
         self.files: Files | ImageFolder
         if isinstance(index, ImageFolder):
@@ -214,7 +217,7 @@ class ValLoader:
         self.caption_key = caption_key
         self.workers = max(1, workers)
         self.invalid: list[Invalid] = []  # in this rank's share, when it was last read
-        self.image_size, self.alpha = image_size, alpha
+        self.image_size, self.alpha, self.resize = image_size, alpha, resize
         self.stages, self.layout = stages or (), layout_of(inputs, image_size)
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
         self._tokenizer = tokenizer or Tokenizer(context_length)
@@ -279,7 +282,8 @@ class ValLoader:
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
         """uint8 [3, S, S]. InvalidSample."""
-        return crop_for_evaluation(decode.image_of(fields, alpha=self.alpha), self.image_size)
+        image = decode.image_of(fields, alpha=self.alpha)
+        return to_square(image, self.image_size, self.resize)
 
 
 def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def evaluation(
                 stages=config.data.stages if key.startswith("data.val") else None,
                 inputs=config.data.inputs,
                 alpha=config.data.alpha,
+                resize=architecture.resize,
             )
             for key in places
         }

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     Field,
@@ -21,9 +21,12 @@ from pydantic import (
 
 from clip_train.errors import UserError, missing, raise_all
 from clip_train.inputs import Input
+from clip_train.models import hub
+from clip_train.models.files import CONFIG_NAME
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
     PREFIX,
+    TRANSFORMERS,
     Described,
     DescribedModel,
     OpenCLIPArchitecture,
@@ -32,6 +35,9 @@ from clip_train.models.openclip.config import (
     named_model,
     parse_openclip,
 )
+from clip_train.models.transformers import description, is_transformers
+from clip_train.places import expanded
+from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
 from clip_train.settings import (
     IMPORT_PATH,
     MAX_LOGIT_SCALE,
@@ -62,9 +68,10 @@ NOT_IMPLEMENTED = (
     "write open_clip: before the name of the model or file to train OpenCLIP's own modules"
 )
 OWN_FACTS = (
-    "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "init_logit_bias",
-    "tokenizer", "context_length",
+    "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "interpolation",
+    "init_logit_bias", "tokenizer", "context_length",
 )  # fmt: skip
+NOT_IN_MODEL_CFG = {"image_mean", "image_std", "interpolation", "resize_mode", "lora"}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -136,10 +143,17 @@ class Architecture(DescribedModel):
     text_cfg: TextConfig
     own: str | None = None  # its import path: for an `OwnModel`
     inputs: tuple[Input, ...] = ()  # of `data.inputs`, for a model of your own
+    # How evaluation makes a square of an image. OpenCLIP has them in `preprocess_cfg`.
+    interpolation: Interpolation = RESIZED["interpolation"]
+    resize_mode: ResizeMode = RESIZED["resize_mode"]
+
+    @property
+    def resize(self) -> Resize:
+        return Resize(self.interpolation, self.resize_mode)
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""
-        own = self.model_dump(exclude={"image_mean", "image_std", "lora"}, exclude_defaults=True)
+        own = self.model_dump(exclude=NOT_IN_MODEL_CFG, exclude_defaults=True)
         for key, tower in (("vision_cfg", self.vision_cfg), ("text_cfg", self.text_cfg)):
             sizes = {name: size for name, size in tower if type(size) in (int, float, tuple)}
             own[key] = sizes | tower.model_dump(exclude_defaults=True)
@@ -174,7 +188,6 @@ class OwnModel(Architecture):
 
     layered: ClassVar[bool] = False
     text_cfg: OwnTexts
-    resize_mode: Literal["shortest"] = "shortest"
 
     @classmethod
     def at(cls, path: str) -> Architecture:
@@ -238,8 +251,9 @@ class ModelConfig(Settings):
 
     name: Annotated[Place, Refused] = "ViT-B-32"
     """A preset (tiny, OpenCLIP's ViT-B-32, RN50, ...), a JSON in its schema, or open_clip:NAME
-    (docs/models.md); or the import path of a function or class that builds one of your own
-    (docs/extending.md)."""
+    (docs/models.md); a folder of transformers or hf:org/name; or the import path of a function or
+    class that builds one of your own (docs/extending.md). Without it, a model of transformers as
+    `init_from` names itself."""
     image_size: Annotated[PositiveInt | None, Refused] = None
     """Side of the images in pixels; positional embeddings of `init_from` are interpolated. null:
     the value in the model's JSON."""
@@ -306,6 +320,24 @@ class ModelConfig(Settings):
     """Bias of the logits at the start, for the sigmoid loss (-10). null: the value in the model's
     JSON."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_weights(cls, raw: Any) -> Any:
+        """A model of transformers is described by its own files."""
+        if not isinstance(raw, dict) or raw.get("name") is not None:
+            return raw
+        place = raw.get("init_from")
+        if not isinstance(place, str) or not place:
+            return raw
+        if place.startswith(TRANSFORMERS):
+            return {**raw, "name": place}
+        if is_remote(place):
+            return raw
+        folder = local_path(expanded(place))
+        if is_transformers(folder) and not (folder / CONFIG_NAME).is_file():
+            return {**raw, "name": place}
+        return raw
+
     @rule
     def _image_lock(self) -> Messages:
         for key in ("lock_image_unlocked_groups", "lock_image_freeze_bn_stats"):
@@ -368,13 +400,15 @@ class ModelConfig(Settings):
         """That of the only teacher. UserError."""
         place, name = self.teacher, self.teacher_name
         assert isinstance(place, str) and not isinstance(name, list)
-        remote = is_remote(place) or place.startswith((PREFIX, "hf-hub:"))
+        remote = is_remote(place) or place.startswith((PREFIX, TRANSFORMERS, "hf-hub:"))
         if not remote and not os.path.exists(local_path(place)):
             what = f"model.teacher ({clipped(place)}): no such file or folder"
             raise missing(local_path(place), what, "give an export or weights")
         if name is None and place.startswith(PREFIX):
             tagged = place.removeprefix(PREFIX).partition("/")[0]
             name = tagged if tagged in preset_names() else PREFIX + tagged
+        elif name is None and place.startswith(TRANSFORMERS):
+            name = place
         elif name is None:
             if remote or not os.path.isfile(local_path(place) / "open_clip_config.json"):
                 raise UserError(
@@ -411,8 +445,12 @@ def load_architecture(name: str) -> AnyArchitecture:
     """
     known, said = preset_names(), name.removeprefix(PREFIX)
     path = PRESETS / f"{name}.json" if name in known else Path(said).expanduser()
+    if name.startswith(TRANSFORMERS):
+        return parse_transformers(hub.described_at(name), name)
     if os.path.isfile(path / "open_clip_config.json"):  # Path's own methods do not take any text
         path = path / "open_clip_config.json"
+    elif os.path.isfile(path / "config.json") and is_transformers(path):
+        return parse_transformers(path, str(path.absolute()))
     if os.path.isfile(path):
         try:
             content = json.loads(path.read_text())
@@ -435,6 +473,14 @@ def load_architecture(name: str) -> AnyArchitecture:
         "OpenCLIP's ViTs and ResNets such as ViT-B-32 and RN50, open_clip:NAME for its others, or "
         "the path of a JSON file in its schema"
     )
+
+
+def parse_transformers(folder: Path, place: str) -> AnyArchitecture:
+    """The model of transformers in a folder. UserError."""
+    content = description(folder, place)
+    if "timm_model_name" in content["model_cfg"]["vision_cfg"]:
+        return parse_openclip(content, place)
+    return parse_architecture(content, place)
 
 
 def parse_architecture(content: Any, source: str) -> Architecture:

@@ -1,6 +1,7 @@
 """Weights from the Hugging Face hub, fetched into its cache and verified.
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
+    hf:org/name[@revision]                a repository in transformers' layout
     open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag: by openclip_tags.json,
                                           and by OpenCLIP's own table where it is installed
 
@@ -17,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from clip_train.errors import CheckpointError, UserError
-from clip_train.models.loading import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
+from clip_train.models.files import (
+    CONFIG_NAME,
+    TRANSFORMERS_CONFIGS,
+    WEIGHTS_NAMES,
+    sha256_of,
+)
 from clip_train.models.openclip.config import library
 
-PREFIXES = ("hf-hub:", "open_clip:")
+PREFIXES = ("hf-hub:", "hf:", "open_clip:")
+TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TAGS = Path(__file__).parent / "openclip_tags.json"
 
 
@@ -43,19 +50,44 @@ def fetch(place: str) -> Path:
     except ImportError as e:
         raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
     missing = []
-    for name in files or WEIGHTS_NAMES:
+    wanted = files or (TRANSFORMERS_WEIGHTS if place.startswith("hf:") else WEIGHTS_NAMES)
+    beside = TRANSFORMERS_CONFIGS if place.startswith("hf:") else (CONFIG_NAME,)
+    for name in wanted:
         try:
             file = _verified(hub, place, repository, name, revision)
         except hub.errors.EntryNotFoundError as e:
             missing.append(e)
             continue
-        with contextlib.suppress(hub.errors.EntryNotFoundError):  # weights alone will do
-            _verified(hub, place, repository, CONFIG_NAME, file.parent.name)  # of the same commit
+        for other in beside:
+            with contextlib.suppress(hub.errors.EntryNotFoundError):  # weights alone will do
+                _verified(hub, place, repository, other, file.parent.name)  # of the same commit
         return file
     raise CheckpointError(
-        f"{place}: {repository} has neither {' nor '.join(files or WEIGHTS_NAMES)}, or they cannot be "
+        f"{place}: {repository} has neither {' nor '.join(wanted)}, or they cannot be "
         f"reached: {missing[-1]}"
     )
+
+
+def described_at(place: str, names: Collection[str] = TRANSFORMERS_CONFIGS) -> Path:
+    """The folder in the cache with these files of hf:org/name, as far as it has them. Files that
+    are in the cache are not asked for again. UserError, CheckpointError."""
+    repository, revision = resolve(place)
+    try:
+        import huggingface_hub as hub
+        import huggingface_hub.errors
+    except ImportError as e:
+        raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
+    folder: Path | None = None
+    for name in names:
+        path = hub.try_to_load_from_cache(repository, name, revision=revision)
+        if path is None:
+            with contextlib.suppress(hub.errors.EntryNotFoundError):
+                path = str(_verified(hub, place, repository, name, revision))
+        if isinstance(path, str):
+            folder = Path(path).parent
+    if folder is None:
+        raise CheckpointError(f"{place}: {repository} has neither {' nor '.join(names)}")
+    return folder
 
 
 def cached(place: str) -> Path | None:
@@ -69,7 +101,7 @@ def cached(place: str) -> Path | None:
         import huggingface_hub as hub
     except ImportError:
         return None
-    for file in files or WEIGHTS_NAMES:
+    for file in files or (TRANSFORMERS_WEIGHTS if place.startswith("hf:") else WEIGHTS_NAMES):
         path = hub.try_to_load_from_cache(f"{owner}/{name}", file, revision=revision)
         if isinstance(path, str):
             return Path(path)
@@ -82,10 +114,10 @@ def resolve(place: str) -> tuple[str, str | None]:
     The repository of some tags ends with the name of a file, org/name/file.
     """
     scheme, _, name = place.partition(":")
-    if scheme == "hf-hub":
+    if scheme in ("hf-hub", "hf"):
         match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@(\S+))?", name)
         if match is None:
-            raise UserError(f"{place}: write hf-hub:org/name, or hf-hub:org/name@revision")
+            raise UserError(f"{place}: write {scheme}:org/name, or {scheme}:org/name@revision")
         return match[1], match[2]
     known = json.loads(_TAGS.read_text())
     if name in known:

@@ -50,6 +50,25 @@ TRANSFORMERS_PROJECTIONS = {
     "visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"
 }  # fmt: skip
 
+# The same for SiglipModel, whose image tower is timm's here; the order matters.
+SIGLIP_NAMES = {
+    "vision_model": {
+        "attn_pool.latent": "head.probe", "attn_pool.proj.": "head.attention.out_proj.",
+        "attn_pool.norm.": "head.layernorm.", "attn_pool.mlp.": "head.mlp.",
+        "patch_embed.proj.": "embeddings.patch_embedding.",
+        "pos_embed": "embeddings.position_embedding.weight", "blocks.": "encoder.layers.",
+        "norm1.": "layer_norm1.", "norm2.": "layer_norm2.", "attn.proj.": "self_attn.out_proj.",
+        "norm.": "post_layernorm.",
+    },
+    "text_model": {
+        "token_embedding.": "embeddings.token_embedding.",
+        "positional_embedding": "embeddings.position_embedding.weight",
+        "transformer.resblocks.": "encoder.layers.", "ln_1.": "layer_norm1.",
+        "ln_2.": "layer_norm2.", "attn.out_proj.": "self_attn.out_proj.", "mlp.c_fc.": "mlp.fc1.",
+        "mlp.c_proj.": "mlp.fc2.", "ln_final.": "final_layer_norm.", "text_projection.": "head.",
+    },
+}  # fmt: skip
+
 OPENAI, LONG_CLIP = "OpenAI's layout", "Long-CLIP's layout"
 TRANSFORMERS_CLIP = "transformers' CLIP layout"
 TRANSFORMERS_SIGLIP = "transformers' SigLIP layout"
@@ -187,6 +206,76 @@ def from_transformers(state: Mapping[str, Tensor]) -> State:
         else:  # an incomplete file: the error names what is missing
             out |= {f"{whole}.{letter}": tensor for letter, tensor in parts.items()}
     return out
+
+
+def siglip_from_transformers(state: Mapping[str, Tensor]) -> State:
+    """The names of transformers' SiglipModel -> OpenCLIP's with timm's image tower.
+
+    Names that it does not know stay as they are.
+    """
+    out: State = {}
+    packed: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        tower, _, rest = name.partition(".")
+        if tower not in SIGLIP_NAMES:
+            out[name] = tensor
+            continue
+        image = tower == "vision_model"
+        if image and rest.startswith("head.attention.in_proj_"):
+            kind = rest.removeprefix("head.attention.in_proj_")
+            width = len(tensor) // 3
+            out[f"visual.trunk.attn_pool.q.{kind}"] = tensor[:width].contiguous()
+            out[f"visual.trunk.attn_pool.kv.{kind}"] = tensor[width:].contiguous()
+            continue
+        for here, there in SIGLIP_NAMES[tower].items():
+            rest = _with_part(rest, there, here)
+        whole = f"{'visual.trunk' if image else 'text'}.{rest}"
+        part = re.fullmatch(r"(.*\.)self_attn\.([qkv])_proj\.(weight|bias)", whole)
+        if part is not None:
+            name_of_whole = f"attn.qkv.{part[3]}" if image else f"attn.in_proj_{part[3]}"
+            packed.setdefault(part[1] + name_of_whole, {})[part[2]] = tensor
+        elif rest == "pos_embed":
+            out[whole] = tensor[None]
+        else:
+            out[whole] = tensor
+    for whole, parts in packed.items():
+        if set(parts) == set("qkv"):
+            out[whole] = torch.cat([parts["q"], parts["k"], parts["v"]])
+        else:  # an incomplete file: the error names what is missing
+            out |= {f"{whole}.{letter}": tensor for letter, tensor in parts.items()}
+    return out
+
+
+def _with_part(name: str, old: str, new: str) -> str:
+    """`name` with whole parts between dots replaced."""
+    return re.sub(rf"(^|\.){re.escape(old)}", rf"\g<1>{new}", name)
+
+
+def siglip_to_transformers(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """OpenCLIP's names with timm's image tower -> those of transformers' SiglipModel."""
+    for name, tensor in state.items():
+        tower = "vision_model" if name.startswith("visual.trunk.") else "text_model"
+        rest = name.removeprefix("visual.trunk.").removeprefix("text.")
+        kind = rest.rpartition(".")[2]
+        if name in ("logit_scale", "logit_bias"):
+            yield name, tensor.reshape(1)
+        elif rest == f"attn_pool.q.{kind}":
+            both = torch.cat([tensor, state[name.replace(".q.", ".kv.")]])
+            yield f"vision_model.head.attention.in_proj_{kind}", both
+        elif rest == f"attn_pool.kv.{kind}":
+            continue
+        else:
+            for here, there in SIGLIP_NAMES[tower].items():
+                rest = _with_part(rest, here, there)
+            if name == "visual.trunk.pos_embed":
+                yield f"{tower}.{rest}", tensor[0]
+                continue
+            packed = re.fullmatch(r"(.*\.)attn\.(?:qkv\.|in_proj_)(weight|bias)", rest)
+            if packed is None:
+                yield f"{tower}.{rest}", tensor
+                continue
+            for part, chunk in zip("qkv", tensor.chunk(3), strict=True):
+                yield f"{tower}.{packed[1]}self_attn.{part}_proj.{packed[2]}", chunk
 
 
 def with_text_tower_at(state: State, expected: Collection[str]) -> tuple[State, str | None]:

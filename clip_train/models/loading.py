@@ -8,7 +8,6 @@ Where files come from: `clip_train.models.hub`, `clip_train.recipe.weights`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -28,19 +27,14 @@ from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models import layouts
 from clip_train.models.clip import state_shapes
 from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
+from clip_train.models.files import CONFIG_NAME, FOLDER_NAMES, read_object
 from clip_train.models.layouts import State
 from clip_train.models.openclip.config import described
+from clip_train.models.transformers import preprocess_cfg, preprocessor
+from clip_train.resizing import RESIZED
 from clip_train.settings import clipped
 from clip_train.task import IMAGE_TEXT
 
-WEIGHTS_NAMES = (
-    "open_clip_model.safetensors",
-    "open_clip_pytorch_model.bin",
-)  # the first is what an export writes
-# The files of a folder that can be weights, the first that exists is read.
-FOLDER_NAMES = (*WEIGHTS_NAMES, "model.safetensors", "pytorch_model.bin")
-CONFIG_NAME = "open_clip_config.json"
-TRANSFORMERS_CONFIGS = ("config.json", "preprocessor_config.json")
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy")
 SHOWN = 3  # names of each kind in a message
 Log = Callable[[str], None]
@@ -77,7 +71,7 @@ OTHER_FOLDERS = (
 # What to do with layouts that are recognised and not loaded.
 REMEDIES = {
     layouts.TRANSFORMERS_SIGLIP: (
-        "it is not converted: give OpenCLIP's file of the same model{same}"
+        "give its whole folder, whose config.json names the model, or OpenCLIP's name of it{same}"
     ),
     layouts.MOBILE_CLIP: "give OpenCLIP's file of the same model: hf-hub:apple/MobileCLIP-...",
     layouts.OWN_PIECE: "give the run's folder, or that of the checkpoint",
@@ -166,14 +160,6 @@ def other_folder(exists: Callable[[str], bool], place: str) -> str | None:
     return None
 
 
-def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as f:
-        for data in iter(lambda: f.read(1 << 22), b""):
-            digest.update(data)
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
 class Stored:
     """The state dict of a file, with the file's names."""
@@ -259,12 +245,12 @@ def trained_with(file: Path) -> dict[str, Any]:
             keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
             quick_gelu = bool(keys.get("quick_gelu", False))
         else:
-            config, keys = (_transformers_file(file, name) for name in TRANSFORMERS_CONFIGS)
-            if config.get("model_type") != "clip":
+            config, keys = read_object(file.with_name("config.json")), preprocessor(file.parent)
+            if config.get("model_type") not in ("clip", "siglip"):
                 return {}
             # CLIPModel's default is "quick_gelu"
             activation = (config.get("vision_config") or {}).get("hidden_act", "quick_gelu")
-            quick_gelu = activation == "quick_gelu"
+            quick_gelu = config["model_type"] == "clip" and activation == "quick_gelu"
         pixels: dict[str, Any] = {
             key: tuple(map(float, np.broadcast_to(keys[key], 3)))
             for key in ("image_mean", "image_std")
@@ -275,11 +261,17 @@ def trained_with(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _transformers_file(file: Path, name: str) -> dict[str, Any]:
-    """A JSON object beside the weights; empty if there is none."""
-    place = file.with_name(name)
-    content = json.loads(place.read_text()) if place.is_file() else {}
-    return content if isinstance(content, dict) else {}
+def resized_as(file: Path) -> dict[str, Any]:
+    """`resize_mode` and `interpolation` from the description beside the weights; {} without."""
+    try:
+        if (file.parent / CONFIG_NAME).is_file():
+            keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
+        else:
+            keys = preprocess_cfg(preprocessor(file.parent), str(file.parent))
+        return {key: keys[key] for key in RESIZED if key in keys}
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass
+    return {}
 
 
 def check_description(
@@ -378,6 +370,11 @@ def _rename(fitted: Fitted, expected: Shapes, tower: str | None) -> None:
     if fitted.layout == layouts.TRANSFORMERS_CLIP and not _has_own(expected):
         fitted.state = layouts.from_transformers(fitted.state)
         fitted.repairs.append("renamed parameters of transformers' CLIPModel to OpenCLIP's names")
+    if fitted.layout == layouts.TRANSFORMERS_SIGLIP and any(
+        name.startswith("visual.trunk.attn_pool.") for name in expected
+    ):
+        fitted.state = layouts.siglip_from_transformers(fitted.state)
+        fitted.repairs.append("renamed parameters of transformers' SiglipModel to OpenCLIP's names")
     if fitted.layout == layouts.LONG_CLIP:
         _join_long_clip(fitted)
     if tower == "image" and not any(name.startswith("visual.") for name in fitted.state):

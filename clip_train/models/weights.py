@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.models.drawing import Drawn
+from clip_train.models.files import CONFIG_NAME, WEIGHTS_NAMES, sha256_of
 from clip_train.models.layouts import State
 from clip_train.models.loading import (
-    CONFIG_NAME,
-    WEIGHTS_NAMES,
     Log,
     check_state,
     file_at,
     load_openclip,
-    sha256_of,
+    resized_as,
     silent,
     trained_with,
 )
-from clip_train.models.openclip.config import RESIZED
+from clip_train.models.openclip.config import OpenCLIPArchitecture
+from clip_train.resizing import RESIZED
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
@@ -110,6 +110,12 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))
 
 
+def resize_of(config: ModelConfig) -> dict[str, Any]:
+    """How the weights that the image tower starts from were trained; {}: they do not say."""
+    place = config.init_image_from or config.init_from
+    return {} if place is None else resized_as(file_at(place, "model.init_from"))
+
+
 def base_digest(config: ModelConfig, seed: int) -> str | None:
     """The digest of the files that `initial_weights` reads; None for a model without adapters."""
     if config.lora is None:
@@ -143,7 +149,10 @@ def load_teacher(
     teacher.to(device, dtype)
     # rounded to bf16 the factor would be off by up to 1.6%
     teacher.logit_scale.data = state["logit_scale"].to(device, torch.float32)
-    named = f"{sha256_of(file)} {architecture.model_dump_json(exclude={'open_clip'})}"
+    ignored = {"open_clip"}
+    if not isinstance(architecture, OpenCLIPArchitecture):
+        ignored |= RESIZED.keys()  # as in the checkpoints of earlier versions
+    named = f"{sha256_of(file)} {architecture.model_dump_json(exclude=ignored)}"
     return teacher.eval().requires_grad_(False), hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
@@ -175,15 +184,18 @@ def export_openclip(
     }
     path = Path(folder)
     weights = save_weights(out, path, WEIGHTS_NAMES[0], read)
+    own_keys = architecture.own_keys() if isinstance(architecture, OpenCLIPArchitecture) else {}
     description = {
         "model_cfg": architecture.model_cfg(),
-        "preprocess_cfg": {  # as images are resized here
+        "preprocess_cfg": {
             "mean": list(architecture.image_mean),
             "std": list(architecture.image_std),
-            "interpolation": RESIZED[0],
-            "resize_mode": RESIZED[1],
+            "interpolation": architecture.interpolation,
+            "resize_mode": architecture.resize_mode,
         },
-        # ours: whoever fetches it from a URL compares
+        # ours, which OpenCLIP does not read
+        **({"clip_train": own_keys} if own_keys else {}),
+        # whoever fetches it from a URL compares
         "sha256": {WEIGHTS_NAMES[0]: sha256_of(weights)},
     }
     save_json(path, CONFIG_NAME, description)

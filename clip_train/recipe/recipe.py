@@ -33,6 +33,7 @@ from clip_train.optim.schedule import ScheduleConfig
 from clip_train.places import expanded
 from clip_train.recipe.launch import LaunchConfig
 from clip_train.recipe.names import OTHER_NAMES
+from clip_train.resizing import RESIZED
 from clip_train.settings import (
     IMPORT_PATH,
     LARGEST,
@@ -288,9 +289,13 @@ class RunConfig(Settings):
                 "the average would be the initial weights; lower it, or set optim.ema_warmup=true"
             )
 
-    def architecture(self, model: ModelConfig | None = None) -> AnyArchitecture:
-        """The model's, which gets `data.inputs`. model: instead of this recipe's. UserError."""
+    def architecture(
+        self, model: ModelConfig | None = None, trained: Mapping[str, Any] = {}
+    ) -> AnyArchitecture:
+        """The model's, which gets `data.resize` and `data.inputs`. model: instead of this recipe's.
+        trained: as in `resized`. UserError."""
         architecture, inputs = (model or self.model).architecture(), self.data.inputs
+        architecture = self.resized(architecture, trained)
         if inputs is None:
             return architecture
         if getattr(architecture, "own", None) is None:
@@ -302,6 +307,15 @@ class RunConfig(Settings):
         return architecture.model_copy(
             update={"inputs": layout_of(inputs, architecture.vision_cfg.image_size)}
         )
+
+    def resized(
+        self, architecture: AnyArchitecture, trained: Mapping[str, Any] = {}
+    ) -> AnyArchitecture:
+        """With `data.resize`. trained: as the weights' own description, or a checkpoint's, says."""
+        keys = {key: trained[key] for key in RESIZED if key in trained}
+        if self.data.resize != "auto":
+            keys["resize_mode"] = self.data.resize
+        return architecture.model_copy(update=keys)
 
     @property
     def teacher_widths(self) -> list[int]:

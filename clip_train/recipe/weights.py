@@ -24,14 +24,13 @@ from clip_train.checkpoint.restore import Resumed, Stores, open_read_only, store
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models import hub
 from clip_train.models.config import ModelConfig
-from clip_train.models.loading import (
+from clip_train.models.files import (
     CONFIG_NAME,
     FOLDER_NAMES,
-    SUFFIXES,
     TRANSFORMERS_CONFIGS,
-    other_folder,
     sha256_of,
 )
+from clip_train.models.loading import SUFFIXES, other_folder
 from clip_train.models.lora import Lora
 from clip_train.models.low_rank import merged
 from clip_train.models.weights import base_digest, export_saved, initial_weights

@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from clip_train.data.images import TrainTransform, crop_for_evaluation
+from clip_train.data.images import TrainTransform, to_square
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import decode_image, jpeg_size
+from clip_train.resizing import Resize
 
 
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -63,12 +64,39 @@ def test_train_crop_equals_pillow(width, height, seed):
 @pytest.mark.parametrize("width,height", [(300, 200), (201, 333), (96, 96), (97, 500), (40, 30)])
 def test_eval_equals_pillow(width, height):
     data = encoded(photograph(width, height), quality=90)
-    ours = crop_for_evaluation(decode_image(data), 96)
+    ours = to_square(decode_image(data), 96)
     # torchvision's Resize and CenterCrop, written out
     new = (96, int(96 * height / width)) if width <= height else (int(96 * width / height), 96)
     pillow = Image.open(io.BytesIO(data)).convert("RGB").resize(new, Image.BICUBIC)
     left, top = round((new[0] - 96) / 2.0), round((new[1] - 96) / 2.0)
     assert psnr(array(ours), np.asarray(pillow.crop((left, top, left + 96, top + 96)))) >= 54
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("mode", ["squash", "longest"])
+@pytest.mark.parametrize("width,height", [(300, 200), (97, 500), (40, 30), (96, 96)])
+def test_other_ways_to_resize_equal_pillow(width, height, mode, interpolation):
+    image = photograph(width, height)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    ours = array(to_square(pixels, 96, Resize(interpolation, mode))).astype(int)
+    new, corner = (96, 96), (0, 0)
+    if mode == "longest":  # OpenCLIP's ResizeKeepRatio(longest=1) and CenterCropOrPad
+        new = tuple(round(side / (max(width, height) / 96)) for side in (width, height))
+        corner = ((96 - new[0]) // 2, (96 - new[1]) // 2)
+    pillow = Image.new("RGB", (96, 96))
+    pillow.paste(image.resize(new, Image.Resampling[interpolation.upper()]), corner)
+    assert abs(ours - np.asarray(pillow).astype(int)).max() <= 2
+
+
+def test_training_can_squash_the_whole_image():
+    pixels = torch.from_numpy(np.array(photograph(300, 200))).permute(2, 0, 1)
+    whole = TrainTransform(96, (1.0, 1.0), (1.0, 1.0), relative_ratio=True)
+    assert torch.equal(whole(pixels, 7), to_square(pixels, 96, Resize(resize_mode="squash")))
+    parts = TrainTransform(96, (0.9, 0.9), (0.95, 1.05), relative_ratio=True)
+    for seed in range(20):
+        _, _, height, width = parts.crop(200, 300, random.Random(seed))
+        assert 0.94 < width / height / 1.5 < 1.06
+        assert width * height == pytest.approx(0.9 * 60_000, rel=0.01)
 
 
 def test_crop_is_drawn_as_torchvision_does():
@@ -97,12 +125,12 @@ def test_fallback_is_the_middle(height, width, expected):
 
 
 def test_extreme_shapes_do_not_explode():
-    assert crop_for_evaluation(torch.zeros(3, 1, 60_000, dtype=torch.uint8), 32).shape == (
+    assert to_square(torch.zeros(3, 1, 60_000, dtype=torch.uint8), 32).shape == (
         3,
         32,
         32,
     )
-    assert crop_for_evaluation(torch.zeros(3, 5000, 2, dtype=torch.uint8), 32).shape == (3, 32, 32)
+    assert to_square(torch.zeros(3, 5000, 2, dtype=torch.uint8), 32).shape == (3, 32, 32)
     assert TrainTransform(32)(torch.zeros(3, 1, 5000, dtype=torch.uint8), 0).shape == (3, 32, 32)
 
 

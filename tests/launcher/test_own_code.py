@@ -132,7 +132,7 @@ class Wrong(Towers):
 
 
 class Wide(Towers):
-    embed_dim, image_mean, resize_mode = "wide", (1, 2), "squash"
+    embed_dim, image_mean, resize_mode = "wide", (1, 2), "cut"
 
 
 class Narrow(Towers):
@@ -371,7 +371,7 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         ((*OWN[1:], wrong("Wide")), "Wide): embed_dim: Input should be a valid integer"),
         (
             (*OWN[1:], wrong("Wide")),
-            "resize_mode: Input should be 'shortest'; give the function or",
+            "resize_mode: Input should be 'shortest', 'squash' or 'longest'",
         ),
         ((*OWN[1:], wrong("Wrong")), "Wrong) returned a scale [2]; return exp(logit_scale), [1]"),
         (

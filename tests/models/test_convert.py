@@ -46,16 +46,23 @@ def test_an_export_comes_back_equal(tmp_path: Path, dtype: torch.dtype):
 def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tmp_path: Path):
     """Activation and statistics of pixels, of a teacher whose architecture is named; a line is logged of others."""
     theirs = ARCHITECTURE.model_copy(
-        update={"quick_gelu": True, "image_mean": (0.5,) * 3, "image_std": (0.25,) * 3}
+        update={
+            "quick_gelu": True,
+            "image_mean": (0.5,) * 3,
+            "image_std": (0.25,) * 3,
+            "interpolation": "bilinear",
+            "resize_mode": "squash",
+        }
     )
     model = small_model(architecture=theirs).eval()
     folder = export_openclip(model.state_dict(), theirs, tmp_path / "export")
     pixels = {
         "mean": [0.5] * 3,
         "std": [0.25] * 3,
-        "interpolation": "bicubic",
-        "resize_mode": "shortest",
+        "interpolation": "bilinear",
+        "resize_mode": "squash",
     }
+    assert load_architecture(str(folder)) == theirs
     described = json.loads((folder / "open_clip_config.json").read_text())
     assert described["preprocess_cfg"] == pixels
     (tmp_path / "plain.json").write_text(json.dumps({"model_cfg": ARCHITECTURE.model_cfg()}))

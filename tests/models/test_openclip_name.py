@@ -13,6 +13,7 @@ from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import build_model, parse_saved
 from clip_train.models.config import ModelConfig, load_architecture
 from clip_train.models.openclip.config import OpenCLIPArchitecture, is_resnet, parse_openclip
+from clip_train.resizing import Resize
 from tests.models.small import small_architecture
 
 SMALL: dict[str, Any] = {
@@ -131,9 +132,13 @@ def test_checkpoints_of_earlier_versions_are_read():
     assert read.embed_dim == 24 and read.text_cfg.context_length == 8
 
 
-def test_another_way_to_resize_is_noted():
-    assert not small().notes
+def test_the_way_to_resize_is_read_from_the_description():
+    assert small().resize == Resize("bicubic", "shortest") and not small().notes
     pixels = {"mean": [0.5] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
     squashed = parse_openclip({"model_cfg": SMALL, "preprocess_cfg": pixels}, "small")
     assert squashed.image_mean == (0.5,) * 3
-    assert "bilinear and squash" in squashed.notes[0]
+    assert squashed.resize == Resize("bilinear", "squash") and not squashed.notes
+    assert parse_saved(squashed.model_dump(mode="json")) == squashed
+    pixels["interpolation"] = "random"  # OpenCLIP evaluates by bicubic then
+    drawn = parse_openclip({"model_cfg": SMALL, "preprocess_cfg": pixels}, "small")
+    assert drawn.resize == Resize("bicubic", "squash")

@@ -20,10 +20,13 @@ from pydantic import (
 
 from clip_train.errors import UserError, raise_all
 from clip_train.models.lora import Lora
+from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
 from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
-RESIZED = ("bicubic", "shortest")  # how every image is resized here: interpolation, resize mode
+TRANSFORMERS = "hf:"  # a tokenizer that is read as transformers itself reads it
+# Arguments of timm's image tower, so that it has the sizes and the activation of transformers'.
+TIMM_ARGUMENTS = {"patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "act_layer"}
 TOKENIZER_OPTIONS = {
     "additional_special_tokens",
     "clean",
@@ -112,6 +115,13 @@ class VisionKeys(Described):
                     f"image_size ({list(size)}) is not square: images are cut to squares here"
                 )
             keys = {**keys, "image_size": size[0]}
+        arguments = keys.get("timm_model_args") or {}
+        sizes = [value for key, value in arguments.items() if key != "act_layer"]
+        if not arguments.keys() <= TIMM_ARGUMENTS or not all(0 < x <= 65_536 for x in sizes):
+            raise ValueError(
+                f"timm_model_args ({clipped(str(arguments))}) must be sizes up to 65,536 with the "
+                f"names {', '.join(sorted(TIMM_ARGUMENTS))}"
+            )
         if keys.get("norm") == "group" and not isinstance(keys.get("layers"), list | tuple):
             raise ValueError(
                 "norm (group) applies to ResNets only, and this is another tower; remove it"
@@ -151,7 +161,7 @@ class DecoderKeys(Described):
 
 
 class OpenCLIPArchitecture(DescribedModel):
-    """OpenCLIP's `model_cfg`, and how the images of its pretrained weights were made."""
+    """OpenCLIP's `model_cfg`, and how the images of its weights are resized."""
 
     inputs: ClassVar[tuple[()]] = ()  # images alone
     open_clip: str  # its name there
@@ -159,8 +169,8 @@ class OpenCLIPArchitecture(DescribedModel):
     text_cfg: TextKeys
     multimodal_cfg: DecoderKeys | None = None
     custom_text: bool = False  # the text tower is a module of its own, `text`
-    interpolation: str = RESIZED[0]  # how the images of its pretrained weights were resized
-    resize_mode: str = RESIZED[1]
+    interpolation: Interpolation = RESIZED["interpolation"]
+    resize_mode: ResizeMode = RESIZED["resize_mode"]
 
     @model_validator(mode="after")
     def _decoder_fits(self) -> OpenCLIPArchitecture:
@@ -183,6 +193,21 @@ class OpenCLIPArchitecture(DescribedModel):
                 )
         return self
 
+    @property
+    def resize(self) -> Resize:
+        return Resize(self.interpolation, self.resize_mode)
+
+    def own_keys(self) -> dict[str, Any]:
+        """What OpenCLIP's `model_cfg` cannot hold; beside it, `described` reads it."""
+        keys: dict[str, Any] = {}
+        arguments = self.vision_cfg.model_dump().get("timm_model_args")
+        if arguments:
+            keys["vision_cfg"] = {"timm_model_args": arguments}
+        tokenizer = self.text_cfg.hf_tokenizer_name or ""
+        if tokenizer.startswith(TRANSFORMERS):
+            keys["text_cfg"] = {"hf_tokenizer_name": tokenizer}
+        return keys
+
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
         ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode", "lora"}
@@ -190,22 +215,19 @@ class OpenCLIPArchitecture(DescribedModel):
         config = self.model_dump(exclude=ours)  # a null stays: timm_proj's default differs
         if self.vision_cfg.norm == "batch":
             del config["vision_cfg"]["norm"]
+        config["vision_cfg"].pop("timm_model_args", None)
+        if self.text_cfg.hf_tokenizer_name is not None:
+            name = self.text_cfg.hf_tokenizer_name.removeprefix(TRANSFORMERS)
+            config["text_cfg"]["hf_tokenizer_name"] = name
         if self.text_cfg.tokenizer_kwargs is None:  # which OpenCLIP's get_tokenizer cannot take
             del config["text_cfg"]["tokenizer_kwargs"]
         return config
 
     @property
     def notes(self) -> list[str]:
-        """Differences from OpenCLIP, for the log."""
-        theirs = (self.interpolation, self.resize_mode)
+        """For the log."""
         hf_name = self.text_cfg.model_dump().get("hf_model_name")
         rules = [
-            (
-                theirs != RESIZED,
-                f"the images of {self.open_clip}'s pretrained weights were resized by "
-                f"{' and '.join(theirs)}, here by {' and '.join(RESIZED)}: zero-shot scores may "
-                "differ a little from OpenCLIP's",
-            ),
             (
                 bool(hf_name),
                 f"without model.init_from the text tower {hf_name} starts from random weights",
@@ -295,22 +317,25 @@ def is_resnet(content: Any) -> bool:
     return isinstance(vision, dict) and isinstance(vision.get("layers"), list | tuple)
 
 
-def described(content: dict[str, Any], *others: str) -> dict[str, Any]:
-    """OpenCLIP's `model_cfg`, which may be alone, with the keys of the `preprocess_cfg` beside it.
-
-    These are `image_mean` and `image_std`, and `others`.
-    """
+def described(content: dict[str, Any]) -> dict[str, Any]:
+    """OpenCLIP's `model_cfg`, which may be alone, with the keys of the `preprocess_cfg` beside it:
+    `image_mean`, `image_std`, `interpolation` and `resize_mode`."""
     if "model_cfg" not in content:
         return content
     preprocess = content.get("preprocess_cfg") or {}
-    names = {"mean": "image_mean", "std": "image_std", **dict(zip(others, others, strict=True))}
+    names = {"mean": "image_mean", "std": "image_std", **{name: name for name in RESIZED}}
     preprocess_keys = {ours: preprocess[key] for key, ours in names.items() if preprocess.get(key)}
-    return {**content["model_cfg"], **preprocess_keys}
+    if preprocess_keys.get("interpolation") == "random":  # of its training; else bicubic there
+        preprocess_keys["interpolation"] = "bicubic"
+    model = dict(content["model_cfg"])
+    for tower, keys in (content.get("clip_train") or {}).items():
+        model[tower] = {**model.get(tower, {}), **keys}
+    return {**model, **preprocess_keys}
 
 
 def parse_openclip(content: dict[str, Any], source: str) -> OpenCLIPArchitecture:
     """OpenCLIP's JSON -> the model. UserError for a model that cannot be trained here."""
-    keys = described(content, "interpolation", "resize_mode")
+    keys = described(content)
     try:
         return OpenCLIPArchitecture.model_validate({"open_clip": source, **keys})
     except ValidationError as e:

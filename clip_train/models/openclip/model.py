@@ -6,9 +6,12 @@ Only this module imports open_clip and timm at its top: import it where such a m
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -31,7 +34,9 @@ from clip_train.models.blocks import (
     outputs,
 )
 from clip_train.models.dropout import draw_by
-from clip_train.models.openclip.config import OpenCLIPArchitecture
+from clip_train.models.files import TOKENIZER_FILES
+from clip_train.models.hub import described_at
+from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
 from clip_train.models.openclip.dropout import find_draws, intercept, seed_modules
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -196,9 +201,19 @@ def assemble(
     config["vision_cfg"]["timm_model_pretrained"] = False
     config["text_cfg"]["hf_model_pretrained"] = False
     norm = config["vision_cfg"].pop("norm", "batch")
+    arguments = architecture.vision_cfg.model_dump().get("timm_model_args")
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
-        model = kind(**config, nonscalar_logit_scale=True)
+        with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
+            if arguments:  # timm's way to override a model's: a folder that describes it
+                keys = {
+                    "architecture": config["vision_cfg"]["timm_model_name"],
+                    "model_args": {**arguments, "img_size": config["vision_cfg"]["image_size"]},
+                    "pretrained_cfg": {"num_classes": 0},
+                }
+                Path(folder, "config.json").write_text(json.dumps(keys))
+                config["vision_cfg"]["timm_model_name"] = f"local-dir:{folder}"
+            model = kind(**config, nonscalar_logit_scale=True)
         if kind is Captioner:  # OpenCLIP leaves this parameter uninitialized
             decoder: Any = model.text_decoder
             nn.init.normal_(decoder.text_projection, std=0.02)
@@ -257,6 +272,32 @@ def decoded(architecture: OpenCLIPArchitecture, tokens: list[list[int]]) -> list
     return [" ".join(decode(each).split()) for each in tokens]
 
 
+def tokenizer_folder(name: str) -> Path:
+    """The folder with the files of a tokenizer, "hf:" and a folder or org/name[@revision], which
+    are fetched from the hub once. UserError, CheckpointError."""
+    local = Path(name.removeprefix(TRANSFORMERS))
+    return local if local.is_dir() else described_at(name, ("config.json", *TOKENIZER_FILES))
+
+
+class TransformersTokenizer:
+    """The tokenizer beside a model of transformers: the same ids as `AutoProcessor` with
+    `padding="max_length"`, as SigLIP was trained."""
+
+    def __init__(self, name: str, context_length: int):
+        """name: "hf:" and a folder, or org/name[@revision]. OSError, ValueError; CheckpointError."""
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder(name))
+        self.context_length = context_length
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """b texts -> int64 [b, context_length]"""
+        return self.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=self.context_length,
+            return_tensors="pt",
+        ).input_ids  # fmt: skip
+
+
 def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     """OpenCLIP's tokenizer for this model, picklable; None: CLIP's own.
 
@@ -267,6 +308,8 @@ def tokenizer(architecture: OpenCLIPArchitecture) -> Tokenize | None:
     if text.hf_tokenizer_name is None and not text.tokenizer_kwargs:
         return None
     try:
+        if (text.hf_tokenizer_name or "").startswith(TRANSFORMERS):
+            return TransformersTokenizer(str(text.hf_tokenizer_name), text.context_length)
         if text.hf_tokenizer_name is None:
             return open_clip.SimpleTokenizer(**options)
         mode = text.model_dump().get("tokenizer_mode")

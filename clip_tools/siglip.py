@@ -1,0 +1,80 @@
+"""A SigLIP's description and tokenizer for transformers' `SiglipModel`."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clip_train.models.clip import build_model
+from clip_train.models.files import TOKENIZER_FILES
+from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
+from clip_train.models.openclip.model import tokenizer, tokenizer_folder
+
+
+def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
+    """transformers' config.json, from the modules themselves: OpenCLIP's JSON names timm's sizes
+    only by the name of a model."""
+    with torch.device("meta"):
+        model: Any = build_model(architecture.model_copy(update={"lora": None}))
+    trunk, text = model.visual.trunk, model.text
+    block, text_block = trunk.blocks[0], text.transformer.resblocks[0]
+    width, length = text.positional_embedding.shape[1], text.positional_embedding.shape[0]
+    shared = {"attention_dropout": 0.0}
+    vision_config = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": trunk.embed_dim,
+        "intermediate_size": block.mlp.fc1.out_features,
+        "num_hidden_layers": len(trunk.blocks),
+        "num_attention_heads": block.attn.num_heads,
+        "image_size": architecture.vision_cfg.image_size,
+        "patch_size": trunk.patch_embed.patch_size[0],
+        "num_channels": 3,
+        "hidden_act": activation(block.mlp.act),
+        "layer_norm_eps": block.norm1.eps,
+        "vision_use_head": True,
+        **shared,
+    }
+    text_config = {
+        "model_type": "siglip_text_model",
+        "vocab_size": text.vocab_size,
+        "hidden_size": width,
+        "intermediate_size": text_block.mlp.c_fc.out_features,
+        "num_hidden_layers": len(text.transformer.resblocks),
+        "num_attention_heads": text_block.attn.num_heads,
+        "max_position_embeddings": length,
+        "projection_size": architecture.embed_dim,
+        "hidden_act": activation(text_block.mlp.gelu),
+        "layer_norm_eps": text.ln_final.eps,
+        **shared,
+    }
+    return {
+        "architectures": ["SiglipModel"],
+        "model_type": "siglip",
+        "torch_dtype": "float32",
+        "initializer_factor": 1.0,
+        "text_config": text_config,
+        "vision_config": vision_config,
+    }
+
+
+def activation(module: Any) -> str:
+    """transformers' name of a GELU."""
+    tanh = "Tanh" in type(module).__name__ or getattr(module, "approximate", "none") == "tanh"
+    return "gelu_pytorch_tanh" if tanh else "gelu"
+
+
+def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
+    """The files of the model's tokenizer as they are, or as transformers saves OpenCLIP's.
+    UserError, CheckpointError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = architecture.text_cfg.hf_tokenizer_name or ""
+    if name.startswith(TRANSFORMERS):
+        source = tokenizer_folder(name)
+        for file in TOKENIZER_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, folder / file)
+        return
+    its: Any = tokenizer(architecture)
+    if its is not None:
+        its.tokenizer.save_pretrained(folder)
