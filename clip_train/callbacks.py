@@ -7,8 +7,10 @@ from typing import Any
 class Callback:
     """The trainer calls these methods; one that is not overridden does nothing.
 
-    All ranks have the same callbacks in the same order, so a method may use collectives, except
-    `on_error` and `close`. If a method raises on one rank, the run ends on all ranks.
+    All ranks have the same callbacks in the same order. If a method raises on one rank, the run
+    ends on all ranks. Methods of this package's own callbacks may use collectives, except
+    `on_error` and `close`. Those of users must not: a failure on one rank is only logged, and the
+    other ranks would wait.
     """
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -58,9 +58,10 @@ LARGEST = 10**18  # a larger number is a typing error and would overflow somewhe
 MAX_LOGIT_SCALE = math.log(100)
 
 Matmul = Literal["highest", "tf32"]
-# Activations that the backward computes again: none, those of GELU and norms, those of all blocks.
-Recompute = bool | Literal["pointwise"]
 """How GPUs multiply float32 matrices: in full, or with factors rounded to 11 bits."""
+Recompute = bool | Literal["pointwise"]
+"""Activations that the backward computes again: none, those of all blocks, or those of GELU and
+norms."""
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 """A limit in seconds: at most three years, which clocks and timeouts can hold."""
 ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]

@@ -502,14 +502,21 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, features: Features, context: Context = NO_CONTEXT) -> LossOutput:
-        """features: those of this rank's n samples, detached; equal rows belong together."""
+        """features: those of this rank's n samples, detached; equal rows belong together.
+
+        It must not change a state: a step may be computed twice, or discarded.
+        """
 
     def after_step(self) -> None:  # noqa: B027  most need nothing
         """Called after the optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For a checkpoint; the same on all ranks, and valid on any number of them."""
+        """For a checkpoint: the same on all ranks, and valid on any number of them.
+
+        Names are shared with nothing else. Names and shapes do not change after the first step.
+        """
         return {}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: Any) -> None:  # noqa: B027
-        """Restore what `state_dict` returned; `tensors` may hold nothing of this objective's."""
+        """Restore what `state_dict` returned. If another loss wrote the checkpoint, `tensors` has
+        none of these names."""

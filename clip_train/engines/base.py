@@ -307,8 +307,14 @@ class Engine(abc.ABC):
         return self._clip(squares), flags
 
     def _clamp_scalars(self) -> None:
+        for name, tensor in self._bounded_tensors():
+            tensor.clamp_(*self.task.bounds[name])
+
+    def _bounded_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of this rank that holds a trained scalar with bounds, or a part of it: its
+        master, and copies that an engine computes with."""
         for piece in self._bounded:
-            piece.view(piece.held).clamp_(*self.task.bounds[piece.name])
+            yield piece.name, piece.view(piece.held)
 
     @torch.no_grad()
     def _read_masters(self) -> None:

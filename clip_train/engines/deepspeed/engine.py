@@ -351,18 +351,17 @@ class DeepSpeedEngine(Engine):
         shares = squares / squares.sum().clamp(min=1e-300)
         return torch.cat([norm, norm * shares.sqrt()]), skipped
 
-    def _clamp_scalars(self) -> None:
-        """Clamp the master copy and the model's copy: the next step would undo a clamp of the
-        model's alone."""
-        super()._clamp_scalars()
-        for name, limits in self.task.bounds.items():
+    def _bounded_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The masters, and the model's copies: the next step would undo a change of these alone."""
+        yield from super()._bounded_tensors()
+        for name in self.task.bounds:
             p = self.module.get_parameter(name)
             if not p.requires_grad:
                 continue
             if self.stage == 3:
-                p.ds_tensor.clamp_(*limits)  # this rank's part
+                yield name, p.ds_tensor  # this rank's part
             # at stage 3 it may be below the persistence threshold, and stays gathered
-            p.data.clamp_(*limits)
+            yield name, p.data
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen ones at stages 1 and 2, which no optimizer step would gather."""
