@@ -24,13 +24,14 @@ from rich.progress import Progress
 
 from clip_train.data.tar import write_shards
 from clip_train.errors import UserError
+from clip_train.places import shipped
 from clip_train.recipe.recipe import apply_overrides, check_config, read_recipe
 from launcher.cli.arguments import add_help, add_overrides, path_or_url
 from launcher.cli.process import Process
 from launcher.runtime.log import log
 from launcher.train import train
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = shipped("recipes")
 Sample = dict[str, Any]
 MARKER = "dataset.json"
 VERSION = 1  # raise it when the drawings change: folders of another version are drawn again

@@ -36,6 +36,17 @@ def _value(variable: re.Match[str]) -> str:
     return value
 
 
+def shipped(folder: str) -> Path:
+    """A folder of files that come with the package: "recipes", "ds_configs" or "slurm".
+
+    In an installation it is inside `clip_train` (setup.py). In a checkout, and in the frozen code
+    of a Slurm job, it is beside `clip_train`.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
 def broken_link(path: Path) -> str | None:
     """A message if `path` or a folder above it is a link that leads nowhere, as to a disk that is
     not mounted; None otherwise."""

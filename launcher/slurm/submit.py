@@ -18,6 +18,7 @@ from typing import Any
 
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
+from clip_train.places import shipped
 from clip_train.recipe.recipe import RunConfig, load_config, with_samples
 from clip_train.recipe.resolve import resolve
 from clip_train.settings import broken
@@ -31,7 +32,7 @@ from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, add_site_options, load_site
 from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, slurm
 
-FROZEN = (*SOURCES, "clip_tools", "ds_configs")
+FROZEN = (*SOURCES, "clip_tools")
 
 
 # -- checks
@@ -225,7 +226,7 @@ def run(
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
-    template = (ROOT / "slurm" / f"{job.template}.sbatch").read_text()
+    template = (shipped("slurm") / f"{job.template}.sbatch").read_text()
     script = render(template, job, name=config.run.name, folder=folder, options=sbatch_options)
     if dry_run:
         print(script, end="", flush=True)  # also if a check refuses it
@@ -272,10 +273,11 @@ def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:
     copies. Returns what submit.json has. UserError."""
     try:
         (folder / "code").mkdir(parents=True)
-        for package in FROZEN:
+        sources = [ROOT / package for package in FROZEN]
+        for source in (*sources, shipped("ds_configs")):
             shutil.copytree(
-                ROOT / package,
-                folder / "code" / package,
+                source,
+                folder / "code" / source.name,
                 ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
             )
         (folder / "job.sbatch").write_text(script)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clip_train.errors import UserError
+from clip_train.places import shipped
 from clip_train.settings import broken, clipped
 
 if TYPE_CHECKING:
     from clip_train.engines.config import EngineConfig
 
-SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
+SHIPPED = shipped("ds_configs")
 
 # The recipe owns the optimizer and the schedule; DeepSpeed has removed the others and raises
 # there.

@@ -1,1 +1,0 @@
-"""Base configurations for DeepSpeed, one for each ZeRO stage; `engine.ds_config` names another."""

@@ -1,1 +1,0 @@
-"""Example recipes; `clip-train demo` trains demo_shapes.yaml."""
