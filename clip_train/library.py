@@ -1,6 +1,7 @@
 """The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
@@ -89,7 +90,9 @@ def contrastive_step(
     parts = Parts.of(model)
     own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler}
     own_keywords = [name for name, value in own.items() if value is not None]
-    swallowed = sorted({*own_keywords} & parameter_names(model)) if own_keywords else []
+    swallowed: list[str] = []
+    if own_keywords:
+        swallowed = sorted({*own_keywords} & parameters_left(model, len(inputs)))
     by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
@@ -253,8 +256,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def parameter_names(model: Any) -> set[str]:
-    """The names of the arguments of the function that the user wrote, inside wrappers."""
+def parameters_left(model: Any, num_inputs: int) -> set[str]:
+    """The names of the arguments of the function that the user wrote, inside wrappers, that
+    `num_inputs` positional inputs, and functools.partial, leave to keywords."""
     while isinstance(model, nn.Module):
         if isinstance(model, DistributedDataParallel) or hasattr(
             model, "set_gradient_accumulation_boundary"
@@ -266,12 +270,16 @@ def parameter_names(model: Any) -> set[str]:
             model = model.forward
             break
         model = inner
+    bound = model.keywords if isinstance(model, functools.partial) else {}
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return set()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name}
+    given = [parameter.name for parameter in parameters if parameter.kind in by_place][:num_inputs]
+    named = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return named - {*given, *bound}
 
 
 def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[bool, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -218,6 +220,24 @@ class Identified(Towers):
 def test_an_argument_of_the_model_is_not_swallowed(wrap):
     with pytest.raises(ValueError, match=r"\['ids'\] are arguments of contrastive_step and of"):
         contrastive_step(wrap(Identified()), *samples(4), ids=torch.arange(4), micro_size=2)
+
+
+class Tokens(Towers):
+    def forward(self, images, ids):
+        return super().forward(images, ids)
+
+
+@pytest.mark.parametrize(
+    "bind", [lambda m: m, lambda m: functools.partial(Identified().forward, ids=None)]
+)
+def test_an_argument_that_the_model_gets_otherwise_is_not_swallowed(bind):
+    """By its place, or by functools.partial."""
+    equal = torch.tensor([0, 1, 0, 3])
+    losses = [
+        contrastive_step(model, *samples(4), ids=equal, micro_size=2)
+        for model in (Towers(), bind(Tokens()))
+    ]
+    assert losses[0] == losses[1]
 
 
 def sharded_with_an_older_torch():
