@@ -1,0 +1,64 @@
+"""How images become pixels, by the files of transformers' processors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clip_train.errors import UserError
+from clip_train.models.config import load_architecture
+
+CLIP = {"image_mean": [0.4] * 3, "image_std": [0.3] * 3}
+SQUARE = {"height": 224, "width": 224}
+
+
+def pixels_of(folder: Path, kind: str, processor: dict[str, Any] | None) -> tuple[Any, ...]:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    found = load_architecture(str(folder))
+    return found.image_mean[0], found.resize_mode, found.interpolation
+
+
+def test_a_siglip_without_a_processor_has_its_defaults(tmp_path: Path):
+    """`model.save_pretrained` alone writes none."""
+    assert pixels_of(tmp_path, "siglip", None) == (0.5, "squash", "bicubic")
+
+
+@pytest.mark.parametrize(
+    "kind, processor, expected",
+    [
+        ("siglip", {"size": SQUARE, "resample": 2}, (0.5, "squash", "bilinear")),
+        ("clip", CLIP, (0.4, "shortest", "bicubic")),
+        ("clip", {**CLIP, "size": 224}, (0.4, "shortest", "bicubic")),
+        # a crop of the whole
+        (
+            "clip",
+            {**CLIP, "size": SQUARE, "do_center_crop": True, "crop_size": SQUARE},
+            (0.4, "squash", "bicubic"),
+        ),
+    ],
+)
+def test_keys_that_a_processor_leaves_out(
+    tmp_path: Path, kind: str, processor: Any, expected: tuple[Any, ...]
+):
+    assert pixels_of(tmp_path, kind, processor) == expected
+
+
+@pytest.mark.parametrize(
+    "processor, words",
+    [
+        ({"size": {"longest_edge": 224}, "do_center_crop": False}, "longest_edge"),
+        ({"size": {"height": 224, "width": 112}, "do_center_crop": False}, "112"),
+        ({"size": {"shortest_edge": 256}}, "only a resize of both sides"),
+        ({"do_normalize": False}, "no do_normalize"),
+    ],
+)
+def test_a_processor_that_is_not_computed_here_is_rejected(
+    tmp_path: Path, processor: dict[str, Any], words: str
+):
+    with pytest.raises(UserError, match=words):
+        pixels_of(tmp_path, "clip", {**CLIP, **processor})
