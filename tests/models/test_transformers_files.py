@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from clip_train.errors import UserError
-from clip_train.models.config import load_architecture
+from clip_train.models.config import ModelConfig, load_architecture
+from clip_train.models.weights import resize_of
 
 CLIP = {"image_mean": [0.4] * 3, "image_std": [0.3] * 3}
 SQUARE = {"height": 224, "width": 224}
@@ -62,3 +63,18 @@ def test_a_processor_that_is_not_computed_here_is_rejected(
 ):
     with pytest.raises(UserError, match=words):
         pixels_of(tmp_path, "clip", {**CLIP, **processor})
+
+
+def test_what_a_named_model_cannot_follow_is_said(tmp_path: Path):
+    """`model.name` beside weights whose processor resizes to 256 and crops 224."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    processor = tmp_path / "preprocessor_config.json"
+    processor.write_text(json.dumps({**CLIP, "size": {"shortest_edge": 256}}))
+    config = ModelConfig(name="ViT-B-32-quickgelu", init_from=str(tmp_path))
+    lines: list[str] = []
+    assert resize_of(config, lines.append) == {}
+    assert len(lines) == 1 and "cannot say how images are resized" in lines[0] and "256" in lines[0]
+    processor.write_text(json.dumps({**CLIP, "size": SQUARE, "do_center_crop": False}))
+    assert resize_of(config, lines.append)["resize_mode"] == "squash"
+    assert len(lines) == 1
