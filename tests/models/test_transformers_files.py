@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from clip_tools.exports import is_siglip
 from clip_train.errors import UserError
 from clip_train.models.config import ModelConfig, load_architecture
+from clip_train.models.openclip.config import parse_openclip
 from clip_train.models.weights import resize_of
 
 CLIP = {"image_mean": [0.4] * 3, "image_std": [0.3] * 3}
@@ -78,3 +80,25 @@ def test_what_a_named_model_cannot_follow_is_said(tmp_path: Path):
     processor.write_text(json.dumps({**CLIP, "size": SQUARE, "do_center_crop": False}))
     assert resize_of(config, lines.append)["resize_mode"] == "squash"
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("changed", [{}, {"proj_bias": False}, {"quick_gelu": True}])
+def test_a_siglip_that_transformers_cannot_hold_is_not_taken_for_one(changed: dict[str, bool]):
+    """OpenCLIP's ViT-SO400M-16-SigLIP-i18n-256 projects texts without a bias."""
+    config = {
+        "embed_dim": 768,
+        "quick_gelu": changed.get("quick_gelu", False),
+        "init_logit_bias": -10,
+        "custom_text": True,
+        "vision_cfg": {
+            "timm_model_name": "vit_base_patch16_siglip_224",
+            "timm_pool": "map",
+            "timm_proj": "none",
+        },
+        "text_cfg": {
+            "no_causal_mask": True,
+            "proj_bias": changed.get("proj_bias", True),
+            "pool_type": "last",
+        },
+    }
+    assert is_siglip(parse_openclip(config, "siglip")) == (not changed)
