@@ -542,16 +542,19 @@ class ModuleEngine:
 
 
 class Reaching(torch.autograd.Function):
-    """A scalar unchanged. In its backward, the parameters get no gradient, but DDP sees them."""
+    """A scalar unchanged. In its backward, the parameters get no gradient, but DDP sees them.
+
+    Parameters with hooks of the user's own get zeros: a hook is called with None otherwise.
+    """
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
+        ctx.hooked = [p if p._backward_hooks else None for p in parameters]
         return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (*gradients, *[None] * ctx.num_parameters)
+        return (*gradients, *[None if p is None else torch.zeros_like(p) for p in ctx.hooked])
 
 
 def has_unreduced(parameter: Any) -> bool:

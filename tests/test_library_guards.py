@@ -59,6 +59,9 @@ def with_unused_towers(kind: str, pictured: list[int], kept: int):
             fully_shard(tower, reshard_after_forward=kind == "sharded, stage 3")
     else:
         net = DistributedDataParallel(model, find_unused_parameters=kind == "finds unused")
+    if kind == "hooked":
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient * 1.0)
     own = slice(6 * torch_dist.get_rank(), 6 * torch_dist.get_rank() + 6)
     steps = []
     for _ in range(2):
@@ -79,6 +82,7 @@ def with_unused_towers(kind: str, pictured: list[int], kept: int):
         ("together", DIFFERENT, 1),
         ("together", FIRST_ALONE, 2),  # now it is the first
         ("finds unused", DIFFERENT, 1),
+        ("hooked", ALIKE, 1),
         ("apart", ALIKE, 1),
         ("apart", FIRST_ALONE, 2),
         ("sharded, stage 2", ALIKE, 1),
