@@ -55,7 +55,7 @@ def contrastive_step(
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples. Others may have m n, those of a sample
-            one after another: then a feature has m rows for each sample too.
+            one after another: then a feature has m rows for each sample too, or no input counts rows.
         micro_size: samples per forward pass, or the sizes of this rank's micro-batches. Every rank
             needs the same number of them (`token_chunks`).
         kept_graphs: micro-batches whose graphs are retained, at least 1. Each more saves a forward
@@ -164,7 +164,7 @@ def contrastive_step(
     engine = ModuleEngine(
         model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
     )
-    if len(micro_batches) > 1:
+    if len(micro_batches) > 1 and any(may_count(value) for value in by_key.values()):
         engine.cut_evenly = {key: size // n for key, size in sizes.items() if size > n}
     if isinstance(objective, WeightedViews):
         engine.paired = objective.paired
@@ -353,6 +353,19 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
     return inputs[start:stop]
 
 
+def may_count(inputs: Any) -> bool:
+    """Whether the inputs could say how many rows of another input each sample has: whole numbers,
+    at most a few of each sample. Without them a model has to divide rows evenly, as a step does."""
+    if isinstance(inputs, Mapping):
+        return any(may_count(value) for value in inputs.values())
+    if isinstance(inputs, Tensor):
+        is_whole = not (inputs.is_floating_point() or inputs.is_complex())
+        return is_whole and (inputs.ndim == 1 or (inputs.ndim == 2 and inputs.shape[1] <= 4))
+    if hasattr(inputs, "ndim"):  # NumPy's
+        return inputs.ndim <= 2
+    return not isinstance(next(iter(inputs)), str)
+
+
 class ModuleEngine:
     """One step of a model: k backwards that add to `.grad`; the last one reduces.
 
@@ -459,7 +472,7 @@ class ModuleEngine:
 
         Inputs with several rows a sample are cut evenly. This is right only if each sample has
         equally many, and then a feature usually has them too: documents of a query. Patches of
-        images, or the tokens of packed texts, have no such feature.
+        images, or the tokens of packed texts, have no such feature, but an input that counts them.
         """
         names = [name for name, x in features.items() if not is_scalar(x)]
         if self.paired:

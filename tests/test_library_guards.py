@@ -186,6 +186,27 @@ def test_flattened_patches_are_not_cut_evenly():
     torch.testing.assert_close(model.tower.weight.grad, reference.tower.weight.grad)
 
 
+class Videos(Towers):
+    """A video is 4 frames, with one feature."""
+
+    def forward(self, frames, texts):
+        return super().forward(frames.unflatten(0, (-1, 4)).mean(1), texts)
+
+
+def test_frames_of_videos_are_cut_evenly():
+    frames, texts = samples(32)[0], samples(8)[1]
+    model, reference = Videos(), Videos()
+    model.double(), reference.double()
+    loss = contrastive_step(model, frames, texts, micro_size=2)
+    with pytest.raises(ValueError, match="cannot be cut evenly"):
+        contrastive_step(model, frames, {**texts, "frames": [3, 5] * 4}, micro_size=2)
+    expected = textbook(*reference(frames, texts))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for p, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
+
+
 def test_packed_tokens_are_not_cut():
     def model(tokens, ends):
         """Sequences of 3 tokens, whatever `ends` has."""
