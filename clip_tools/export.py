@@ -125,6 +125,13 @@ def write_export(
                 f"{other or 'a ResNet'}'s: export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
+        if siglip and (architecture.text_cfg.model_dump().get("tokenizer_kwargs") or {}).get(
+            "clean"
+        ):
+            warn(
+                "texts were lower-cased here, without punctuation, as OpenCLIP's tokenizer does; the "
+                "exported one may not: give transformers such texts"
+            )
         like, read = average()
         state = on_base(found[0], {name: read(name) for name in like}, config)
         plain = architecture.model_copy(update={"lora": None})

@@ -50,7 +50,8 @@ _HELD = {
 
 
 def is_siglip(architecture: AnyArchitecture | None) -> bool:
-    """Whether both towers are a SigLIP's: timm's image tower, and OpenCLIP's text tower."""
+    """Whether both towers are a SigLIP's: timm's image tower, and OpenCLIP's text tower, whose
+    projection has a bias in transformers."""
     if not isinstance(architecture, OpenCLIPArchitecture):
         return False
     vision, text = architecture.vision_cfg.model_dump(), architecture.text_cfg.model_dump()
@@ -58,7 +59,8 @@ def is_siglip(architecture: AnyArchitecture | None) -> bool:
         "_siglip_" in str(vision.get("timm_model_name"))
         and (vision.get("timm_pool"), vision.get("timm_proj")) == ("map", "none")
         and not text.get("hf_model_name")
-        and bool(text.get("no_causal_mask"))
+        and bool(text.get("no_causal_mask") and text.get("proj_bias"))
+        and not architecture.quick_gelu
         and text.get("pool_type") == "last"
     )
 

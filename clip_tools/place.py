@@ -81,7 +81,7 @@ def weights_at(
         if bare and "name" not in config.model.model_fields_set:
             name = dist.agreed(partial(described, model.init_from or "", place))
             model = model.model_copy(update={"name": name})  # noqa: PLW2901
-        architecture = config.architecture(model, dist.agreed(partial(resize_of, model)))
+        architecture = config.architecture(model, dist.agreed(partial(resize_of, model, say)))
         initial = dist.agreed(partial(initial_weights, model, config.run.seed, say))
         return Weights(config, architecture, initial, where)
 

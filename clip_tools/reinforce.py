@@ -173,6 +173,8 @@ def write_missing(
     }
     if options.alpha != "white":
         made_with["alpha"] = options.alpha
+    if all_squash(teachers):  # shards of earlier versions have other crops
+        made_with["squash"] = True
     # a run has newer checkpoints
     made_with["teachers"] = [each.source for each in teachers]
     settings = json.dumps(redact(made_with)).encode()  # a teacher's URL may be signed
@@ -192,12 +194,16 @@ def write_missing(
             log(f"{name}: {len(samples):,} samples")
 
 
+def all_squash(teachers: Sequence[Loaded]) -> bool:
+    """Whether all teachers were trained on squashed images: crops then keep the image's ratio."""
+    return all(each.resize.resize_mode == "squash" for each in teachers)
+
+
 @torch.no_grad()
 def reinforced(shard: str, teachers: Sequence[Loaded], options: Options) -> list[dict[str, Any]]:
     """The samples of a shard that can be used, with their new members. UserError if none can."""
-    squashed = all(each.resize.resize_mode == "squash" for each in teachers)
     transform = TrainTransform(
-        teachers[0].image_size, scale=(options.crop, 1.0), relative_ratio=squashed
+        teachers[0].image_size, scale=(options.crop, 1.0), relative_ratio=all_squash(teachers)
     )
     left_out: Counter[str] = Counter()
     written: list[dict[str, Any]] = []

@@ -1,6 +1,7 @@
 """The two passes for any module with two sides, in your own training loop: see docs/library.md."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
@@ -54,7 +55,7 @@ def contrastive_step(
             or with two names of your own and `logit_scale`. Its training mode is left as it is.
         inputs, named: this rank's samples, often images and texts: tensors, sequences, or dicts of
             them, on the model's device. Some have n samples. Others may have m n, those of a sample
-            one after another: then a feature has m rows for each sample too.
+            one after another: then a feature has m rows for each sample too, or no input counts rows.
         micro_size: samples per forward pass, or the sizes of this rank's micro-batches. Every rank
             needs the same number of them (`token_chunks`).
         kept_graphs: micro-batches whose graphs are retained, at least 1. Each more saves a forward
@@ -89,7 +90,9 @@ def contrastive_step(
     parts = Parts.of(model)
     own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler}
     own_keywords = [name for name, value in own.items() if value is not None]
-    swallowed = sorted({*own_keywords} & parameter_names(model)) if own_keywords else []
+    swallowed: list[str] = []
+    if own_keywords:
+        swallowed = sorted({*own_keywords} & parameters_left(model, len(inputs)))
     by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
     sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
     n, rank = min(sizes.values(), default=0), dist.rank()
@@ -161,7 +164,7 @@ def contrastive_step(
     engine = ModuleEngine(
         model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
     )
-    if len(micro_batches) > 1:
+    if len(micro_batches) > 1 and any(may_count(value) for value in by_key.values()):
         engine.cut_evenly = {key: size // n for key, size in sizes.items() if size > n}
     if isinstance(objective, WeightedViews):
         engine.paired = objective.paired
@@ -253,8 +256,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def parameter_names(model: Any) -> set[str]:
-    """The names of the arguments of the function that the user wrote, inside wrappers."""
+def parameters_left(model: Any, num_inputs: int) -> set[str]:
+    """The names of the arguments of the function that the user wrote, inside wrappers, that
+    `num_inputs` positional inputs, and functools.partial, leave to keywords."""
     while isinstance(model, nn.Module):
         if isinstance(model, DistributedDataParallel) or hasattr(
             model, "set_gradient_accumulation_boundary"
@@ -266,12 +270,16 @@ def parameter_names(model: Any) -> set[str]:
             model = model.forward
             break
         model = inner
+    bound = model.keywords if isinstance(model, functools.partial) else {}
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return set()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {parameter.name for parameter in parameters if parameter.kind in by_name}
+    given = [parameter.name for parameter in parameters if parameter.kind in by_place][:num_inputs]
+    named = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return named - {*given, *bound}
 
 
 def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[bool, str]]:
@@ -343,6 +351,19 @@ def cut(inputs: Any, start: int, stop: int) -> Any:
     if isinstance(inputs, Mapping):
         return {key: cut(value, start, stop) for key, value in inputs.items()}
     return inputs[start:stop]
+
+
+def may_count(inputs: Any) -> bool:
+    """Whether the inputs could say how many rows of another input each sample has: whole numbers,
+    at most a few of each sample. Without them a model has to divide rows evenly, as a step does."""
+    if isinstance(inputs, Mapping):
+        return any(may_count(value) for value in inputs.values())
+    if isinstance(inputs, Tensor):
+        is_whole = not (inputs.is_floating_point() or inputs.is_complex())
+        return is_whole and (inputs.ndim == 1 or (inputs.ndim == 2 and inputs.shape[1] <= 4))
+    if hasattr(inputs, "ndim"):  # NumPy's
+        return inputs.ndim <= 2
+    return not isinstance(next(iter(inputs)), str)
 
 
 class ModuleEngine:
@@ -451,7 +472,7 @@ class ModuleEngine:
 
         Inputs with several rows a sample are cut evenly. This is right only if each sample has
         equally many, and then a feature usually has them too: documents of a query. Patches of
-        images, or the tokens of packed texts, have no such feature.
+        images, or the tokens of packed texts, have no such feature, but an input that counts them.
         """
         names = [name for name, x in features.items() if not is_scalar(x)]
         if self.paired:
@@ -534,16 +555,19 @@ class ModuleEngine:
 
 
 class Reaching(torch.autograd.Function):
-    """A scalar unchanged. In its backward, the parameters get no gradient, but DDP sees them."""
+    """A scalar unchanged. In its backward, the parameters get no gradient, but DDP sees them.
+
+    Parameters with hooks of the user's own get zeros: a hook is called with None otherwise.
+    """
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
+        ctx.hooked = [p if p._backward_hooks else None for p in parameters]
         return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (*gradients, *[None] * ctx.num_parameters)
+        return (*gradients, *[None if p is None else torch.zeros_like(p) for p in ctx.hooked])
 
 
 def has_unreduced(parameter: Any) -> bool:

@@ -258,7 +258,8 @@ def build_trainer(
             weights = initial_weights(model, config.run.seed, log_once)
             engine.load_fragments(weights, {})
             if resumed is None:
-                architecture = config.resized(architecture, dist.agreed(resize_of, model))
+                trained = dist.agreed(resize_of, model, log_once)
+                architecture = config.resized(architecture, trained)
     if resolved.layout is not None and dist.is_main():
         log(f"{', '.join(recipe.chosen)} = auto: {resolved.layout.describe()}")
     tokenizer = tokenizer_of(architecture)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -57,6 +59,9 @@ def with_unused_towers(kind: str, pictured: list[int], kept: int):
             fully_shard(tower, reshard_after_forward=kind == "sharded, stage 3")
     else:
         net = DistributedDataParallel(model, find_unused_parameters=kind == "finds unused")
+    if kind == "hooked":
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient * 1.0)
     own = slice(6 * torch_dist.get_rank(), 6 * torch_dist.get_rank() + 6)
     steps = []
     for _ in range(2):
@@ -77,6 +82,7 @@ def with_unused_towers(kind: str, pictured: list[int], kept: int):
         ("together", DIFFERENT, 1),
         ("together", FIRST_ALONE, 2),  # now it is the first
         ("finds unused", DIFFERENT, 1),
+        ("hooked", ALIKE, 1),
         ("apart", ALIKE, 1),
         ("apart", FIRST_ALONE, 2),
         ("sharded, stage 2", ALIKE, 1),
@@ -180,6 +186,27 @@ def test_flattened_patches_are_not_cut_evenly():
     torch.testing.assert_close(model.tower.weight.grad, reference.tower.weight.grad)
 
 
+class Videos(Towers):
+    """A video is 4 frames, with one feature."""
+
+    def forward(self, frames, texts):
+        return super().forward(frames.unflatten(0, (-1, 4)).mean(1), texts)
+
+
+def test_frames_of_videos_are_cut_evenly():
+    frames, texts = samples(32)[0], samples(8)[1]
+    model, reference = Videos(), Videos()
+    model.double(), reference.double()
+    loss = contrastive_step(model, frames, texts, micro_size=2)
+    with pytest.raises(ValueError, match="cannot be cut evenly"):
+        contrastive_step(model, frames, {**texts, "frames": [3, 5] * 4}, micro_size=2)
+    expected = textbook(*reference(frames, texts))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for p, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
+
+
 def test_packed_tokens_are_not_cut():
     def model(tokens, ends):
         """Sequences of 3 tokens, whatever `ends` has."""
@@ -218,6 +245,24 @@ class Identified(Towers):
 def test_an_argument_of_the_model_is_not_swallowed(wrap):
     with pytest.raises(ValueError, match=r"\['ids'\] are arguments of contrastive_step and of"):
         contrastive_step(wrap(Identified()), *samples(4), ids=torch.arange(4), micro_size=2)
+
+
+class Tokens(Towers):
+    def forward(self, images, ids):
+        return super().forward(images, ids)
+
+
+@pytest.mark.parametrize(
+    "bind", [lambda m: m, lambda m: functools.partial(Identified().forward, ids=None)]
+)
+def test_an_argument_that_the_model_gets_otherwise_is_not_swallowed(bind):
+    """By its place, or by functools.partial."""
+    equal = torch.tensor([0, 1, 0, 3])
+    losses = [
+        contrastive_step(model, *samples(4), ids=equal, micro_size=2)
+        for model in (Towers(), bind(Tokens()))
+    ]
+    assert losses[0] == losses[1]
 
 
 def sharded_with_an_older_torch():

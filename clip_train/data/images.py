@@ -208,8 +208,8 @@ def to_square(image: Tensor, size: int, resize: Resize = AS_CLIP) -> Tensor:
     if mode == "squash":
         return _resize(image, size, size, interpolation).contiguous()
     if mode == "longest":
-        scale = size / max(image.shape[1:])
-        height, width = (max(1, round(side * scale)) for side in image.shape[1:])
+        ratio = max(image.shape[1:]) / size  # in this order, halves round as in OpenCLIP
+        height, width = (max(1, round(side / ratio)) for side in image.shape[1:])
         top, left = (size - height) // 2, (size - width) // 2
         out = image.new_zeros(3, size, size)
         out[:, top : top + height, left : left + width] = _resize(

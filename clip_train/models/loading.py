@@ -261,14 +261,20 @@ def trained_with(file: Path) -> dict[str, Any]:
         return {}
 
 
-def resized_as(file: Path) -> dict[str, Any]:
-    """`resize_mode` and `interpolation` from the description beside the weights; {} without."""
+def resized_as(file: Path, log: Log = silent) -> dict[str, Any]:
+    """`resize_mode` and `interpolation` from the description beside the weights; {} without, and,
+    with a line in the log, where it says what is not computed here."""
     try:
         if (file.parent / CONFIG_NAME).is_file():
             keys = described(json.loads(file.with_name(CONFIG_NAME).read_text()))
         else:
             keys = preprocess_cfg(preprocessor(file.parent), str(file.parent))
         return {key: keys[key] for key in RESIZED if key in keys}
+    except UserError as e:
+        reason = str(e).removeprefix("model.name: ")
+        log(
+            f"note: {file} cannot say how images are resized, model.name or data.resize does: {reason}"
+        )
     except (OSError, ValueError, AttributeError, TypeError):
         pass
     return {}

@@ -52,6 +52,13 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 EPS = {"clip": 1e-5, "siglip": 1e-6}
+# The defaults of their image processors, as far as they are used here.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "clip": {"size": {"shortest_edge": 224}, "crop_size": 224},
+    "siglip": {
+        "size": {"height": 224, "width": 224}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+}  # fmt: skip
 # OpenCLIP's name of a SigLIP image tower by its width.
 TIMM_NAMES = {
     768: "vit_base_patch16_siglip_224",
@@ -192,30 +199,39 @@ def _ratio(tower: dict[str, Any]) -> float:
 
 
 def preprocessor(folder: Path) -> dict[str, Any]:
-    """The keys of the image processor in a folder; empty without. OSError, ValueError."""
+    """The keys of the image processor in a folder, with its defaults; empty without one, except for
+    a SigLIP, whose pixels are never CLIP's. OSError, ValueError."""
+    kind = read_object(folder / TRANSFORMERS_CONFIGS[0]).get("model_type")
     for name in PREPROCESSORS:
         keys = read_object(folder / name)
         keys = keys.get("image_processor", keys)
         if "image_mean" in keys or "size" in keys:
-            return keys
-    return {}
+            return {**PROCESSORS.get(str(kind), {}), **keys}
+    return PROCESSORS["siglip"] if kind == "siglip" else {}
 
 
 def preprocess_cfg(keys: dict[str, Any], place: str) -> dict[str, Any]:
     """OpenCLIP's `preprocess_cfg` of transformers' image processor. UserError for one that crops
-    a part of what it has resized."""
+    a part of what it has resized, or leaves a step out."""
     if not keys:
         return {}
-    size, crop = keys.get("size", {}), keys.get("crop_size", {})
-    side = size.get("shortest_edge") if isinstance(size, dict) else size
-    squash = side is None
+    size, crop = keys.get("size"), keys.get("crop_size")
+    if not isinstance(size, dict):
+        size = {"shortest_edge": size}
+    squash = "height" in size and size["height"] == size.get("width")
+    side = size["height"] if squash else size.get("shortest_edge")
     crops = keys.get("do_center_crop", not squash)
     cropped_to = crop.get("height") if isinstance(crop, dict) else crop
     resample = keys.get("resample", 3)
-    if resample not in RESAMPLE or (crops and cropped_to != side) or crops == squash:
+    is_square = cropped_to == side if crops else squash
+    left_out = [
+        key for key in ("do_resize", "do_rescale", "do_normalize") if keys.get(key) is False
+    ]
+    if resample not in RESAMPLE or side is None or not is_square or left_out:
+        no = f" and no {' and '.join(left_out)}" if left_out else ""
         raise UserError(
             f"model.name: the image processor of {place} has size {size}, do_center_crop {crops}, "
-            f"crop_size {crop} and resample {resample}; only a resize of both sides, or of the "
+            f"crop_size {crop} and resample {resample}{no}; only a resize of both sides, or of the "
             "shorter side to the size of the crop, by 2 (bilinear) or 3 (bicubic) is computed here"
         )
     statistics = {

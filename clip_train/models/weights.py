@@ -110,10 +110,10 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))
 
 
-def resize_of(config: ModelConfig) -> dict[str, Any]:
+def resize_of(config: ModelConfig, log: Log = silent) -> dict[str, Any]:
     """How the weights that the image tower starts from were trained; {}: they do not say."""
     place = config.init_image_from or config.init_from
-    return {} if place is None else resized_as(file_at(place, "model.init_from"))
+    return {} if place is None else resized_as(file_at(place, "model.init_from"), log)
 
 
 def base_digest(config: ModelConfig, seed: int) -> str | None:

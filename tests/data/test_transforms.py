@@ -72,6 +72,13 @@ def test_eval_equals_pillow(width, height):
     assert psnr(array(ours), np.asarray(pillow.crop((left, top, left + 96, top + 96)))) >= 54
 
 
+def test_a_side_of_a_half_is_rounded_as_in_openclip():
+    """384 x 210 at 224 px: round(210 / (384 / 224)) is 122, and round(210 * (224 / 384)) is 123."""
+    white = torch.full((3, 210, 384), 255, dtype=torch.uint8)
+    rows = to_square(white, 224, Resize(resize_mode="longest"))[0, :, 0]
+    assert int((rows > 0).sum()) == 122
+
+
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("mode", ["squash", "longest"])
 @pytest.mark.parametrize("width,height", [(300, 200), (97, 500), (40, 30), (96, 96)])

@@ -17,6 +17,7 @@ from clip_train.errors import UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import load_architecture
 from clip_train.models.weights import export_openclip
+from clip_train.resizing import AS_CLIP, Resize
 from tests import tolerances
 from tests.launcher.conftest import metrics, run
 
@@ -95,10 +96,14 @@ def test_a_teachers_signature_is_not_written_and_a_new_one_is_the_same_teacher(t
     to = str(tmp_path)
     url = "https://host/{}/model?X-Amz-Date=2{}&X-Amz-Signature={}"
     for signature in ("abc123", "def456"):
-        teacher = SimpleNamespace(source=url.format("one", signature, signature))
+        teacher = SimpleNamespace(source=url.format("one", signature, signature), resize=AS_CLIP)
         write_missing(to, [], [teacher], options)
     kept = (tmp_path / "reinforced.json").read_text()
     assert "https://host/one/model?" in kept and "abc123" not in kept
     with pytest.raises(UserError, match="give another place"):
-        teacher = SimpleNamespace(source=url.format("other", "abc123", "abc123"))
+        teacher = SimpleNamespace(source=url.format("other", "abc123", "abc123"), resize=AS_CLIP)
+        write_missing(to, [], [teacher], options)
+    with pytest.raises(UserError, match="give another place"):  # with other crops
+        squash = Resize(resize_mode="squash")
+        teacher = SimpleNamespace(source=url.format("one", "abc123", "abc123"), resize=squash)
         write_missing(to, [], [teacher], options)
