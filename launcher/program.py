@@ -72,8 +72,8 @@ def train(
             "optim.name": optimizer,
             "schedule.name": schedule,
         }
-        paths = [f"{key}={given(key, thing)}" for key, thing in things.items() if thing is not None]
-        config = _checked(recipe, [*overrides, *paths])
+        paths = given({key: thing for key, thing in things.items() if thing is not None})
+        config = _checked(recipe, [*overrides, *(f"{key}={path}" for key, path in paths.items())])
         from launcher.train import train as train_on_this_rank
 
         return train_on_this_rank(config, outcome, stop, callbacks)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 import clip_train
+from clip_train.settings import given, import_path, options_model
 from tests import tolerances
 from tests.launcher.conftest import ROOT, clean_environment, finish, free_port, metrics, run
 from tests.warm import Command, World, call
@@ -89,3 +91,26 @@ def test_every_promised_name_exists_and_is_imported_when_used():
         check=True, capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert out.stdout.strip() == "True", out.stderr
+
+
+def margin(image, text, scale, bias, rows, *, margin=0.0):
+    return image.sum()
+
+
+def width(*, width=8):
+    return width
+
+
+def test_each_object_is_found_under_its_own_key():
+    model, loss = partial(width, width=16), partial(margin, margin=0.5)
+    paths = given({"model.name": model, "loss.kind": loss})
+    assert paths == {"model.name": f"{__name__}.width", "loss.kind": f"{__name__}.margin"}
+    assert import_path("model.name", paths["model.name"]) is model
+    assert import_path("loss.kind", paths["loss.kind"]) is loss
+    assert set(options_model("loss.kind", paths["loss.kind"]).model_fields) == {"margin"}
+    # in a later run of the same process, only its own objects count
+    assert given({"loss.kind": partial(width)}) == {"loss.kind": f"{__name__}.width"}
+    assert import_path("loss.kind", paths["loss.kind"]) is margin
+    assert not options_model("loss.kind", f"{__name__}.width").model_fields
+    given({})
+    assert import_path("loss.kind", f"{__name__}.width") is width
