@@ -76,11 +76,13 @@ def train(
         config = _checked(recipe, [*overrides, *(f"{key}={path}" for key, path in paths.items())])
         from launcher.train import train as train_on_this_rank
 
-        return train_on_this_rank(config, outcome, stop, callbacks)
+        metrics = train_on_this_rank(config, outcome, stop, callbacks)
     except (Exception, KeyboardInterrupt) as e:
         raise SystemExit(outcome.finish(e)) from e
     finally:
         outcome.close()
+    stop.restore()
+    return metrics
 
 
 def _checked(

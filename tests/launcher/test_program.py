@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -11,6 +12,8 @@ import pytest
 
 import clip_train
 from clip_train.settings import given, import_path, options_model
+from clip_train.stop import SIGNALS
+from launcher.runtime.verdict import read_verdict
 from tests import tolerances
 from tests.launcher.conftest import ROOT, clean_environment, finish, free_port, metrics, run
 from tests.warm import Command, World, call
@@ -114,3 +117,30 @@ def test_each_object_is_found_under_its_own_key():
     assert not options_model("loss.kind", f"{__name__}.width").model_fields
     given({})
     assert import_path("loss.kind", f"{__name__}.width") is width
+
+
+class Stubborn(clip_train.Callback):
+    def close(self):
+        raise ValueError("it does not close")
+
+
+def train_twice(recipe):
+    def handlers():
+        return [signal.getsignal(number) for number in SIGNALS]
+
+    before, callbacks, skipped = handlers(), [Stubborn()], []
+    for folder in (recipe.parent / "first", recipe.parent / "second"):
+        clip_train.train(
+            recipe, [*SHORT, f"run.dir={folder}", "engine.kind=plain"], callbacks=callbacks
+        )
+        assert handlers() == before
+        _, why = read_verdict(folder)
+        skipped.append(why.get("skipped"))
+    return skipped
+
+
+@pytest.mark.engine
+def test_a_program_continues_after_a_run_as_it_was(recipe):
+    first, second = call(train_twice, recipe)
+    assert len(first) == 1 and "it does not close" in first[0]
+    assert second == first
