@@ -28,12 +28,18 @@ def become_program():
     runpy.run_path(str(PROGRAM), run_name="__main__")
 
 
-def program(recipe, *overrides, ranks=1):
+def become_two_runs():
+    recipe, *overrides = sys.argv[1:]
+    for name in ("first", "second"):
+        clip_train.train(recipe, [*overrides, f"run.dir={name}"])
+
+
+def program(recipe, *overrides, ranks=1, target=become_program):
     """examples/own_run.py as a shell starts it, or a launcher its ranks: exit status, output."""
     env = clean_environment() | {"PYTHONPATH": str(ROOT)}
     line = [str(recipe), *overrides]
     if ranks == 1:
-        return finish(Command(line, env=env, cwd=recipe.parent, target=become_program))
+        return finish(Command(line, env=env, cwd=recipe.parent, target=target))
     world = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -43,9 +49,7 @@ def program(recipe, *overrides, ranks=1):
     commands = []
     for rank in range(ranks):
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        commands.append(
-            Command(line, env=env | world | here, cwd=recipe.parent, target=become_program)
-        )
+        commands.append(Command(line, env=env | world | here, cwd=recipe.parent, target=target))
     return finish(World(commands))
 
 
@@ -71,11 +75,34 @@ def test_a_mistake_ends_a_program_with_the_commands_status(recipe):
     assert status == 2 and "did you mean optim.lr?" in out, out
 
 
-def train_with_a_lambda(recipe):
+class Constant(clip_train.Objective):
+    def __call__(self, features, context=None):
+        raise NotImplementedError
+
+
+def train_with(recipe, overrides, objects):
     try:
-        clip_train.train(recipe, loss=lambda image, text, scale, bias, rows: 0)
+        clip_train.train(recipe, [*SHORT, *overrides, "engine.kind=plain"], **objects)
     except SystemExit as e:
         return e.code, str(e.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "objects", "message"),
+    [
+        (["loss.kind=sigmoid"], {"loss": Constant()}, "loss.kind is given twice"),
+        (["loss.options.margin=1"], {"loss": Constant()}, "Constant) is an object; take them out"),
+        ([], {"loss": "sigmoid"}, "loss.kind ('sigmoid') must be an object here"),
+        ([], {"callbacks": [clip_train.Callback]}, "must be objects of subclasses"),
+    ],
+)
+def test_objects_that_cannot_be_used_are_refused(recipe, overrides, objects, message):
+    status, error = call(train_with, recipe, overrides, objects)
+    assert status == 2 and message in error
+
+
+def train_with_a_lambda(recipe):
+    return train_with(recipe, [], {"loss": lambda image, text, scale, bias, rows: 0})
 
 
 def test_what_no_other_process_could_find_is_refused(recipe):
@@ -144,3 +171,13 @@ def test_a_program_continues_after_a_run_as_it_was(recipe):
     first, second = call(train_twice, recipe)
     assert len(first) == 1 and "it does not close" in first[0]
     assert second == first
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("ranks", "message"), [(1, "trains one run in a process"), (2, "several ranks meet once")]
+)
+def test_a_second_run_that_cannot_be_is_refused(recipe, ranks, message):
+    status, out = program(recipe, *SHORT, ranks=ranks, target=become_two_runs)
+    assert status != 0 and message in out, out
+    assert (recipe.parent / "first" / "VERDICT").read_text().startswith("DONE")
