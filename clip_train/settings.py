@@ -350,7 +350,10 @@ def path_of(key: str, thing: Any) -> str:
         named = type(named)
     module, name = named.__module__, named.__qualname__
     if module == "__main__":
-        module = Path(getattr(sys.modules[module], "__file__", None) or "program").stem
+        program = sys.modules[module]
+        module = Path(getattr(program, "__file__", None) or "program").stem
+        if program.__spec__ is not None:  # python -m package.program
+            module = program.__spec__.name
     path = f"{module}.{name}"
     if re.fullmatch(IMPORT_PATH, path) is None:
         raise UserError(

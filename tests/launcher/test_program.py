@@ -146,6 +146,26 @@ def test_each_object_is_found_under_its_own_key():
     assert import_path("loss.kind", f"{__name__}.width") is width
 
 
+def test_an_object_of_a_module_that_python_runs_has_its_path(tmp_path):
+    lines = (
+        "from clip_train.settings import given",
+        "class Loss: pass",
+        "print(given({'loss.kind': Loss})['loss.kind'])",
+    )
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "program.py").write_text("\n".join(lines))
+    for line, path in (
+        (["-m", "package.program"], "package.program.Loss"),
+        (["package/program.py"], "program.Loss"),
+    ):
+        out = subprocess.run(
+            [sys.executable, *line],
+            check=True, capture_output=True, text=True, cwd=tmp_path,
+            env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert out.stdout.strip() == path, out.stderr
+
+
 class Stubborn(clip_train.Callback):
     def close(self):
         raise ValueError("it does not close")
