@@ -319,29 +319,47 @@ def is_import_path(name: str) -> bool:
     return "." in name
 
 
-# Objects that a program gave to `clip_train.train`, by the path that the recipe has for each.
-GIVEN: dict[str, Any] = {}
+# Objects that a program gave to `clip_train.train`, by key and path.
+GIVEN: dict[tuple[str, str], Any] = {}
 
 
-def given(key: str, thing: Any) -> str:
-    """The path of a function, of a class or of an object's class, under which `import_path` returns
-    `thing` itself in this process.
+def given(things: Mapping[str, Any]) -> dict[str, str]:
+    """For each key of the recipe, the path under which `import_path` returns the key's object
+    itself in this process. The objects of an earlier call are forgotten.
 
-    key: of the recipe. The path of something in the program's own file begins with the file's name,
-    so that another process can import it, as `clip-train export` does. UserError for what stands
-    within a function, which no other process can find.
+    things: functions, classes, or objects of a class of one's own. The path names the function or
+    class; with `functools.partial`, the one that it calls. The path of something in the program's
+    own file begins with the file's name, so that another process can import it, as `clip-train
+    export` does. UserError for what stands within a function, which no other process can find.
     """
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    GIVEN.clear()
+    options_model.cache_clear()
+    paths = {}
+    for key, thing in things.items():
+        paths[key] = path_of(key, thing)
+        GIVEN[key, paths[key]] = thing
+    return paths
+
+
+def path_of(key: str, thing: Any) -> str:
+    """As `given` describes it."""
+    named = thing
+    while isinstance(named, partial):
+        named = named.func
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
     module, name = named.__module__, named.__qualname__
     if module == "__main__":
-        module = Path(getattr(sys.modules[module], "__file__", None) or "program").stem
+        program = sys.modules[module]
+        module = Path(getattr(program, "__file__", None) or "program").stem
+        if program.__spec__ is not None:  # python -m package.program
+            module = program.__spec__.name
     path = f"{module}.{name}"
     if re.fullmatch(IMPORT_PATH, path) is None:
         raise UserError(
             f"{key} ({path}) is defined within a function, where a resume or an export does not "
             "find it: move it to the top level of a module"
         )
-    GIVEN[path] = thing
     return path
 
 
@@ -354,8 +372,8 @@ def import_path(
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        if path in GIVEN:
-            found = GIVEN[path]
+        if (key, path) in GIVEN:
+            found = GIVEN[key, path]
         else:
             found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:

@@ -10,6 +10,7 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 # TERM: preemption, scancel. USR1, USR2: a scheduler's warning before the time limit. XCPU: a limit on
 # CPU seconds (`ulimit -t`, SGE's soft limit). INT: Ctrl-C. HUP: a closed terminal.
@@ -30,6 +31,8 @@ class StopRequest:
         self.reason: str | None = None
         self.file: Path | None = None  # the STOP file that asked, on the rank that saw it
         self._arrived: int | None = None  # the reading end of a pipe of signal numbers
+        self._before: dict[int, Any] = {}  # the handlers before `listen`
+        self._wakeup_before = -1  # `signal.set_wakeup_fd` before
 
     def ask(self, reason: str) -> None:
         if self.reason is None:
@@ -59,7 +62,8 @@ class StopRequest:
             self._arrived, write = os.pipe()
             os.set_blocking(self._arrived, False)
             os.set_blocking(write, False)
-            signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -83,6 +87,14 @@ class StopRequest:
         for number in SIGNALS:
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Handle signals as before `listen`: the run is done, and the program that called it
+        continues."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            if handler is not None:  # None: not set by Python
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)

@@ -195,6 +195,11 @@ class LossConfig(Settings):
         elif is_import_path(self.kind):
             found = import_path("loss.kind", self.kind)
             if isinstance(found, Objective):
+                if self.options:
+                    raise UserError(
+                        f"loss.options ({shown(self.options)}) are for a class or a function, and "
+                        f"loss.kind ({self.kind}) is an object; take them out"
+                    )
                 objective = found
             elif isinstance(found, type):
                 objective = call_imported("loss.kind", self.kind, self.options, base=Objective)

@@ -6,6 +6,7 @@ import hashlib
 import re
 import resource
 import sys
+import threading
 import time
 import timeit
 from collections.abc import Callable, Mapping, Sequence
@@ -157,6 +158,7 @@ class Profiler(Callback):
             on_trace_ready=self._write,
             profile_memory=True,
         )
+        self._thread = threading.current_thread()
         self._profile.start()
 
     def after_step(
@@ -165,7 +167,10 @@ class Profiler(Callback):
         self._skipped.attempt("the profile", self._profile.step, remedy=REMEDY)
 
     def close(self) -> None:
-        self._skipped.attempt("the profile", self._profile.stop, remedy=REMEDY)
+        # Another thread closes the run where another rank has failed. torch ends a profile only in
+        # the thread that began it, and waits for the GPU, which may wait for that rank.
+        if threading.current_thread() is self._thread:
+            self._skipped.attempt("the profile", self._profile.stop, remedy=REMEDY)
 
     def _write(self, profile: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,9 @@ METHODS = [name for name in vars(Callback) if not name.startswith("_")]
 def own_callbacks(
     config: LogConfig, skipped: Skipped, given: Sequence[Callback] = ()
 ) -> list[Callback]:
-    """Those of the recipe, in its order, and then those `given` by a program. Their methods get
-    views that they can only read.
+    """Those of the recipe, in its order, and then those `given` by a program, which stay as they
+    are: a program may give the same ones to its next run. Their methods get views that they can
+    only read.
 
     A ClipTrainError in one ends the run on all ranks. Any other error is a warning and a line in
     VERDICT. UserError for one that cannot be made.
@@ -33,11 +34,14 @@ def own_callbacks(
             ) from e
     for number, callback in enumerate(given):
         callbacks[f"{type(callback).__name__}, number {number} of callbacks"] = callback
+    guarded = []
     for path, callback in callbacks.items():
+        guard = Callback()
         for name in METHODS:
             where = f"{name} of log.callbacks ({path})"
-            setattr(callback, name, partial(_call, skipped, where, getattr(callback, name)))
-    return list(callbacks.values())
+            setattr(guard, name, partial(_call, skipped, where, getattr(callback, name)))
+        guarded.append(guard)
+    return guarded
 
 
 def _call(skipped: Skipped, where: str, method: Callable[..., None], *arguments: Any) -> None:

@@ -65,6 +65,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="key.path=value",
         nargs="*",
+        default=[],  # else argparse names them among what is missing
         help="overrides of the recipe, such as batch.global_size=4096 optim.lr=1e-3",
     )
 

@@ -80,12 +80,18 @@ class Outcome:
         from clip_train import dist
 
         assert self.run_dir is not None and self.trainer is not None
+        assert self.heartbeat is not None
         self.trainer.close()
         # from here on, a stop request does not end this rank: the run is done
         self.trainer.call("phase", "end")
+        with contextlib.suppress(RuntimeError):  # the run is done, even if a rank is gone by now
+            dist.barrier()
+        failure = self.heartbeat.wait(0.0)
+        if failure is not None and not failure.lost:  # a rank could not close its run
+            raise RemoteRankError(str(failure))
         if dist.is_main():
             self._write_verdict("DONE", DONE)  # the report shows it
-        with contextlib.suppress(RuntimeError):  # the run is done, even if a rank is gone by now
+        with contextlib.suppress(RuntimeError):  # as above
             self.trainer.skipped.gather()
         if dist.is_main():
             self._plot()

@@ -117,6 +117,37 @@ def test_a_callbacks_error_on_rank_1_is_named_by_rank_0(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
+class DoesNotCloseOnRank1(Callback):
+    def close(self):
+        if dist.rank() == 1:
+            raise ClipTrainError("it does not close, on purpose")
+
+
+def test_an_error_while_rank_1_closes_a_trained_run_is_the_verdict(recipe, tmp_path):
+    own = (f"log.callbacks=[{__name__}.DoesNotCloseOnRank1]", "run.steps=6")
+    process = start(recipe, *own, ranks=2, cwd=tmp_path)
+    _, out = finish(process)
+    assert [rank.returncode for rank in process.ranks] == [1, 1], out
+    word, why = read_verdict(tmp_path / "run")
+    assert word == "FAILED" and why["reason"].endswith("it does not close, on purpose")
+    assert "info: done." not in out and last_line(process, 0).endswith(why["reason"])
+
+
+class EndsSlowlyOnRank1(BreaksOnRank1):
+    def close(self):
+        if dist.rank() == 1:
+            time.sleep(5.0)
+
+
+def test_a_rank_that_waits_and_writes_a_profile_ends(recipe, tmp_path):
+    """A thread closes its run, in which torch cannot end the main thread's profile."""
+    own = (f"log.callbacks=[{__name__}.EndsSlowlyOnRank1]", "log.profile_steps=[2, 1000]")
+    process = start(recipe, *ENDLESS, *own, ranks=2, cwd=tmp_path)
+    _, out = finish(process)
+    assert [rank.returncode for rank in process.ranks] == [1, 1], out
+    assert (tmp_path / "error0").read_text().startswith("RemoteRankError: rank 1 on")
+
+
 def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     recipe, tmp_path, data, fault
 ):

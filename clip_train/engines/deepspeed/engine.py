@@ -127,7 +127,16 @@ def build_engine(
                 # its hooks stay outside the blocks too: within a block each would break the graph
                 deepspeed.utils.set_z3_leaf_modules(model, [*kinds])
         optimizer = make_optimizer(model.named_parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        try:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        except ValueError as e:
+            if "is not registered" not in str(e):
+                raise
+            raise UserError(
+                "engine.kind (deepspeed) trains one run in a process, because DeepSpeed keeps the "
+                "process group of the first one: start a process for each run, or set "
+                "engine.kind=fsdp"
+            ) from e
     if local_rank is not None:
         os.environ[MPI_LOCAL_RANK] = local_rank
     return DeepSpeedEngine(engine, optimizer, device, config, ds_config, grad_clip_norm)
