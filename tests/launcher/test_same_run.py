@@ -54,7 +54,8 @@ REFUSED = """run.seed model.name model.image_size model.context_length model.pat
 model.init_logit_bias model.freeze model.lora model.lock_image
 model.lock_image_unlocked_groups model.lock_image_freeze_bn_stats model.lock_text model.lock_text_unlocked_layers
 data.texts_per_image data.negative_texts
-data.aug_scale data.aug_ratio data.aug_relative_ratio data.aug_color_jitter data.aug_color_jitter_prob data.aug_gray_scale_prob
+data.aug_scale data.aug_ratio data.aug_relative_ratio data.aug_color_jitter data.aug_color_jitter_prob
+data.aug_gray_scale_prob
 data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options data.inputs data.stages
 data.scaled_decode data.alpha data.reinforced loss.distill_weights loss.teacher_scales loss.teacher_weights
 batch.global_size batch.schedule loss.kind loss.options loss.groups loss.group_role loss.widths optim.name"""
