@@ -489,12 +489,15 @@ def check_config(raw: dict[str, Any], source: str) -> RunConfig:
     return config
 
 
-def without_removed(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The recipe of a checkpoint without keys of earlier versions, whatever their values."""
-    return {
-        name: {key: value for key, value in section.items() if key not in SECTIONS[name].removed}
-        for name, section in raw.items()
-    }
+def without_removed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe of a checkpoint or of a run's folder without keys of earlier versions, whatever
+    their values."""
+    kept = dict(raw)
+    for name, section in raw.items():
+        if name in SECTIONS and isinstance(section, Mapping):
+            removed = SECTIONS[name].removed
+            kept[name] = {key: value for key, value in section.items() if key not in removed}
+    return kept
 
 
 def needs_samples(config: RunConfig) -> bool:

@@ -35,7 +35,14 @@ from clip_train.models.lora import Lora
 from clip_train.models.low_rank import merged
 from clip_train.models.weights import base_digest, export_saved, initial_weights
 from clip_train.processes import node_name
-from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.recipe import (
+    RunConfig,
+    apply_overrides,
+    check_config,
+    load_config,
+    read_recipe,
+    without_removed,
+)
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_read, open_storage
@@ -269,7 +276,11 @@ def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Stores
     if recipe is None:
         root, only = dist.on_main(locate, place)
         return None, stores_at(root), only
-    config = load_config(recipe, overrides)
+    if local_path(place).is_dir():  # the run itself wrote its recipe, perhaps long ago
+        raw = without_removed(read_recipe(recipe))
+        config = check_config(apply_overrides(raw, overrides), recipe)
+    else:
+        config = load_config(recipe, overrides)
     folder = config.run_dir / "checkpoints"
     if (local_path(place) / "checkpoints").is_dir():  # the run's folder may have been moved
         folder = local_path(place) / "checkpoints"

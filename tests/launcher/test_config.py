@@ -22,6 +22,7 @@ from clip_train.recipe.recipe import (
     without_removed,
 )
 from clip_train.recipe.resolve import resolve
+from clip_train.recipe.weights import find_run
 from launcher.cli.main import VERBS, main, parse, verb_parser
 from launcher.slurm.profile import Site
 from tests.documents import examples_in, own_arguments, split
@@ -204,3 +205,16 @@ def test_plan_prints_the_arithmetic(tmp_path, capsys):
     assert main(["plan", str(file), "--world-size", "4"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "512 = 4 ranks x 128, in 2 micro-batches of 100 with 1 graphs kept" in out
+
+
+def test_the_folder_of_an_older_run_is_read_whatever_its_removed_keys(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "run: {steps: 4}\ndata: {train: a.tar}\nschedule: {warmup_steps: 0}\n"
+        "storage: {backoff_seconds: 0.3, attempts: 3}\n"
+    )
+    config, _, _ = find_run(str(tmp_path), ["run.seed=5"])
+    assert config is not None and (config.storage.attempts, config.run.seed) == (3, 5)
+    with pytest.raises(UserError, match=r"backoff_seconds .* was removed"):  # to be trained again
+        find_run(str(recipe), [])
