@@ -1,6 +1,7 @@
 """Metrics from captions: retrieval under three rules, and OpenCLIP's validation loss.
 
-`n` images and `t` captions on this rank, `N` and `T` on all, `D` features.
+`N` images and `T` captions on all processes, `D` features. Only here, a "rank" is the position of a
+match among the candidates; the processes of the run are called processes.
 """
 
 from collections.abc import Sequence
@@ -18,25 +19,28 @@ from clip_train.evaluate.features import Encoded
 _BLOCK_ELEMENTS = 1 << 24  # similarities held at once: 64 MiB of float32
 
 
-class Groups(NamedTuple):
-    """The group of each query and candidate. A query's matches are the candidates of its group.
-    Candidates of group -1 are ignored."""
+class MatchRule(NamedTuple):
+    """Which candidates match a query: those of its group. Also decides how ties are ranked."""
 
-    queries: Tensor  # int64 [n]
-    candidates: Tensor  # int64 [N]
+    query_groups: Tensor  # int64 [n]; the ranks of queries of group -1 have no meaning
+    candidate_groups: Tensor  # int64 [N]; candidates of group -1 are ignored
     # True: a candidate with the same similarity as the match is ranked before it. False: only if
     # its index is smaller.
     ties_ahead: bool = False
+
+    def reversed(self) -> "MatchRule":
+        """The same rule for the other direction: the candidates are the queries."""
+        return MatchRule(self.candidate_groups, self.query_groups, self.ties_ahead)
 
 
 def ranks_of_matches(
     queries: Tensor,
     candidates: Tensor,
-    rules: Sequence[Groups],
+    rules: Sequence[MatchRule],
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> list[Tensor]:
-    """The rank, from 1, of each query's best match among the non-matching candidates, under each
-    rule.
+    """Compute the rank, from 1, of each query's best match among the non-matching candidates, under
+    each rule.
 
     Ties are ranked as by a stable sort, like OpenCLIP's on a CPU. With `ties_ahead`, the rank does
     not depend on the samples' order, and a collapsed model finds nothing. A NaN is never found.
@@ -50,31 +54,34 @@ def ranks_of_matches(
     Returns:
         int64 [n] for each rule.
     """
-    rows = max(1, block_elements // max(1, len(candidates)))
+    block_rows = max(1, block_elements // max(1, len(candidates)))
     order = torch.arange(len(candidates), device=queries.device)
-    ranks: list[list[Tensor]] = [[groups.queries[:0]] for groups in rules]
-    for start in range(0, len(queries), rows):
-        similarity = queries[start : start + rows] @ candidates.T  # [rows, N]
-        for groups, rule_ranks in zip(rules, ranks, strict=True):
-            match = groups.queries[start : start + rows, None] == groups.candidates
+    ranks = [torch.empty(len(queries), dtype=torch.int64, device=queries.device) for _ in rules]
+    for start in range(0, len(queries), block_rows):
+        block = slice(start, start + block_rows)
+        similarity = queries[block] @ candidates.T  # [block_rows, N]
+        for rule, rule_ranks in zip(rules, ranks, strict=True):
+            match = rule.query_groups[block, None] == rule.candidate_groups
             best, best_index = similarity.masked_fill(~match, -torch.inf).max(dim=1, keepdim=True)
-            ahead = ~(similarity < best)  # not `>=`: a NaN counts as ahead
-            if not groups.ties_ahead:
+            # not `>=`: a NaN counts as ahead
+            ahead = ~(similarity < best)
+            if not rule.ties_ahead:
                 ahead &= (similarity != best) | (order < best_index)
-            rule_ranks.append(1 + (ahead & ~match & (groups.candidates >= 0)).sum(dim=1))
-    return [torch.cat(rule_ranks) for rule_ranks in ranks]
+            competes = ~match & (rule.candidate_groups >= 0)
+            rule_ranks[block] = 1 + (ahead & competes).sum(dim=1)
+    return ranks
 
 
 def caption_metrics(
     encoded: Encoded, num_images: list[int], num_texts: list[int], config: EvaluateConfig
 ) -> dict[str, float]:
-    """Retrieval metrics, each under the name of the project that defines it (docs/evaluation.md).
-    Recalls are from 0 to 1. Collective.
+    """Compute retrieval metrics, each under the name of the project that defines it
+    (docs/evaluation.md). Recalls are from 0 to 1. Collective.
 
     Args:
-        encoded: the samples of all ranks, as `gather` returns them.
-        num_images, num_texts: how many images and captions each rank has encoded. It computes the
-            ranks of their matches.
+        encoded: the samples of all processes, as `gather` returns them.
+        num_images, num_texts: how many images and captions each process has encoded. It computes
+            the ranks of their matches.
 
     Returns:
         With `config.retrieval`, from each image's first caption: OpenCLIP's `image_to_text_R@1` ...
@@ -100,50 +107,76 @@ def caption_metrics(
     # [T]: captions with equal tokens have the same number
     caption_ids = torch.unique(encoded.texts, dim=0, return_inverse=True)[1]
     indices = torch.arange(len(image), device=image.device)
-    # by the names of both directions: the groups of images (queries) and captions (candidates)
-    rules = {
-        ("image_to_text_R", "text_to_image_R"): Groups(indices, owners.where(is_first, -1)),
-        ("dedup_image_to_text_R", "dedup_text_to_image_R"): Groups(
-            caption_ids[is_first], caption_ids.where(is_first, -1), ties_ahead=True
-        ),
-        ("text_retrieval_recall", "image_retrieval_recall"): Groups(indices, owners),
-    }
-    directions = ((image, text, num_images), (text, image, num_texts))
-    for direction, (all_queries, candidates, lengths) in enumerate(directions):
-        queries = all_queries.split(lengths)[dist.rank()]
-        all_groups = list(rules.values())
-        if direction == 1:  # captions are the queries
-            all_groups = [
-                Groups(groups.candidates, groups.queries, groups.ties_ahead)
-                for groups in all_groups
-            ]
-        rank_groups = [
-            groups._replace(queries=groups.queries.split(lengths)[dist.rank()])
-            for groups in all_groups
-        ]
-        ranks = dist.agreed(partial(ranks_of_matches, queries, candidates, rank_groups))
-        for names, groups, rule_ranks in zip(rules, all_groups, ranks, strict=True):
-            name = names[direction]
-            all_ranks = dist.gather_rows(rule_ranks, lengths)[groups.queries >= 0].double()
-            for k in (1, 5, 10):
-                out[f"{name}@{k}"] = (all_ranks <= k).double().mean().item()
-            if name in ("image_to_text_R", "text_to_image_R"):
-                prefix = name.removesuffix("_R")
-                out[f"{prefix}_mean_rank"] = all_ranks.mean().item()
-                out[f"{prefix}_median_rank"] = all_ranks.quantile(0.5).floor().item()
+    # images are the queries, captions the candidates
+    first_captions = MatchRule(indices, owners.where(is_first, -1))
+    equal_captions = MatchRule(
+        caption_ids[is_first], caption_ids.where(is_first, -1), ties_ahead=True
+    )
+    all_captions = MatchRule(indices, owners)
+    out |= _direction_metrics(
+        image,
+        text,
+        num_images,
+        {
+            "image_to_text_R": first_captions,
+            "dedup_image_to_text_R": equal_captions,
+            "text_retrieval_recall": all_captions,
+        },
+    )
+    out |= _direction_metrics(
+        text,
+        image,
+        num_texts,
+        {
+            "text_to_image_R": first_captions.reversed(),
+            "dedup_text_to_image_R": equal_captions.reversed(),
+            "image_retrieval_recall": all_captions.reversed(),
+        },
+    )
+    return out
+
+
+def _direction_metrics(
+    all_queries: Tensor, candidates: Tensor, num_queries: list[int], rules: dict[str, MatchRule]
+) -> dict[str, float]:
+    """Compute the metrics of one direction. Collective.
+
+    Args:
+        all_queries: features of all processes, [N, D] or [T, D].
+        candidates: features of all processes, of the other kind.
+        num_queries: how many queries each process ranks.
+        rules: each by the prefix of its metrics' names. Queries of group -1 are left out.
+    """
+    process = dist.rank()
+    queries = all_queries.split(num_queries)[process]
+    own_rules = [
+        rule._replace(query_groups=rule.query_groups.split(num_queries)[process])
+        for rule in rules.values()
+    ]
+    own_ranks = dist.agreed(partial(ranks_of_matches, queries, candidates, own_rules))
+    out: dict[str, float] = {}
+    for (name, rule), ranks in zip(rules.items(), own_ranks, strict=True):
+        all_ranks = dist.gather_rows(ranks, num_queries)[rule.query_groups >= 0].double()
+        for k in (1, 5, 10):
+            out[f"{name}@{k}"] = (all_ranks <= k).double().mean().item()
+        if name in ("image_to_text_R", "text_to_image_R"):
+            prefix = name.removesuffix("_R")
+            out[f"{prefix}_mean_rank"] = all_ranks.mean().item()
+            out[f"{prefix}_median_rank"] = all_ranks.quantile(0.5).floor().item()
     return out
 
 
 def validation_loss(image: Tensor, text: Tensor, logit_scale: Tensor, batch_size: int) -> float:
-    """The mean contrastive loss over N pairs, whose negatives are the other pairs of their batch:
-    OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. Always without a bias.
+    """Compute the mean contrastive loss over N pairs, whose negatives are the other pairs of their
+    batch: OpenCLIP's `clip_val_loss` in `open_clip_train.train.evaluate`. Always without a bias.
 
     image, text: [N, D].
     """
     total = torch.zeros((), dtype=torch.float64, device=image.device)
-    for I, T in zip(image.split(batch_size), text.split(batch_size), strict=True):
-        logits = logit_scale * I @ T.T  # [b, b]
-        indices = torch.arange(len(I), device=I.device)
+    batches = zip(image.split(batch_size), text.split(batch_size), strict=True)
+    for batch_image, batch_text in batches:
+        logits = logit_scale * batch_image @ batch_text.T  # [b, b]
+        indices = torch.arange(len(batch_image), device=image.device)
         loss = (F.cross_entropy(logits, indices) + F.cross_entropy(logits.T, indices)) / 2
-        total += loss * len(I)
+        total += loss * len(batch_image)
     return total.item() / len(image)

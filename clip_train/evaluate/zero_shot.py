@@ -30,7 +30,7 @@ from clip_train.engines.base import Engine
 from clip_train.errors import UserError, missing
 from clip_train.evaluate.config import IMAGENET, EvaluateConfig
 from clip_train.evaluate.features import Encoded, Labeller, first_values, forward_together
-from clip_train.evaluate.retrieval import Groups, ranks_of_matches
+from clip_train.evaluate.retrieval import MatchRule, ranks_of_matches
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
 
@@ -239,7 +239,7 @@ def zero_shot_metrics(
     images = first_values(encoded.image, width)  # [b, D]
     has_label = encoded.labels >= 0  # [b]
     class_ids = torch.arange(len(embeddings), device=images.device)
-    rule = Groups(encoded.labels[has_label], class_ids, ties_ahead=True)
+    rule = MatchRule(encoded.labels[has_label], class_ids, ties_ahead=True)
     (ranks,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
     hits = [int((ranks <= k).sum()) for k in (1, 5)]
     num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(ranks), *hits)

@@ -16,7 +16,7 @@ from clip_train import dist
 from clip_train.errors import EvaluationStopped, UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.loop import evaluate
-from clip_train.evaluate.retrieval import Groups, ranks_of_matches
+from clip_train.evaluate.retrieval import MatchRule, ranks_of_matches
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.models.config import load_architecture
 from tests.evaluate.fake import CLASSES, LOGIT_SCALE, Batch, FakeEngine, batches, samples, tokenize
@@ -333,9 +333,9 @@ def test_ties_and_nans():
     groups = torch.arange(6)
     one = torch.zeros(6, dtype=torch.int64)  # one caption for all: right everywhere
     rules = [
-        Groups(groups, groups, ties_ahead=True),
-        Groups(groups, groups),
-        Groups(one, one, ties_ahead=True),
+        MatchRule(groups, groups, ties_ahead=True),
+        MatchRule(groups, groups),
+        MatchRule(one, one, ties_ahead=True),
     ]
     assert [x.tolist() for x in ranks_of_matches(same, same, rules)] == [
         [6] * 6,
@@ -356,15 +356,15 @@ def test_blocks_change_nothing():
     )
     groups = torch.randint(0, 20, (50,))
     rules = [
-        Groups(groups[:37], groups),
-        Groups(groups[:37], groups.where(groups > 2, -1), ties_ahead=True),
+        MatchRule(groups[:37], groups),
+        MatchRule(groups[:37], groups.where(groups > 2, -1), ties_ahead=True),
     ]
     whole = ranks_of_matches(queries, candidates, rules)
     blocks = ranks_of_matches(queries, candidates, rules, block_elements=120)
     assert all(torch.equal(a, b) for a, b in zip(whole, blocks, strict=True)) and not torch.equal(
         *whole
     )
-    assert len(ranks_of_matches(queries[:0], candidates, [Groups(groups[:0], groups)])[0]) == 0
+    assert len(ranks_of_matches(queries[:0], candidates, [MatchRule(groups[:0], groups)])[0]) == 0
 
 
 @pytest.mark.parametrize(

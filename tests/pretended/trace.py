@@ -26,7 +26,7 @@ from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.data.loader import Prefetcher
 from clip_train.engines.base import Engine, MovingAverage, PlainEngine, local
 from clip_train.engines.config import EngineConfig
-from clip_train.evaluate.retrieval import Groups, ranks_of_matches
+from clip_train.evaluate.retrieval import MatchRule, ranks_of_matches
 from clip_train.losses.distillation import Distillation
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.memory_bank import MemoryBank
@@ -285,7 +285,7 @@ def evaluation() -> dict[str, Any]:
         ).float()
         text = plain.encode("text", torch.empty(n, length, dtype=torch.int64, device=GPU)).float()
         groups = torch.empty(n, dtype=torch.int64, device=GPU)
-        (ranks_of_matches(image, text, [Groups(groups, groups)])[0] <= 5).double().mean().item()
+        (ranks_of_matches(image, text, [MatchRule(groups, groups)])[0] <= 5).double().mean().item()
     return counts.as_json()
 
 
