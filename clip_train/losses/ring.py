@@ -1,13 +1,15 @@
 """InfoNCE without a gather: no rank holds all features of the global batch (Inf-CL, arXiv
 2410.17243).
 
-The texts of each rank visit every rank twice, together with the values that they collect. The first
-round sums over rows and columns of the logits, the second computes the gradients. A rank needs 8 n
-N D flops (10 with `gather`), sends 3 N D values (2 N D), and holds the features and gradients of
-two ranks at a time.
+The texts of each rank visit every rank in two rounds. In the first round they collect the sums of
+their columns of the logits, in the second their gradients. Between these, if sums of exponentials
+underflow, one more round computes log-sum-exps by the safe way of `clip_train.losses.info_nce`.
+
+A rank needs 8 n N D flops (10 with `gather`), sends 3 N D values (2 N D), and holds the features
+and gradients of two ranks at a time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,10 +21,16 @@ from clip_train.losses.exchange import (
     send_round,
     share_counts,
 )
-from clip_train.losses.info_nce import HEADROOM, SMALLEST_SUM, add_softmax_gradient
+from clip_train.losses.info_nce import (
+    HEADROOM,
+    SMALLEST_SUM,
+    Normalizers,
+    add_softmax_gradient,
+)
 from clip_train.losses.tiles import (
     AUTO_SIDE,
     Block,
+    EntryIds,
     accumulation_dtype,
     exp_sums,
     row_dots,
@@ -45,55 +53,72 @@ class RingInfoNCE(Objective):
         if "logit_bias" in features:
             raise ValueError("a loss with a softmax has no logit_bias: it would cancel the bias")
         counts = share_counts(len(I), context.global_size)
-        N, here, side = sum(counts), sum(counts[: dist.rank()]), self.tile
+        N, tile_side = sum(counts), self.tile
+        # the index of this rank's first sample in the global batch
+        own_first = sum(counts[: dist.rank()])
         dtype = accumulation_dtype(I, T)
         ids_all = gathered_ids(context, counts)
-        ids = None if ids_all is None else (ids_all, ids_all)
-        positive = row_dots(I, T) * scale  # [n], as all vectors of rows and columns here
+        ids = None if ids_all is None else EntryIds(ids_all, ids_all)
+        # [n], as all vectors of rows and columns here
+        positive = row_dots(I, T) * scale
         norms = [torch.linalg.vector_norm(x, dim=1, dtype=dtype).max() for x in (I, T)]
         longest = dist.all_gather(torch.stack(norms)[None]).amax(0)
+        # see `info_nce._stabiliser`
         shift = (scale * longest[0] * longest[1] - HEADROOM).clamp_(min=0.0)
 
         row_sums, col_sums = torch.zeros_like(positive), torch.zeros_like(positive)
-        for texts, of_texts, first in send_round(T, col_sums, counts):
-            rows, cols = exp_sums(Block(I, texts, here, first, ids), scale, shift, side)
-            row_sums.add_(rows)
-            of_texts.add_(cols)
+        for texts, texts_sums, first in send_round(T, col_sums, counts):
+            block = Block(I, texts, row=own_first, col=first, ids=ids)
+            block_row_sums, block_col_sums = exp_sums(block, scale, shift, tile_side)
+            row_sums.add_(block_row_sums)
+            texts_sums.add_(block_col_sums)
         smallest = torch.minimum(row_sums.min(), col_sums.min())
-        # alike on all ranks. Without negatives sums are 0, and safe
-        unsafe = (
-            dist.all_reduce_sum(((smallest <= SMALLEST_SUM) & have_negatives(ids_all, N)).double())
-            > 0
-        )
-        direct = context.deferred or not unsafe.item()
-        row_lse, col_lse = row_sums.log() + shift, col_sums.log() + shift
-
-        if not direct:
-            row_lse, col_lse = (torch.full_like(positive, -torch.inf) for _ in range(2))
-            for texts, of_texts, first in send_round(T, col_lse, counts):
-                rows = row_logsumexp(Block(I, texts, here, first, ids), scale, side)
-                torch.logaddexp(row_lse, rows.double(), out=row_lse)
-                cols = row_logsumexp(Block(texts, I, first, here, ids), scale, side)
-                torch.logaddexp(of_texts, cols.double(), out=of_texts)
+        # without negatives sums are 0, and safe
+        underflows = (smallest <= SMALLEST_SUM) & have_negatives(ids_all, N)
+        # the same on all ranks
+        unsafe = dist.all_reduce_sum(underflows.double()) > 0
+        factored = context.deferred or not unsafe.item()
+        if factored:
+            row_lse, col_lse = row_sums.log() + shift, col_sums.log() + shift
+        else:
+            row_lse = torch.full_like(positive, -torch.inf)
+            col_lse = torch.full_like(positive, -torch.inf)
+            for texts, texts_lse, first in send_round(T, col_lse, counts):
+                block = Block(I, texts, row=own_first, col=first, ids=ids)
+                block_row_lse = row_logsumexp(block, scale, tile_side).double()
+                torch.logaddexp(row_lse, block_row_lse, out=row_lse)
+                transposed = Block(texts, I, row=first, col=own_first, ids=ids)
+                block_col_lse = row_logsumexp(transposed, scale, tile_side).double()
+                torch.logaddexp(texts_lse, block_col_lse, out=texts_lse)
         row_gap, col_gap = row_lse - positive, col_lse - positive
-        of_rows, of_cols = positive + softplus(row_gap), positive + softplus(col_gap)
-        if direct:
-            of_rows, of_cols = (shift - of_rows).exp(), (shift - of_cols).exp()
+        own = Normalizers.of(
+            positive + softplus(row_gap), positive + softplus(col_gap), shift, factored=factored
+        )
 
         weight = 1 / (2 * N)
-        along = ((row_gap.sigmoid() + col_gap.sigmoid()) * -weight).to(dtype)[:, None]
-        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
-        visitors = torch.cat([T.to(dtype), of_cols.to(dtype)[:, None]], dim=1)
-        for texts, of_texts, first in send_round(visitors, d_text, counts):
-            block = Block(I, texts[:, :-1], here, first, ids)
-            of = (of_rows, texts[:, -1])
-            used = shift if direct else None
+        # the gradient of each pair's own logit
+        d_positive = ((row_gap.sigmoid() + col_gap.sigmoid()) * -weight).to(dtype)[:, None]
+        d_image, d_text = T.to(dtype) * d_positive, I.to(dtype) * d_positive
+        # texts travel with the normalizers of their columns, in one message
+        packed = torch.cat([T.to(dtype), own.cols.to(dtype)[:, None]], dim=1)
+        for visitors, d_texts, first in send_round(packed, d_text, counts):
+            texts, text_normalizers = visitors[:, :-1], visitors[:, -1]
             add_softmax_gradient(
-                block, of, scale, used, side, weight, d_image, of_texts, direct=direct
+                Block(I, texts, row=own_first, col=first, ids=ids),
+                replace(own, cols=text_normalizers),
+                scale=scale,
+                tile_side=tile_side,
+                weight=weight,
+                dA=d_image,
+                dB=d_texts,
             )
         loss = dist.all_reduce_sum((softplus(row_gap) + softplus(col_gap)).sum() * weight)
         return LossOutput.scaled(
-            loss, d_image, d_text, row_dots(I, d_image).sum(), scale,
+            loss,
+            d_image,
+            d_text,
+            d_scale=row_dots(I, d_image).sum(),
+            scale=scale,
             unsafe=unsafe if context.deferred else None,
             metrics=grouped(ids_all),
-        )  # fmt: skip
+        )

@@ -2,19 +2,19 @@
 
     L = 1/N sum_ij softplus(-y_ij z_ij),    z = s I T^T + b,    y_ij = 1 for a pair, else -1
 
-as OpenCLIP defines it: the sum over all N^2 pairs, divided by the N samples. Pairs are independent
-of each other, so one tiled pass gives the value and the gradient. There are two ways to combine
-every image with every text:
+This is OpenCLIP's definition: the sum over all N^2 entries, divided by the N samples. Entries are
+independent of each other, so one tiled pass gives the value and the gradient. There are two ways to
+combine every image with every text:
 
     gather  2 N D features cross the network once; each rank multiplies its images with all texts
             and its texts with all images (8 n N D flops). Gradients are not sent.
-    ring: texts travel from rank to rank with the gradient that they collect, and return after W
-    hops. 6 n N D flops, and no rank ever holds more than two ranks' texts.
+    ring    texts travel from rank to rank with the gradient that they collect, and return after W
+            hops (6 n N D flops). No rank ever holds more than two ranks' texts.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,20 @@ from clip_train.losses.exchange import (
     send_round,
     share_counts,
 )
-from clip_train.losses.tiles import AUTO_SIDE, Block, accumulation_dtype, row_dots, softplus
+from clip_train.losses.tiles import (
+    AUTO_SIDE,
+    Block,
+    EntryIds,
+    accumulation_dtype,
+    row_dots,
+    softplus,
+)
 from clip_train.task import NO_CONTEXT, Context, Features, LossOutput, Objective
 
 
 @dataclass(eq=False)
 class SigmoidLoss(Objective):
-    """SigLIP's loss. group_role: as of `InfoNCE`; the label of a positive is 1."""
+    """SigLIP's loss. group_role: as in `InfoNCE`; a positive is an entry with y_ij = 1."""
 
     tile: int = AUTO_SIDE  # side of the largest piece of the logits that exists at once
     exchange: Literal["gather", "ring"] = "gather"
@@ -53,60 +60,83 @@ class SigmoidLoss(Objective):
         N, scale, bias = sum(counts), features["logit_scale"], features["logit_bias"]
         dtype = accumulation_dtype(I, T)
         ids_all = gathered_ids(context, counts)
-        ids = None if ids_all is None else (ids_all, ids_all)
+        ids = None if ids_all is None else EntryIds(ids_all, ids_all)
 
         positive = row_dots(I, T) * scale + bias  # [n], float64
-        at_positive = -(-positive).sigmoid()  # [n]: of softplus(-z)
-        along = (at_positive / N).to(dtype)[:, None]
-        # the positives' part; the tiled passes add to it
-        d_image, d_text = T.to(dtype) * along, I.to(dtype) * along
-        attract = self.group_role == "positives"
+        # the derivative of softplus(-z) at the pairs, [n]
+        slope_at_pairs = -(-positive).sigmoid()
+        d_positive = (slope_at_pairs / N).to(dtype)[:, None]
+        # the gradient of the pairs; the tiled passes add that of all other entries
+        d_image, d_text = T.to(dtype) * d_positive, I.to(dtype) * d_positive
         tiled_pass = partial(
-            _tiled_pass, scale=scale, bias=bias, weight=1 / N, side=self.tile, attract=attract
+            _tiled_pass,
+            scale=scale,
+            bias=bias,
+            weight=1 / N,
+            tile_side=self.tile,
+            groups_are_positives=self.group_role == "positives",
         )
         if self.exchange == "ring" or len(counts) == 1:
-            sums = I.new_zeros(2, dtype=torch.float64)
-            here = sum(counts[: dist.rank()])
-            for texts, of_texts, first in send_round(T, d_text, counts):
-                sums += tiled_pass(d_image, of_texts, Block(I, texts, here, first, ids))
+            own_first = sum(counts[: dist.rank()])
+            # this rank's images with all texts
+            value = slope = I.new_zeros((), dtype=torch.float64)
+            for texts, d_texts, first in send_round(T, d_text, counts):
+                block = Block(I, texts, row=own_first, col=first, ids=ids)
+                sums = tiled_pass(block, d_image, d_texts)
+                value, slope = value + sums.value, slope + sums.slope
         else:
             pairs = Pairs.gathered(I, T, counts, ids_all)
-            sums = tiled_pass(d_image, None, pairs.rows)
-            tiled_pass(d_text, None, pairs.cols, with_sums=False)
-        value, slope = sums
+            value, slope = tiled_pass(pairs.rows, d_image, None)
+            # the same entries as seen from the texts: their sums are known
+            tiled_pass(pairs.cols, d_text, None, with_sums=False)
 
         loss = dist.all_reduce_sum((softplus(-positive).sum() + value) / N)
-        d_scale = row_dots(I, d_image).sum()
-        d_bias = ((at_positive.sum() + slope) / N).to(dtype).reshape(1)
+        d_bias = ((slope_at_pairs.sum() + slope) / N).to(dtype).reshape(1)
         return LossOutput.scaled(
-            loss, d_image, d_text, d_scale, scale, d_bias=d_bias,
+            loss,
+            d_image,
+            d_text,
+            d_scale=row_dots(I, d_image).sum(),
+            scale=scale,
+            d_bias=d_bias,
             metrics=grouped(ids_all),
-        )  # fmt: skip
+        )
+
+
+class EntrySums(NamedTuple):
+    """Sums over the entries of a block that are not pairs, float64 []."""
+
+    value: Tensor  # of softplus(-y z)
+    slope: Tensor  # of its derivative with respect to z
 
 
 def _tiled_pass(
+    block: Block,
     dA: Tensor,
     dB: Tensor | None,
-    block: Block,
     *,
     scale: Tensor,
     bias: Tensor,
     weight: float,
-    side: int,
-    attract: bool,
+    tile_side: int,
+    groups_are_positives: bool,
     with_sums: bool = True,
-) -> Tensor:
-    """`dA += weight * G B`, if asked `dB += weight * G^T A`; `G = sigmoid(S + bias)` of negatives.
+) -> EntrySums:
+    """Add the gradient of a block: `dA += weight * G B`, and `dB += weight * G^T A` unless dB is
+    None. G is the derivative of softplus(-y z) with respect to z, and 0 for pairs.
 
-    attract: entries with equal ids are positives, -sigmoid(-S - bias), except the pairs themselves.
-    Returns the sums of `softplus(S + bias)`, or of `softplus(-S - bias)`, and of G, float64 [2]
-    (zeros without `with_sums`).
+    `G = sigmoid(z)` for negatives. Entries with equal ids are left out. With
+    `groups_are_positives`, they are positives instead: `G = -sigmoid(-z)`.
+
+    Returns the sums over the block, zeros without `with_sums`.
     """
-    sums = block.A.new_zeros(2, dtype=torch.float64)
+    value = block.A.new_zeros((), dtype=torch.float64)
+    slope = block.A.new_zeros((), dtype=torch.float64)
     zero = block.A.new_zeros((), dtype=block.dtype)
-    for rows, cols, S, G in block.logits(scale, -bias.to(block.dtype), side):
-        same = block.same(rows, cols) if attract else None
-        # -inf adds nothing to either sum, and its gradient is zero
+    for rows, cols, S, G in block.logits(scale, -bias.to(block.dtype), tile_side):
+        # S becomes -y z, so that softplus(S) is the value. Entries that are left out become -inf,
+        # which adds nothing to the value and has no gradient.
+        same = block.same(rows, cols) if groups_are_positives else None
         if same is None:
             block.fill(rows, cols, S, -torch.inf)
             torch.sigmoid(S, out=G)
@@ -115,8 +145,8 @@ def _tiled_pass(
             block.fill_pairs(rows, cols, S.mul_(sign), -torch.inf)
             torch.sigmoid(S, out=G).mul_(sign)
         if with_sums:
-            sums[1] += G.sum()
-            # softplus; torch's own turns linear at 20
-            sums[0] += torch.logaddexp(S, zero, out=S).sum()
-        block.add_products(rows, cols, G, weight, dA, dB)
-    return sums
+            slope += G.sum()
+            # softplus; torch's own is linear above 20
+            value += torch.logaddexp(S, zero, out=S).sum()
+        block.add_products(rows, cols, G, weight=weight, dA=dA, dB=dB)
+    return EntrySums(value, slope)

@@ -32,10 +32,12 @@ Loss = Objective | Callable[..., Tensor] | None
 
 
 def as_objective(loss: Any) -> Objective:
-    """None is `InfoNCE()`; a function becomes a `FunctionLoss`."""
+    """Make an objective of a loss: None is `InfoNCE()`, a function becomes a `FunctionLoss`."""
     if loss is None:
         return InfoNCE()
-    return loss if isinstance(loss, Objective) else FunctionLoss(loss, {})
+    if isinstance(loss, Objective):
+        return loss
+    return FunctionLoss(loss, {})
 
 
 class WeightedViews(Objective):
@@ -50,11 +52,16 @@ class WeightedViews(Objective):
         of_teacher: bool = False,
         paired: Iterable[str] = (),
     ) -> None:
-        """own_names: the views know the features by the names that the model gives them.
-        of_teacher: what `Objective.prepare` returned is seen in the same way. paired: the features
-        that the views read; empty: all."""
+        """
+        Args:
+            own_names: the views use the names that the model gives to its features.
+            of_teacher: the views also apply to the features that `Objective.prepare` returned.
+            paired: the names of the features that the views read; empty: all.
+        """
         self.paired = frozenset(paired)
-        self.objective, self.views, self.own_names = objective, [*views], own_names
+        self.objective = objective
+        self.views = [*views]
+        self.own_names = own_names
         self.of_teacher = of_teacher
         self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
         self.takes_ids = objective.takes_ids
@@ -67,6 +74,7 @@ class WeightedViews(Objective):
         total: Any = 0.0
         unsafe: Any = None
         metrics: dict[str, Any] = {}
+        # every view is of these, not of the last view's
         prepared = context.prepared
         for weight, view in self.views:
             with torch.enable_grad():
@@ -77,10 +85,13 @@ class WeightedViews(Objective):
             total += weight * output.loss
             unsafe = output.unsafe if unsafe is None else unsafe | output.unsafe
             for name, value in output.metrics.items():
-                if name.endswith("_loss"):  # a part of the loss: weighted as the loss is
+                if name.endswith("_loss"):
+                    # a part of the loss has the loss's weight
                     metrics[name] = metrics.get(name, 0.0) + weight * value
-                else:  # of the first view, such as a number of samples
+                else:
+                    # other metrics, such as a number of samples, are those of the first view
                     metrics.setdefault(name, value)
+            # from the view's features to the model's
             weighted = [weight * gradient for gradient in output.gradients.values()]
             torch.autograd.backward([viewed[name] for name in output.gradients], weighted)
         gradients = {
@@ -90,10 +101,11 @@ class WeightedViews(Objective):
 
 
 def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> WeightedViews:
-    """`loss` over pairs of features, each with its weight; None is `InfoNCE()`.
+    """Sum `loss` over pairs of features, each with its weight; None is `InfoNCE()`.
 
-    pairs: {("image", "text"): 1.0, ("audio", "text"): 0.5}, by the names of the model's dict. The
-    second of a pair may have m rows for each one of the first, its positive first.
+    pairs: {("image", "text"): 1.0, ("audio", "text"): 0.5}, with the names of the model's dict. The
+    second feature of a pair may have m rows for each row of the first. The first of the m is the
+    positive.
     """
     views = [(weight, partial(of_pair, pair=pair)) for pair, weight in pairs.items()]
     paired = [name for pair in pairs for name in pair]
@@ -101,7 +113,10 @@ def over_pairs(pairs: Mapping[tuple[str, str], float], loss: Loss = None) -> Wei
 
 
 def of_pair(features: Features, pair: tuple[str, str]) -> Features:
-    """ValueError for a name that is not a feature."""
+    """Return the two features of a pair as "image" and "text", with all scalars.
+
+    Raises ValueError for a name that is not a feature.
+    """
     scalars = {name: x for name, x in features.items() if is_scalar(x)}
     missing = [name for name in pair if name not in features or name in scalars]
     if missing:
@@ -113,41 +128,50 @@ def of_pair(features: Features, pair: tuple[str, str]) -> Features:
 
 
 def matryoshka(widths: Mapping[int, float], loss: Loss = None) -> WeightedViews:
-    """`loss` over the first values of each feature, normalized again (arXiv 2205.13147).
+    """Sum `loss` over the first values of each feature, normalized again (arXiv 2205.13147); None is
+    `InfoNCE()`.
 
-    widths: {768: 1.0, 256: 1.0, 64: 0.5}, number of values and weight. None is `InfoNCE()`.
+    widths: {768: 1.0, 256: 1.0, 64: 0.5}, a number of values and its weight.
     """
     views = [(weight, partial(truncated, width=width)) for width, weight in widths.items()]
     return WeightedViews(as_objective(loss), views, own_names=False)
 
 
 def truncated(features: Features, width: int) -> Features:
-    """The first `width` values of each row, normalized. ValueError where rows have fewer."""
+    """Cut all features to their first `width` values, and normalize them.
+
+    Raises ValueError if a feature has fewer values.
+    """
     rows = {
         name: x for name, x in features.items() if not (is_scalar(x) or name.endswith(LOCAL_LOSS))
     }
     narrowest = min(x.shape[1] for x in rows.values())
     if not 1 <= width <= narrowest:
         raise ValueError(f"widths: {width} must be between 1 and the features' {narrowest}")
-    return {**features, **{name: F.normalize(x[:, :width], dim=1) for name, x in rows.items()}}
+    narrow = {name: F.normalize(x[:, :width], dim=1) for name, x in rows.items()}
+    return {**features, **narrow}
 
 
 def over_texts(count: int, loss: Loss = None) -> WeightedViews:
-    """The mean of `loss` over each of `count` texts of an image. None is `InfoNCE()`.
+    """Average `loss` over `count` texts of each image, each in turn the image's only positive; None
+    is `InfoNCE()`.
 
-    A model returns m texts for each image, at least `count`. The others are negatives in each loss.
+    The model returns m >= count texts for each image. The m - count last ones are negatives in each
+    of the losses.
     """
-    views = [(1 / count, partial(with_text, place=t, count=count)) for t in range(count)]
+    views = [(1 / count, partial(with_text, index=t, count=count)) for t in range(count)]
     return WeightedViews(as_objective(loss), views, own_names=False, of_teacher=True)
 
 
-def with_text(features: Features, place: int, count: int) -> Features:
-    """The text at `place` among the first `count` of each image, and all texts behind these."""
+def with_text(features: Features, index: int, count: int) -> Features:
+    """Choose one of the first `count` texts of each image, by its index, and keep all texts behind
+    these."""
     out = dict(features)
     for name in features:
-        if name.startswith("text"):  # "text 0" is the first teacher's
+        # the model's "text", and the teachers' "text 0", "text 1", ...
+        if name.startswith("text"):
             images = features[name.replace("text", "image")]
             texts = features[name].unflatten(0, (len(images), -1))  # [n, m, D]
-            chosen = torch.cat([texts[:, place : place + 1], texts[:, count:]], dim=1)
+            chosen = torch.cat([texts[:, index : index + 1], texts[:, count:]], dim=1)
             out[name] = chosen.flatten(0, 1)
     return out
