@@ -224,7 +224,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self.step += 1
         return Batch(
             columns,
-            bad_samples=dict(Counter(sample.place for sample in invalid)),
+            bad_samples=dict(Counter(sample.count_key for sample in invalid)),
             shares=tuple(samples_by_rank),
             pack_texts=self._pack_texts,
         )
