@@ -1,5 +1,5 @@
-"""The evaluation data: shards or a folder of images. Each sample is on exactly one rank, in
-order."""
+"""The evaluation data: shards or a folder of images. Ranks read contiguous shares of the samples, in
+order; exactly one rank reads each sample."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,22 +48,33 @@ class ValBatch:
     shards: list[str] = field(default_factory=list)  # b paths or URLs: keys of two may be equal
 
 
+class ImageFile(NamedTuple):
+    """One image of an `ImageFolder`."""
+
+    path: str  # below the root
+    folder: int  # index of its folder in `ImageFolder.classes`
+
+
 @dataclass(frozen=True)
 class ImageFolder:
-    """Labelled images in a folder for each class. Until `label_by` is called, the label is the place
-    of the folder by name, or its number if all are numbers."""
+    """Labelled images in a folder for each class. Until `label_by` is called, the label is the index
+    of the folder in sorted order. If all folders are named by numbers, it is that number."""
 
     root: str
     classes: list[str]  # the names of the folders, sorted
-    files: list[tuple[str, int]]  # path below root, number of its folder
-    # other files there, such as .svg; images beside the folders
+    images: list[ImageFile]
+    # files that are not images, such as .svg, and images outside the folders
     skipped: SkippedFiles = field(default_factory=SkippedFiles)
-    labels: list[int] = field(default_factory=list)  # of each folder
+    # one for each folder
+    labels: list[int] = field(default_factory=list)
 
     @classmethod
-    def find(cls, place: str, field: str) -> "ImageFolder | None":
-        """None if it is something else: shards or their folder. UserError for a folder without
-        images."""
+    def find(cls, place: str, key: str) -> "ImageFolder | None":
+        """Find the images of a place, which the recipe's key names. None if the place is something
+        else: shards or their folder.
+
+        Raises UserError for a folder without images.
+        """
         root = None if is_remote(place) else local_path(place)
         if root is None or not root.is_dir() or benchmark_shards(place) is not None:
             return None
@@ -73,41 +84,45 @@ class ImageFolder:
                 for entry in root.iterdir()
                 if entry.is_dir() and not is_hidden(entry.name)
             )
-            # as torchvision orders them
+            # the order of torchvision
             paths = sorted(walk_files(root), key=os.path.split)
         except OSError as e:
-            raise unreadable(e, f"{field} ({place}) cannot be listed: {e}") from e
-        numbers = {name: number for number, name in enumerate(classes)}
-        files: list[tuple[str, int]] = []
+            raise unreadable(e, f"{key} ({place}) cannot be listed: {e}") from e
+        folder_index = {name: index for index, name in enumerate(classes)}
+        images: list[ImageFile] = []
         skipped = SkippedFiles()
         for path in paths:
             folder, slash, _ = path.partition(os.sep)
             if slash and is_image(path):
-                files.append((path, numbers[folder]))
+                images.append(ImageFile(path, folder_index[folder]))
             else:
                 skipped.add(path)
-        if not files:
+        if not images:
             raise UserError(
-                f"{field} ({place}) has no images in a folder for each class: give the folder "
+                f"{key} ({place}) has no images in a folder for each class: give the folder "
                 f"above them, or shards such as {place}/*.tar"
             )
-        labels = list(range(len(classes)))
         if all(name.isdecimal() for name in classes):
             labels = [int(name) for name in classes]
-        return cls(str(root), classes, files, skipped, labels)
+        else:
+            labels = list(range(len(classes)))
+        return cls(str(root), classes, images, skipped, labels)
 
     def label_by(self, classnames: Sequence[str]) -> "ImageFolder":
-        """The same folder with the labels of these classes.
+        """Return the same folder with labels that are indices of `classnames`.
 
-        Folders named as the classes have their labels. Otherwise folders that are numbers are the
-        labels themselves (ImageNet-V2), and other folders belong to the classes in the order of
-        their names, as in torchvision's `ImageFolder`. UserError if something contradicts that.
+        1. If the folders have the names of the classes, each has the label of its class.
+        2. Otherwise, if all folders are named by numbers, these are the labels (ImageNet-V2).
+        3. Otherwise the sorted folders belong to the classes one after another, as in torchvision's
+           `ImageFolder`.
+
+        Raises UserError if something contradicts that.
         """
-        places: dict[str, int] = {folded(name): label for label, name in enumerate(classnames)}
+        label_of: dict[str, int] = {folded(name): label for label, name in enumerate(classnames)}
         folders = [folded(name) for name in self.classes]
-        has_unique_names = len(places) == len(classnames) and len(set(folders)) == len(folders)
-        if has_unique_names and set(folders) == set(places):
-            return replace(self, labels=[places[name] for name in folders])
+        has_unique_names = len(label_of) == len(classnames) and len(set(folders)) == len(folders)
+        if has_unique_names and set(folders) == set(label_of):
+            return replace(self, labels=[label_of[name] for name in folders])
         if all(name.isdecimal() for name in self.classes):
             if max(self.labels) >= len(classnames):
                 raise self._mismatch(classnames, "labels are numbers from 0 on")
@@ -119,7 +134,8 @@ class ImageFolder:
         if sorted(self.classes, key=natural) != self.classes:
             raise self._mismatch(classnames, "the folders sort differently as text and by numbers")
         for label, name in enumerate(folders):
-            if places.get(name, label) != label and folded(classnames[label]) != name:
+            # two classes may share a name, and `label_of` has only the last of them
+            if label_of.get(name, label) != label and folded(classnames[label]) != name:
                 raise self._mismatch(
                     classnames,
                     f"folder {label} is {self.classes[label]!r}, and class {label} is "
@@ -136,9 +152,12 @@ class ImageFolder:
         )
 
     def read(self, segment: Segment) -> list[Item]:
-        """As `SegmentReader.read`. DataError."""
+        """Read samples as `SegmentReader.read` does, with the label as member `cls`.
+
+        Raises DataError if an image cannot be read.
+        """
         items: list[Item] = []
-        for path, folder in self.files[segment.start : segment.stop]:
+        for path, folder in self.images[segment.start : segment.stop]:
             try:
                 data = Path(self.root, path).read_bytes()
             except OSError as e:
@@ -155,7 +174,8 @@ class ImageFolder:
 
 
 def folded(name: str) -> str:
-    """A class's name without case, underscores and repeated blanks."""
+    """Fold a class's name to lower case, with single blanks in place of underscores and repeated
+    blanks."""
     return " ".join(name.casefold().replace("_", " ").split())
 
 
@@ -166,22 +186,35 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names of a list."""
-    return ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    """Join the first names of a list for a message."""
+    shown = ", ".join(names[:NAMES_SHOWN])
+    if len(names) > NAMES_SHOWN:
+        shown += ", ..."
+    return shown
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """A validation sample as `ValBatch` needs it."""
+
+    image: Tensor  # one row of `ValBatch.images`
+    captions: list[str]  # at least one, unless images are labelled
+    fields: Fields
 
 
 class ValLoader:
-    """This rank's validation batches. The ranks have contiguous shares of all samples, in order,
-    which differ by one at most; a rank reads no others. Iterating again starts again.
+    """This rank's validation batches. Ranks have contiguous shares of all samples, in order, whose
+    sizes differ by one at most. A rank reads only its share. Each iteration starts from the first
+    sample.
 
-    Samples that cannot be used are left out and listed in `invalid`.
+    Samples that cannot be used are left out, and are in the list `invalid`.
 
     Args:
         index: of the shards, with all counts, or an `ImageFolder`.
         labelled: images need no captions.
         workers: threads that decode (the decoders release Python's lock); at least one.
-        stages, inputs, alpha: as the keys of `data`; here nothing is seeded.
-        resize: the architecture's.
+        stages, inputs, alpha: as the keys of `data`; here nothing is random.
+        resize: how the model's architecture resizes images.
 
     Raises:
         DataError (while iterating): a shard cannot be read.
@@ -216,7 +249,8 @@ class ValLoader:
         self.rank, self.world_size = rank, world_size
         self.caption_key = caption_key
         self.workers = max(1, workers)
-        self.invalid: list[Invalid] = []  # in this rank's share, when it was last read
+        # of this rank's share, from the last iteration
+        self.invalid: list[Invalid] = []
         self.image_size, self.alpha, self.resize = image_size, alpha, resize
         self.stages, self.layout = stages or (), layout_of(inputs, image_size)
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
@@ -230,64 +264,76 @@ class ValLoader:
                 group = list(itertools.islice(items, self.batch_size))
                 if not group:
                     break
-                decoded = list(pool.map(self._decode, group))
-                self.invalid += [result for result in decoded if isinstance(result, Invalid)]
-                good = [result for result in decoded if not isinstance(result, Invalid)]
-                if good:
-                    images, captions, samples = zip(*good, strict=True)
-                    texts = [text for image_captions in captions for text in image_captions]
-                    yield ValBatch(
-                        images=torch.stack(images),
-                        texts=self._no_texts if self.labelled else self._tokenizer(texts),
-                        captions=list(captions),
-                        keys=[fields["__key__"] for fields in samples],
-                        metadata=[metadata_of(fields) for fields in samples],
-                        shards=[redact(fields["__url__"]) for fields in samples],
-                    )
+                results = list(pool.map(self._decode, group))
+                self.invalid += [result for result in results if isinstance(result, Invalid)]
+                samples = [result for result in results if isinstance(result, DecodedSample)]
+                if samples:
+                    yield self._batch(samples)
+
+    def _batch(self, samples: list[DecodedSample]) -> ValBatch:
+        if self.labelled:
+            texts = self._no_texts
+        else:
+            texts = self._tokenizer([text for sample in samples for text in sample.captions])
+        return ValBatch(
+            images=torch.stack([sample.image for sample in samples]),
+            texts=texts,
+            captions=[sample.captions for sample in samples],
+            keys=[sample.fields["__key__"] for sample in samples],
+            metadata=[metadata_of(sample.fields) for sample in samples],
+            shards=[redact(sample.fields["__url__"]) for sample in samples],
+        )
 
     def _items(self) -> Iterator[Item]:
-        """This rank's samples, in order."""
+        """Read this rank's samples, in order."""
         if isinstance(self.files, ImageFolder):
             reader: ImageFolder | SegmentReader = self.files
-            shard_sizes: Sequence[int] = [len(self.files.files)]
+            shard_sizes: Sequence[int] = [len(self.files.images)]
         else:
             reader = SegmentReader(self.files, keep_open=True)
             shard_sizes = self.files.counts
         begin, end = share_of(sum(shard_sizes), self.rank, self.world_size)
+        # the index of the shard's first sample among all samples
+        shard_first = 0
         for shard, count in enumerate(shard_sizes):
-            # samples [begin, end) of this shard and those behind it
-            for start in range(max(begin, 0), min(end, count), self.batch_size):
-                stop = min(start + self.batch_size, end, count)
+            # this rank's part of the shard; empty if own_stop <= own_start
+            own_start = max(begin - shard_first, 0)
+            own_stop = min(end - shard_first, count)
+            for start in range(own_start, own_stop, self.batch_size):
+                stop = min(start + self.batch_size, own_stop)
                 yield from reader.read(Segment(shard, start, stop))
-            begin, end = begin - count, end - count
+            shard_first += count
 
-    def _decode(self, item: Item) -> tuple[Tensor, list[str], Fields] | Invalid:
-        """The row of a sample, its captions (at least one, unless images are labelled), and its
-        members."""
+    def _decode(self, item: Item) -> DecodedSample | Invalid:
         if isinstance(item, Invalid):
             return item
         try:
-            place = {"__key__": item["__key__"], "__url__": item["__url__"]}
-            fields = {**decode.staged(item, self.stages), **place}
+            # a stage may drop these two
+            origin = {"__key__": item["__key__"], "__url__": item["__url__"]}
+            fields = {**decode.staged(item, self.stages), **origin}
             try:
                 texts = list(itertools.chain(*decode.captions(fields, self.caption_key).values()))
             except InvalidSample:
                 if not self.labelled:
                     raise
                 texts = []
-            row = decode.own_inputs({**fields, "__seed__": None}, self.layout, self._image)
+            image = decode.own_inputs({**fields, "__seed__": None}, self.layout, self._image)
         except InvalidSample as e:
             return Invalid(str(e), item["__url__"], item["__key__"])
-        return row, texts, fields
+        return DecodedSample(image, texts, fields)
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
-        """uint8 [3, S, S]. InvalidSample."""
+        """Decode and resize an image: uint8 [3, S, S].
+
+        Raises InvalidSample.
+        """
         image = decode.image_of(fields, alpha=self.alpha)
         return to_square(image, self.image_size, self.resize)
 
 
 def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the .json, and "cls": the .cls member's number, as in ImageNet's shards."""
+    """Collect the keys of the .json, and as "cls" the number in the .cls, as in ImageNet's
+    shards."""
     values = dict(metadata(fields))
     label = scalar(fields.get("cls"))
     if label is not None:

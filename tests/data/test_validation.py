@@ -229,7 +229,7 @@ def test_folders_that_contradict_the_classes_are_refused(tmp_path, folders, clas
 def test_hidden_folders_are_no_classes(tmp_path):
     folder = folder_of(tmp_path, "blue", "red", ".ipynb_checkpoints", "__MACOSX", "red/.hidden")
     assert folder.classes == ["blue", "red"]
-    assert [path for path, _ in folder.files] == ["blue/0.jpg", "red/0.jpg"]
+    assert [path for path, _ in folder.images] == ["blue/0.jpg", "red/0.jpg"]
 
 
 def test_skipped_files_beside_the_images_are_counted(tmp_path):
