@@ -20,20 +20,26 @@ from clip_train.metrics.run import DATA_WAIT, Run
 from clip_train.metrics.scores import Score, Scores, score_text
 from launcher.cli.arguments import add_help, path_or_url
 
-LOOK_SECONDS = 2.0  # between two refreshes, or four times the duration of one
-PIPED_WIDTH = 10_000  # characters: no line is cut for a program that reads it
+# between two refreshes; if a refresh takes long, four times its duration
+LOOK_SECONDS = 2.0
+# characters: no line is cut for a program that reads the output
+PIPED_WIDTH = 10_000
 BAR_WIDTH = 60  # characters
-NAME_WIDTH = 16  # characters of a data set's name that stay together
+# characters: the column of data sets' names never becomes narrower
+NAME_WIDTH = 16
 TITLES = {
     "loss": "loss", "lr": "learning rate", "logit_scale": "logit scale",
     "grad_norm": "gradient norm", "samples_per_second": "samples per second",
     "mfu": "MFU as if padded, %", "mfu_computed": "MFU computed, %",
     DATA_WAIT: "data wait, % of the step",
 }  # fmt: skip
-COLORS = {
-    "ok": "green", "warning": "yellow", "error": "red", "DONE": "green", "training": "green",
-    "silent": "red", "ended": "red", "PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red",
+# by the state of a run
+STATE_COLORS = {
+    "training": "green", "silent": "red", "ended": "red",
+    "DONE": "green", "PREEMPTED": "yellow", "FAILED": "red", "FATAL": "red",
 }  # fmt: skip
+# by the level of a note about its health
+LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,14 +87,15 @@ def run(runs: list[str], once: bool) -> int:
 
 
 def view(run: Run, console: Console) -> Iterator[RenderableType]:
-    """One run: progress, health, the latest numbers, scores, attempts, GPU-hours."""
-    head = Text.assemble((run.name, "bold"), "  ", (run.state, COLORS.get(run.state, "")))
+    """Show one run: progress, health, the latest numbers, scores, attempts, GPU-hours."""
+    head = Text.assemble((run.name, "bold"), "  ", (run.state, STATE_COLORS.get(run.state, "")))
     yield head.append(f"  {run.progress()}")
     if run.steps:
         bar = ProgressBar(total=run.steps, completed=run.step, width=BAR_WIDTH)
-        yield Columns([bar])  # the bar does not end its line
+        # the bar alone does not end its line
+        yield Columns([bar])
     for level, text in run.notes():
-        yield Text(f"{level}: {text}", style=COLORS[level])
+        yield Text(f"{level}: {text}", style=LEVEL_COLORS[level])
     table = Table(box=None, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in ("last", "recent", "first"):
@@ -107,20 +114,22 @@ def view(run: Run, console: Console) -> Iterator[RenderableType]:
     if run.scores.rows:
         yield Text(f"scores at step {run.scores.step:,}", style="dim")
         yield scores_within(run.scores, console)
-    for i, start in enumerate(run.starts, 1):
-        ended = f": {start['ended'][0]}, {start['ended'][1]}" if start["ended"] else ""
-        heading = f"attempt {i} from step {start['step']:,}, {start.get('time', '')}"
-        yield Text(heading + ended, style="dim")
+    for number, start in enumerate(run.starts, 1):
+        line = f"attempt {number} from step {start['step']:,}, {start.get('time', '')}"
+        if start["ended"]:
+            verdict, reason = start["ended"][:2]
+            line += f": {verdict}, {reason}"
+        yield Text(line, style="dim")
     if run.gpu_hours:
         yield Text(f"GPU-hours: {run.gpu_hours:,.1f}, lost: {run.gpu_hours_lost:,.1f}", style="dim")
 
 
 def scores_within(scores: Scores, console: Console) -> RenderableType:
-    """The table of scores, in the width of the console: the best value beside or below the last
-    one. If even that is too wide, a list."""
+    """Show the scores in the width of the console: as a table with the best value beside the last
+    one, or below it if that is too wide. If both are too wide, as a list."""
     unlimited = console.options.update_width(PIPED_WIDTH)
     for stacked in (False, True):
-        # names may be folded, numbers may not
+        # the width without names decides: names may be folded, numbers may not
         without_names = scores_table(scores, stacked=stacked, names=False)
         if Measurement.get(console, unlimited, without_names).maximum <= console.width:
             return scores_table(scores, stacked=stacked)
@@ -137,7 +146,11 @@ def scores_within(scores: Scores, console: Console) -> RenderableType:
 
 
 def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
-    """A row for each data set, a column for each score. stacked: the best value is below."""
+    """Make a table with a row for each data set and a column for each score.
+
+    stacked: the best value is below the last one, else beside it. names: false leaves the names of
+    the data sets empty.
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("best below" if stacked else "", overflow="fold", min_width=NAME_WIDTH)
     for title in scores.columns.values():
@@ -147,16 +160,23 @@ def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
         cells = []
         for metric in scores.columns:
             score = row.scores.get(metric)
-            last, best = ("-", "") if score is None else score_texts(score)
-            if best:
-                last += f"\n{best}" if stacked else f"  best {best}"
-            cells.append(last)
+            if score is None:
+                cells.append("-")
+                continue
+            last, best = score_texts(score)
+            if not best:
+                cells.append(last)
+            elif stacked:
+                cells.append(f"{last}\n{best}")
+            else:
+                cells.append(f"{last}  best {best}")
         table.add_row(Text(row.label if names else ""), *cells)
     return table
 
 
 def score_texts(score: Score) -> tuple[str, str]:
-    """The last value, and the best one with its step; nothing instead if there is only one."""
+    """Format the last value, and the best value with its step. The second text is empty if there is
+    only one value, or no best one."""
     last = score_text(score, score.last)
     if score.best is None or len(score.values) == 1:
         return last, ""
