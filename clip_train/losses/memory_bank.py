@@ -4,14 +4,14 @@ The global batch has `N` pairs, of which this rank holds `n`. The banks, one of 
 texts, have `M` past pairs, of which this rank computes `m = M / W`. S is the (N + M) x (N + M)
 matrix of scaled products, current pairs first. Only the current features have a gradient.
 
-    negatives  L = 1/(2N)     sum over the N current pairs i of  lse_i - S_ii + lse'_i - S_ii
-    contaccum  L = 1/(2(N+M)) sum over all N + M pairs i of      lse_i - S_ii + lse'_i - S_ii
+    negatives  L = 1/(2N)     sum over the N current pairs i of  (lse_i - S_ii) + (lse'_i - S_ii)
+    contaccum  L = 1/(2(N+M)) sum over all N + M pairs i of      (lse_i - S_ii) + (lse'_i - S_ii)
 
 lse_i and lse'_i are the log-sum-exps over all N + M entries of row i and of column i of S, in both
 modes. `contaccum` is the paper's loss: its past pairs are terms of the loss, too.
 
-A past copy of a sample is not a negative of it: an entry whose row and column have the same sample
-id is left out, unless both are current or it is a pair's own.
+A past copy of a sample is not a negative of it: entries off the diagonal whose row and column have
+the same sample id are left out, unless both are current.
 
 In addition to the exact loss, a rank needs 16 n M D flops with `negatives`, and 6 m M D more with
 `contaccum`.
