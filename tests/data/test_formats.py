@@ -66,7 +66,7 @@ def test_every_extension_is_read_in_shards_and_folders_of_classes(tmp_path):
     (batch,) = loader
     assert len(batch.keys) == len(WRITTEN) and not loader.invalid
     folder = ImageFolder.find(str(tmp_path / "classes"), "evaluate.zero_shot_data")
-    assert len(folder.files) == len(WRITTEN) and not folder.skipped.counts
+    assert len(folder.images) == len(WRITTEN) and not folder.skipped.counts
 
 
 def test_skipped_files_of_a_folder_are_counted_and_named(tmp_path, capsys):
