@@ -26,7 +26,7 @@ from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
 from clip_train.data.decode import Decoder, Stage, texts_of
 from clip_train.data.images import TrainTransform, own_augmentation
-from clip_train.data.index import ShardIndex, index_of, resume_data
+from clip_train.data.index import ORDER_START_KEY, ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
@@ -170,7 +170,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         """The state that a checkpoint stores in addition to its step, as JSON: see
         `resume_data`."""
         return {
-            "data_began": self._order_start,
+            ORDER_START_KEY: self._order_start,
             "shards": pack_rows(self.index.rows()),
             "order": self._keys,
         }
@@ -185,7 +185,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         UserError: the shards or their order have changed, or this loader has given a batch.
         """
         order_start = resume_data(
-            state, self.index, self._keys, changed_shards=False, changed_order=False
+            state, self.index, self._keys, allow_changed_shards=False, allow_changed_order=False
         ).order_start
         if self._pieces is not None or order_start != self._order_start:
             raise UserError(

@@ -109,9 +109,9 @@ def read_shard(
 class Files:
     """The shards of a source, as a loader's workers need them."""
 
-    counts: Sequence[int]
-    rows: SharedList  # `ShardIndex.shared`
-    first: int  # number of the source's first shard there
+    places: Sequence[int]  # of each shard, as `ShardEntry.places`
+    shared: SharedList  # `ShardIndex.shared`, of the shards of all sources
+    first: int  # the number of the source's first shard in it
     storage: StorageConfig
 
     @classmethod
@@ -119,8 +119,8 @@ class Files:
         cls, index: ShardIndex, storage: StorageConfig, start: int = 0, stop: int | None = None
     ) -> "Files":
         """Shards [start, stop) of an index, all of which are counted; None: to the last one."""
-        counts = [count or 0 for count in index.counts[start:stop]]
-        packed = array("I" if max(counts) < 1 << 32 else "Q", counts)
+        places = [number or 0 for number in index.places[start:stop]]
+        packed = array("I" if max(places) < 1 << 32 else "Q", places)
         return cls(packed, index.shared, start, storage)
 
 
@@ -142,7 +142,7 @@ class SegmentReader:
         """One item per sample of the segment; samples missing from the shard are invalid.
         DataError."""
         shard, start, stop = segment
-        url, entry = self.files.rows[self.files.first + shard]
+        url, entry = self.files.shared[self.files.first + shard]
         if url.startswith(SYNTHETIC):
             return [
                 {"__key__": f"{number:09d}", "__url__": url, "__shard__": self.files.first + shard}
@@ -173,7 +173,7 @@ class SegmentReader:
         items += [
             Invalid(MISSING, url, f"number {number}") for number in range(start + len(items), stop)
         ]
-        if not ended and stop == self.files.counts[shard]:
+        if not ended and stop == self.files.places[shard]:
             ended = True
             if next(self._samples, None) is not None:
                 _log.warning(
@@ -290,12 +290,12 @@ def count_missing(
     if together:
         ranks, rank = dist.world_size(), dist.rank()
     counts: dict[str, int] = {}
-    shards = zip(index.shards, index.counts, strict=True)
+    shards = zip(index.shards, index.places, strict=True)
     uncounted = dict.fromkeys(shard for shard, count in shards if count is None)
     while True:
         todo = [shard for shard in uncounted if shard not in counts]
         if not todo:
-            return index.with_sizes(counts)
+            return index.with_places(counts)
         if rank == 0 and counts:
             log(
                 f"counting samples: {len(counts)} of {len(counts) + len(todo)} shards are done; "
@@ -342,7 +342,7 @@ def make_order(
     sources, files = [], []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
         source_files = Files.of(index, storage, start, stop)
-        if not sum(source_files.counts):
+        if not sum(source_files.places):
             raise UserError(
                 f"data.train ({config.train}): found no samples in the {stop - start} shards of "
                 "a source"
@@ -350,7 +350,7 @@ def make_order(
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
         source_seed = hash64(seed, number, -4) if number else seed
         source = Source(
-            source_files.counts,
+            source_files.places,
             keys["data.lanes"],
             source_seed,
             block,

@@ -252,7 +252,7 @@ class ValLoader:
             shard_sizes: Sequence[int] = [len(self.files.files)]
         else:
             reader = SegmentReader(self.files, keep_open=True)
-            shard_sizes = self.files.counts
+            shard_sizes = self.files.places
         begin, end = share_of(sum(shard_sizes), self.rank, self.world_size)
         for shard, count in enumerate(shard_sizes):
             # samples [begin, end) of this shard and those behind it

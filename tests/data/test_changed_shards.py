@@ -49,7 +49,11 @@ def resume(state: dict, config: DataConfig, seed: int = 1, order: bool = False) 
     found = index_of(config.train, config.verify, StorageConfig())
     keys = order_keys(config, SIZES, seed)
     return resume_data(
-        state, found, keys, changed_shards=config.allow_changed_shards, changed_order=order
+        state,
+        found,
+        keys,
+        allow_changed_shards=config.allow_changed_shards,
+        allow_changed_order=order,
     )
 
 
