@@ -228,13 +228,13 @@ class ShardIndex:
     def rows(self) -> list[Row]:
         """The facts of each shard that a checkpoint stores, once all are counted."""
         return [
-            (redact(split_name(shard)[1]), digits, places or 0)
+            Row(redact(split_name(shard)[1]), digits, places or 0)
             for shard, digits, places in zip(self.shards, self.digits, self.places, strict=True)
         ]
 
     def fingerprint(self) -> str:
         """Differs between nodes that do not see the same shards."""
-        names = repr([row[:2] for row in self.rows()])
+        names = repr([(row.name, row.digits) for row in self.rows()])
         return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
@@ -339,7 +339,7 @@ def resume_data(
         notices.append(f"data.train: {shard_changes}")
     if notices:
         return ResumedData(index, state["step"], "; ".join(notices))
-    places = {shard: number for shard, (_, _, number) in zip(index.shards, rows, strict=True)}
+    places = {shard: row.places for shard, row in zip(index.shards, rows, strict=True)}
     return ResumedData(index.with_places(places), state[ORDER_START_KEY])
 
 
