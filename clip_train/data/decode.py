@@ -163,7 +163,7 @@ def captions(
     reasons: list[str] = []
     for name in names:
         try:
-            texts = captions_of(members, name)
+            texts = captions_of_name(members, name)
         except InvalidSample as e:
             reasons.append(str(e))
         else:
@@ -176,7 +176,7 @@ def captions(
     return usable
 
 
-def captions_of(members: Mapping[str, Any], name: str) -> list[str]:
+def captions_of_name(members: Mapping[str, Any], name: str) -> list[str]:
     """The usable captions of one name; [] if the sample has neither the member nor the key. Raises
     InvalidSample if its value cannot be used."""
     if name in members:

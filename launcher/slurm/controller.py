@@ -6,8 +6,14 @@ r"""The second half of the batch script: run the ranks of one attempt, and decid
 The batch script replaces its shell by this program (exec), on the job's first node. Slurm sends
 TERM to it and to the ranks (scancel, preemption); nothing is requeued afterwards. Only the ranks
 get USR1 (time limit near). This program decides by VERDICT and PROGRESS, and writes attempts.jsonl
-in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and
-left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
+in the run directory.
+
+Exit statuses:
+    0    done, requeued, or stopped by a STOP file
+    1    given up
+    2    a mistake of the user
+    75   preempted; the user submits the job again
+    143  ended by Slurm
 """
 
 from __future__ import annotations
@@ -116,8 +122,12 @@ class Controller:
         self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the batch job's exit status. OSError if the run directory cannot be written;
-        UserError if another job trains this run."""
+        """Returns the batch job's exit status.
+
+        Raises:
+            OSError: the run directory cannot be written.
+            UserError: another job trains this run.
+        """
         begin = self.history.unfinished()
         if begin is not None:
             self._check_not_running(str(begin.get("job", "")))
