@@ -59,7 +59,7 @@ from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.rendezvous import REDUCED_BYTES, ROOT, code_version
 from launcher.runtime.verdict import STOP_FILE, end_process
 from launcher.slurm.profile import load_site
-from launcher.slurm.scheduler import answer
+from launcher.slurm.scheduler import run_command
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, and the remedy
@@ -282,7 +282,7 @@ def check_shared_memory(needed: int = 1 << 30) -> Iterator[Finding]:
 
 def check_slurm() -> Iterator[Finding]:
     """Settings of the cluster that prevent a job from requeuing itself."""
-    shown = answer("scontrol", "show", "config")
+    shown = run_command("scontrol", "show", "config").output
     if not shown:
         if "SLURM_CONF" in os.environ:
             yield warning(
@@ -333,7 +333,7 @@ def check_recipe(config: RunConfig) -> Iterator[Finding]:
         f"{source.caption_start!r}",
     )
     yield warning_if(
-        bool(source.index.without) and config.data.verify != "off",
+        bool(source.index.unindexed) and config.data.verify != "off",
         "index",
         source.index.describe(),
         f"clip-train index '{config.data.train}'",
@@ -395,7 +395,7 @@ def count_transparent(shard: str) -> tuple[int, int]:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
-    if shutil.which("sbatch") is not None and answer("scontrol", "show", "config"):
+    if shutil.which("sbatch") is not None and run_command("scontrol", "show", "config").output:
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE
     if stop_file.exists():

@@ -376,8 +376,8 @@ def build_loader(
             resumed.state,
             index,
             order_keys(config.data, sizes, config.run.seed),
-            changed_shards=config.data.allow_changed_shards,
-            changed_order=config.checkpoint.allow_changed_recipe,
+            allow_changed_shards=config.data.allow_changed_shards,
+            allow_changed_order=config.checkpoint.allow_changed_recipe,
         )
         index, order_start = data.index, data.order_start
         if data.notice and dist.is_main():

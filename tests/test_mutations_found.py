@@ -15,7 +15,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, acquire
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.retention import WriterSettings
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message, Writer
 from clip_train.losses.info_nce import InfoNCE
@@ -87,8 +87,8 @@ def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: P
     memory.reserve(plan.num_bytes).result()
     memory.fill(plan)
     held, messages = acquire(LocalStorage(tmp_path)), queue.SimpleQueue[Message]()
-    policy = Policy(CheckpointConfig(), held, str(tmp_path))
-    writer = Writer(policy, memory.fd, messages.put)
+    settings = WriterSettings(CheckpointConfig(), held, str(tmp_path))
+    writer = Writer(settings, memory.fd, messages.put)
     writer.local = storage
     prefix = manifest.attempt_prefix(1, 2)
     writer.receive(SaveRequest(2, prefix, 1, 0, 1, plan.num_bytes, plan.fragments, {}))

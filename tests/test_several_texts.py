@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from clip_train.batch import plan_batch
 from clip_train.data.config import DataConfig
-from clip_train.data.decode import DRAWS, texts_of
+from clip_train.data.decode import SEED_BOUND, texts_of
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.engines.base import PlainEngine
@@ -35,7 +35,7 @@ N, CONTEXT, T, M = 13, 24, 2, 1  # samples, tokens, positives, hard negatives
 TEXT = {"context_length": CONTEXT, "vocab_size": 100, "width": 20, "heads": 2, "layers": 2}
 META = {"syn": ["s0", "s1", "s2"], "neg": ["n0", "n1"]}
 MEMBERS = {"txt": b"t", "json": json.dumps(META).encode()}
-HALF = DRAWS // 2
+HALF = SEED_BOUND // 2
 LR = 0.01
 
 
@@ -72,7 +72,8 @@ def test_lists_are_drawn_from_independently(key, count, negatives):
     members = lists(a=["a0", "a1", "a2"], b=["b0", "b1", "b2"], c=["c0", "c1", "c2"])
     seeds = random.Random(0)
     found = Counter(
-        tuple(texts_of(members, key, count, negatives, seeds.randrange(DRAWS))) for _ in range(5400)
+        tuple(texts_of(members, key, count, negatives, seeds.randrange(SEED_BOUND)))
+        for _ in range(5400)
     )
     combinations = 3 ** (count + len(negatives or {}))
     assert len(found) == combinations
@@ -85,7 +86,7 @@ def test_a_single_list_is_drawn_from_as_ever():
     """The order of data is a promise: a run that resumes draws what it drew."""
     several = [f"s{i}" for i in range(5)]
     members = {"txt": b"t", **lists(a=several, one=["o"])}
-    for draw in (0, 1, 7, DRAWS - 3):
+    for draw in (0, 1, 7, SEED_BOUND - 3):
         place = draw % 5
         assert texts_of(members, "a", 2, None, draw) == [f"s{(place + i) % 5}" for i in (0, 1)]
         assert texts_of(members, "txt", 1, {"a": 1}, draw) == ["t", f"s{place}"]
@@ -97,9 +98,9 @@ def test_each_name_of_a_mapping_is_drawn_from_by_the_same_draw():
     members = lists(a=["a0", "a1", "a2"], b=["b0", "b1", "b2"])
     seeds = random.Random(1)
     for _ in range(50):
-        draw = seeds.randrange(DRAWS)
-        name = "a" if draw < DRAWS // 2 else "b"
-        assert texts_of(members, {"a": 1, "b": 1}, draw=draw) == [f"{name}{draw % 3}"]
+        draw = seeds.randrange(SEED_BOUND)
+        name = "a" if draw < SEED_BOUND // 2 else "b"
+        assert texts_of(members, {"a": 1, "b": 1}, seed=draw) == [f"{name}{draw % 3}"]
 
 
 def test_a_sample_without_negatives_is_invalid():

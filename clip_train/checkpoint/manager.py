@@ -23,7 +23,7 @@ from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.process import WriterProcess
 from clip_train.checkpoint.restore import Log, Resumed, Stores, is_shared, select
-from clip_train.checkpoint.retention import ORPHAN_SECONDS, Policy, check_space
+from clip_train.checkpoint.retention import ORPHAN_SECONDS, WriterSettings, check_space
 from clip_train.checkpoint.snapshot import FilePlan, SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message
 from clip_train.errors import CheckpointError
@@ -94,7 +94,7 @@ class CheckpointManager:
         self._next_clock_step = 0  # the step at which the clock is read next
         self._deferred: int | None = None  # the step whose save is due and has not begun
         self._protect: set[CommitRef] = set()  # this run's checkpoint that was resumed from
-        self._policy: Policy | None = None  # once `begin` has taken a lease
+        self._writer_settings: WriterSettings | None = None  # once `begin` has taken a lease
         self._memory: SharedMemory | None = None
         self._writer: WriterProcess | None = None
         self._receiving = threading.RLock()  # `close` may come from another thread
@@ -146,7 +146,7 @@ class CheckpointManager:
 
         Once, after `resume`; `save` does it if need be. CheckpointError.
         """
-        if self._policy is not None:
+        if self._writer_settings is not None:
             return
         if self.remote is None:
             take_lease = partial(acquire, self.storage)
@@ -154,7 +154,7 @@ class CheckpointManager:
             take_lease = partial(acquire, self.remote, [self.storage])
         lease = dist.on_main(take_lease)
         self._memory = SharedMemory()
-        self._policy = Policy(
+        self._writer_settings = WriterSettings(
             self.config,
             lease,
             str(self.folder),
@@ -162,7 +162,7 @@ class CheckpointManager:
             self._protect,
             self._orphan_seconds,
         )
-        self._writer = dist.agreed(WriterProcess, self._policy, self._memory.fd)
+        self._writer = dist.agreed(WriterProcess, self._writer_settings, self._memory.fd)
 
     def prepare(
         self,
@@ -291,11 +291,11 @@ class CheckpointManager:
         self, step: int, make_plan: Callable[[], FilePlan], state: dict[str, Any]
     ) -> SaveRequest:
         """Copy this rank's state to the shared memory. CheckpointError, or any other error."""
-        assert self._memory is not None and self._policy is not None
+        assert self._memory is not None and self._writer_settings is not None
         if dist.is_main() and self._fatal is not None:
             raise CheckpointError(self._fatal)
         if self._writer is None:
-            self._writer = WriterProcess(self._policy, self._memory.fd)
+            self._writer = WriterProcess(self._writer_settings, self._memory.fd)
         if dist.is_main() and self._scores:
             values = {ref.name: value for ref, value in self._scores.items()}
             state = {**state, "keep_best": {"metric": self.config.keep_best, "values": values}}
@@ -304,7 +304,7 @@ class CheckpointManager:
         check_space(self.folder, num_files * plan.num_bytes)
         self._memory.reserve(plan.num_bytes, pin=plan.on_gpu).result()
         self._memory.fill(plan)
-        epoch = self._policy.lease.epoch
+        epoch = self._writer_settings.lease.epoch
         return SaveRequest(
             step=step,
             prefix=manifest.attempt_prefix(epoch, step, self._snapshots),
@@ -320,14 +320,14 @@ class CheckpointManager:
 
     def note_metrics(self, step: int, values: dict[str, float]) -> None:
         """Take the evaluation's results at `step`, for `checkpoint.keep_best`."""
-        if self.config.keep_best is None or self._policy is None:
+        if self.config.keep_best is None or self._writer_settings is None:
             return
         name = self.config.keep_best.removeprefix("-")
         if name not in values:
             known = ", ".join(sorted(values))
             self._log(f"checkpoint.keep_best ({name}): the evaluation has only {known}")
         elif math.isfinite(values[name]):
-            self._scores[CommitRef(self._policy.lease.epoch, step)] = values[name]
+            self._scores[CommitRef(self._writer_settings.lease.epoch, step)] = values[name]
 
     # -- results of saves
 
@@ -502,7 +502,7 @@ class CheckpointManager:
         """
         with self._receiving:
             self._finish_writer(seconds)
-            self._policy = None
+            self._writer_settings = None
         if free and self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -7,7 +7,7 @@ import sys
 from multiprocessing import Pipe
 
 from clip_train.checkpoint.commit import SaveRequest, error_text
-from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.retention import WriterSettings
 from clip_train.checkpoint.writer import Message
 from clip_train.errors import CheckpointError
 
@@ -20,7 +20,7 @@ class WriterProcess:
     memory_fd: the file descriptor of the snapshots' memory.
     """
 
-    def __init__(self, policy: Policy, memory_fd: int) -> None:
+    def __init__(self, settings: WriterSettings, memory_fd: int) -> None:
         """CheckpointError if no process can be started."""
         try:
             self._connection, child_end = Pipe()
@@ -40,9 +40,9 @@ class WriterProcess:
         except OSError as e:
             raise CheckpointError(f"no checkpoint writer can be started: {error_text(e)}") from e
         self.ended: str | None = None  # how the process has ended, once that is known
-        self.send(policy)
+        self.send(settings)
 
-    def send(self, message: Policy | SaveRequest | None) -> None:
+    def send(self, message: WriterSettings | SaveRequest | None) -> None:
         """A save, or None to finish. If the process has ended, `receive` finds out."""
         with contextlib.suppress(OSError):
             self._connection.send(message)

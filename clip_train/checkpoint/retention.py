@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from clip_train.checkpoint.commit import (
     NO_LEASE,
@@ -29,8 +30,8 @@ HEADROOM = 64 << 20  # bytes that must stay free beside a checkpoint, for manife
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What to keep, and where: the first message to a checkpoint writer."""
+class WriterSettings:
+    """What a checkpoint writer keeps, and where: the first message that it gets."""
 
     config: CheckpointConfig
     lease: Lease = NO_LEASE  # of this run's process
@@ -40,83 +41,116 @@ class Policy:
     orphan_seconds: float = ORPHAN_SECONDS
 
 
+class Attempt(NamedTuple):
+    """One save that was begun, whether it was committed or not."""
+
+    ref: CommitRef  # the marker that commits it
+    folder: str  # such as ckpt/s0000000300/e000002-3f9ac07d
+
+
 def commits_to_keep(
-    commits: list[CommitRef], policy: Policy, scores: dict[CommitRef, float]
+    commits: list[CommitRef], settings: WriterSettings, scores: dict[CommitRef, float]
 ) -> set[CommitRef]:
     """The checkpoints to keep; the next save removes the others. commits: newest first.
 
     scores: the evaluations of `keep_best` so far.
     """
-    config = policy.config
-    keep = set(commits[: config.keep_last]) | policy.protect
+    config = settings.config
+    keep = set(commits[: config.keep_last]) | settings.protect
     if config.keep_every is not None:
         keep |= {ref for ref in commits if ref.step % config.keep_every == 0}
     scored = [ref for ref in commits if ref in scores]
     if scored:
-        sign = -1 if (config.keep_best or "").startswith("-") else 1
+        sign = 1
+        if config.keep_best is not None and config.keep_best.startswith("-"):
+            # `keep_best: -image_to_text_median_rank` keeps the checkpoint with the lowest rank
+            sign = -1
         keep.add(max(scored, key=lambda ref: (sign * scores[ref], ref.step)))
     return keep
 
 
 def apply_retention(
     storage: Storage,
-    policy: Policy,
+    settings: WriterSettings,
     scores: dict[CommitRef, float],
     in_flight: Collection[str] = (),
 ) -> Failures:
     """Remove old checkpoints and orphans (attempts without a marker). Called by rank 0's checkpoint
     writer after a commit.
 
-    scores: as in `commits_to_keep`. in_flight: attempts that may still be committed in another
-    store, from their files here. Returns what could not be removed. OSError if nothing can be
-    listed, or if a remote store is down; FencedError.
-
     It removes the marker first and the data second, so a kill in between leaves an orphan, not a
     broken checkpoint. It never removes a checkpoint with a higher epoch than this writer's: another
     process may have taken the lease since this one read it.
+
+    Args:
+        scores: as in `commits_to_keep`.
+        in_flight: folders of attempts that may still be committed in another store, from their
+            files here.
+
+    Returns:
+        What could not be removed.
+
+    Raises:
+        OSError: nothing can be listed, or a remote store is down.
+        FencedError: another process has taken the lease.
     """
     commits = list_commits(storage)
     failures: Failures = {}
     if not commits:
         return failures
-    check_lease(storage, policy.lease)
-    keep = commits_to_keep(commits, policy, scores)
-    epoch = policy.lease.epoch
+    check_lease(storage, settings.lease)
+    keep = commits_to_keep(commits, settings, scores)
+    epoch = settings.lease.epoch
     removed = set()
     for ref in commits:
         if ref in keep or ref.epoch > epoch:
             continue
-        check_lease(storage, policy.lease)
+        check_lease(storage, settings.lease)
         with noting_failure(storage, ref.name, failures):
             storage.delete(ref.name)
             removed.add(ref)
-    newest = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
+    newest_step = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
     now = time.time()
     # by commit that is kept: the folder that its marker names; None if that cannot be read
-    named: dict[CommitRef, str | None] = dict.fromkeys(ref for ref in commits if ref in keep)
-    for ref in named:
-        with noting_failure(storage, ref.name, failures):
-            named[ref] = prefix_of(storage, ref)
-    for (ref, attempt), files in attempts(storage, failures).items():
-        # Pending: a successor or this process may still commit it. No rank still writes an attempt
-        # older than this process's newest commit, because each rank writes one save at a time.
-        pending = ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest)
-        if pending or attempt in in_flight or is_named(named, ref, attempt):
+    named_folders: dict[CommitRef, str | None] = {}
+    for ref in commits:
+        if ref in keep:
+            named_folders[ref] = None
+            with noting_failure(storage, ref.name, failures):
+                named_folders[ref] = prefix_of(storage, ref)
+    for attempt, files in attempts(storage, failures).items():
+        ref, folder = attempt
+        if is_pending(ref, epoch, newest_step) or folder in in_flight:
             continue
-        grace = 0.0 if ref.epoch == epoch else policy.orphan_seconds
+        if ref in named_folders and may_name(named_folders[ref], folder):
+            continue
+        grace = 0.0 if ref.epoch == epoch else settings.orphan_seconds
         modified = max(entry.modified for entry in files)
         if ref not in removed and now - modified < grace:
             continue
-        with noting_failure(storage, attempt, failures):
+        with noting_failure(storage, folder, failures):
             # a marker may have been written since the commits were listed
             if (
                 ref not in removed
                 and storage.exists(ref.name)
-                and is_named({ref: prefix_of(storage, ref)}, ref, attempt)
+                and may_name(prefix_of(storage, ref), folder)
             ):
                 continue
-            _remove(storage, attempt)
+            _remove(storage, folder)
     return failures
+
+
+def is_pending(ref: CommitRef, epoch: int, newest_step: int) -> bool:
+    """Whether a process may still write and commit an attempt of `ref`.
+
+    - A higher epoch is a successor's: it may commit.
+    - A lower epoch's process may not commit any more.
+    - In this process's own epoch, all ranks have finished each attempt older than the newest
+      commit, because a rank writes one save at a time.
+
+    epoch: of this process. newest_step: of its newest commit; -1 if it has none.
+    """
+    return ref.epoch > epoch or (ref.epoch == epoch and ref.step >= newest_step)
 
 
 @contextlib.contextmanager
@@ -135,55 +169,59 @@ def noting_failure(storage: Storage, name: str, failures: Failures) -> Iterator[
         failures[name] = error_text(e)
 
 
-def attempts(storage: Storage, failures: Failures) -> dict[tuple[CommitRef, str], list[Entry]]:
-    """The files of each attempt, by commit marker and folder. Includes attempts that are still
-    being written. failures: gets the folders on a disk that cannot be listed. OSError.
+def attempts(storage: Storage, failures: Failures) -> dict[Attempt, list[Entry]]:
+    """The files of each attempt, also of attempts that are still being written. Raises OSError.
+
+    failures: gets the folders on a disk that cannot be listed.
     """
-    files: dict[tuple[CommitRef, str], list[Entry]] = defaultdict(list)
+    files: dict[Attempt, list[Entry]] = defaultdict(list)
     entries: list[Entry] = []
     if isinstance(storage, LocalStorage):
         for parent in ("ckpt", f"{FETCHED}ckpt"):
-            for folder in sorted(storage.path(parent).glob("*/*")):
-                name = folder.relative_to(storage.root).as_posix()
+            for path in sorted(storage.path(parent).glob("*/*")):
+                name = path.relative_to(storage.root).as_posix()
                 with noting_failure(storage, name, failures):
                     entries += storage.list(name, unfinished=True)
     else:
         entries = storage.list("ckpt")
     for entry in entries:
-        attempt = "/".join(entry.name.removeprefix(FETCHED).split("/")[:3])
-        ref = parse_prefix(attempt)
+        # ckpt/s0000000300/e000002-3f9ac07d/rank00000.safetensors: the first three parts
+        parts = entry.name.removeprefix(FETCHED).split("/")
+        folder = "/".join(parts[:3])
+        ref = parse_prefix(folder)
         if ref is not None:
-            files[ref, attempt].append(entry)
+            files[Attempt(ref, folder)].append(entry)
     return files
 
 
-def is_named(named: dict[CommitRef, str | None], ref: CommitRef, attempt: str) -> bool:
-    """Whether a marker names the attempt. An unreadable marker (None) may name any attempt of its
-    step."""
-    return ref in named and named[ref] in (attempt, None)
+def may_name(named_folder: str | None, folder: str) -> bool:
+    """Whether a marker that names `named_folder` may mean `folder`. An unreadable marker (None) may
+    mean any attempt of its step."""
+    return named_folder is None or named_folder == folder
 
 
-def _remove(storage: Storage, attempt: str) -> None:
-    storage.delete_tree(attempt)
+def _remove(storage: Storage, folder: str) -> None:
+    storage.delete_tree(folder)
     if isinstance(storage, LocalStorage):
-        storage.delete_tree(FETCHED + attempt)
-        with contextlib.suppress(OSError):  # not empty: the step has another attempt
-            storage.path(attempt).parent.rmdir()
+        storage.delete_tree(FETCHED + folder)
+        # not empty if the step has another attempt
+        with contextlib.suppress(OSError):
+            storage.path(folder).parent.rmdir()
 
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> Failures:
     """On a disk that not all ranks share: remove the files that earlier processes (with a lower
     epoch) wrote or fetched. Returns what could not be removed."""
     failures: Failures = {}
-    for ref, attempt in attempts(storage, failures):
-        with noting_failure(storage, attempt, failures):
+    for ref, folder in attempts(storage, failures):
+        with noting_failure(storage, folder, failures):
             if ref.epoch < epoch and not storage.exists(ref.name):
-                _remove(storage, attempt)
+                _remove(storage, folder)
     return failures
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Make `folder`. CheckpointError if `needed` bytes do not fit on its disk."""
+    """Make `folder`. Raises CheckpointError if `needed` bytes do not fit on its disk."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if needed + HEADROOM > free:

@@ -36,7 +36,7 @@ from clip_train.checkpoint.commit import (
 from clip_train.checkpoint.manifest import BLOCK_BYTES, CommitRef, FileEntry
 from clip_train.checkpoint.retention import (
     Failures,
-    Policy,
+    WriterSettings,
     apply_retention,
     remove_leftovers,
 )
@@ -103,11 +103,13 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
 class Writer:
     """Writes one rank's saves. send: sends a message to the rank; called from any thread."""
 
-    def __init__(self, policy: Policy, memory_fd: int, send: Callable[[Message], None]) -> None:
-        self.policy = policy
-        self._timeout = 60 * policy.config.save_timeout_minutes  # seconds
-        self.local = LocalStorage(policy.folder)
-        remote = policy.config.remote
+    def __init__(
+        self, settings: WriterSettings, memory_fd: int, send: Callable[[Message], None]
+    ) -> None:
+        self.settings = settings
+        self._timeout = 60 * settings.config.save_timeout_minutes  # seconds
+        self.local = LocalStorage(settings.folder)
+        remote = settings.config.remote
         # uploads outlast an outage that is shorter than this
         patience = float(os.environ.get("CLIP_TRAIN_S3_PATIENCE_SECONDS", self._timeout))
         self.remote = open_storage(remote, patience_seconds=patience) if remote else None
@@ -140,7 +142,7 @@ class Writer:
     def _save_locally(self, request: SaveRequest) -> str | None:
         """Write a save to the local disk and, on rank 0 of a shared disk, commit it. Returns where
         it is committed; None: it is going to be uploaded."""
-        shared, local = self.policy.shared, self.local
+        shared, local = self.settings.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
         try:
             with local.writing(f"{request.prefix}/{name}") as part:
@@ -153,7 +155,7 @@ class Writer:
         url = ""
         if shared and request.rank == 0:
             try:
-                url = commit_checkpoint(local, request, self.policy.lease, self._timeout)
+                url = commit_checkpoint(local, request, self.settings.lease, self._timeout)
                 self._report(Event.LOCAL, url, request)
             except (OSError, CheckpointError) as e:
                 if self.remote is None or isinstance(e, (FencedError, SaveFailedError)):
@@ -184,7 +186,7 @@ class Writer:
         put_rank_manifest(self.remote, request)
         if request.rank > 0:
             return ""
-        return commit_checkpoint(self.remote, request, self.policy.lease, self._timeout)
+        return commit_checkpoint(self.remote, request, self.settings.lease, self._timeout)
 
     # -- results of saves
 
@@ -203,7 +205,7 @@ class Writer:
         text = job.result() if error is None else error_text(error)
         self._report(_EVENTS.get(type(error), Event.FAILED), text, request)
         self._active.discard(request.prefix)
-        if not self.policy.shared and request.entry is not None:
+        if not self.settings.shared and request.entry is not None:
             with contextlib.suppress(OSError):
                 path = self.local.path(f"{request.prefix}/{request.entry.name}")
                 path.unlink()
@@ -215,7 +217,7 @@ class Writer:
                 self._tidy(self.local, request.scores)  # uploaded files may now be removed
         elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
             # if the file was written, the save may still be committed locally
-            if self.policy.shared and request.entry is None:
+            if self.settings.shared and request.entry is None:
                 with contextlib.suppress(OSError):
                     put_rank_manifest(self.local, request, error)
             if self.remote is not None:
@@ -247,10 +249,10 @@ class Writer:
         try:
             with self._tidy_lock if is_local else contextlib.nullcontext():
                 failures: Failures = {}
-                if is_local and not self.policy.shared:
-                    failures = remove_leftovers(self.local, self.policy.lease.epoch)
+                if is_local and not self.settings.shared:
+                    failures = remove_leftovers(self.local, self.settings.lease.epoch)
                 elif scores is not None:
-                    failures = apply_retention(store, self.policy, scores, set(self._active))
+                    failures = apply_retention(store, self.settings, scores, set(self._active))
             new = sorted(failures.keys() - self._stuck.get(store.url, set()))
             self._stuck[store.url] = set(failures)
             if new:

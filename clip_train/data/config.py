@@ -463,9 +463,11 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
         )
     try:
         if config.reinforced is not None:
-            place, _ = decode.stored_augmentation(sample.members, 0)
+            augmentation = decode.stored_augmentation(sample.members, seed=0)
             if config.reinforced:
-                decode.stored_features(sample.members, place, [], sum(config.reinforced))
+                decode.stored_features(
+                    sample.members, augmentation.place, [], sum(config.reinforced)
+                )
         return sample.key, decode.usable_caption(
             sample, shard, caption_key, stages, config.inputs, config.negative_texts
         )

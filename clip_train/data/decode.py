@@ -4,6 +4,7 @@ reasons that make a sample invalid are here.
 
 import bisect
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -12,7 +13,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +34,12 @@ from clip_train.settings import import_path
 from clip_train.task import NO_ID, sample_id
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
-DRAWS = 1 << 63  # a sample's seed is below it
+SEED_BOUND = 1 << 63  # a sample's seed is in [0, SEED_BOUND)
+# the last argument of hash64 for the lists of texts: each use of a seed has another one
+TEXT_LISTS = -6
 # Members of a sample of a reinforced data set, as DataCompDR names them.
 AUGMENTATIONS, SYNTHETIC_TEXTS, FEATURES = "paug.json", "syn.json", "npz"
-MAX_FEATURE_BYTES = 1 << 26  # of a sample's teachers, once they are decompressed
+MAX_FEATURE_BYTES = 1 << 26  # of all arrays in a sample's .npz, once they are decompressed
 
 Stage = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 """A stage of webdataset's, such as webdataset.map(f): from samples to samples."""
@@ -50,17 +53,19 @@ class Decoder:
     """From the members of a training sample to its columns."""
 
     transform: TrainTransform
-    texts_of: Callable[..., list[str]]  # from a sample and `draw` to its `num_texts` texts
+    choose_texts: Callable[..., list[str]]  # from members and `seed` to `num_texts` texts
     num_texts: int  # T
     stages: Sequence[Stage | str] = ()  # or their import paths; each maps one sample to one or none
     layout: Sequence[Input] = ()  # of `data.inputs`
     groups: str | None = None  # as `loss.groups`
-    # of all teachers' stored features together; 0: they are not read; None: no augmentations either
-    stored_width: int | None = None
+    # images are augmented as stored with the sample, rather than by the seed
+    stored_augmentations: bool = False
+    # the width of all teachers' stored features together; 0: they are not read
+    stored_width: int = 0
     alpha: Alpha = "white"  # as `data.alpha`
 
     def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """One sample: for each column, a tensor, a number or a string. InvalidSample.
+        """One sample: for each column, a tensor, a number or a string. Raises InvalidSample.
 
         To give each sample another value, add an entry to this mapping, of one type and shape for
         all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
@@ -78,31 +83,38 @@ class Decoder:
             if self.groups is not None:
                 sample["ids"] = NO_ID
             return sample
-        # code of the user's own may draw random numbers
-        draws = bool(self.stages or self.layout)
-        with seeded(seed) if draws else contextlib.nullcontext():
+        # the user's own code may draw random numbers
+        runs_user_code = bool(self.stages or self.layout)
+        with seeded(seed) if runs_user_code else contextlib.nullcontext():
             if self.stages:
                 members = staged(members, self.stages)
+            augmentation = None
+            if self.stored_augmentations:
+                augmentation = stored_augmentation(members, seed)
+            image_of_members = functools.partial(self._image, seed=seed, augmentation=augmentation)
+            # the functions of `data.inputs` get one argument: "__seed__" gives them the seed too
             members = {**members, "__seed__": seed}
-            sample["images"] = own_inputs(members, self.layout, self._image)
-            texts = sample["texts"] = self.texts_of(members, draw=seed)
-            if self.stored_width:
-                place, _ = stored_augmentation(members, seed)
+            sample["images"] = own_inputs(members, self.layout, image_of_members)
+            texts = sample["texts"] = self.choose_texts(members, seed=seed)
+            if augmentation is not None and self.stored_width:
                 sample["teacher_features"] = stored_features(
-                    members, place, texts, self.stored_width
+                    members, augmentation.place, texts, self.stored_width
                 )
         if self.groups is not None:
             sample["ids"] = sample_id(group(members, texts[0], self.groups))
         return sample
 
-    def _image(self, members: Mapping[str, Any]) -> Tensor:
-        """uint8 [3, S, S]. InvalidSample."""
-        seed = members["__seed__"]
-        if self.stored_width is not None:
+    def _image(
+        self, members: Mapping[str, Any], seed: int, augmentation: "StoredAugmentation | None"
+    ) -> Tensor:
+        """uint8 [3, S, S]. Raises InvalidSample.
+
+        augmentation: the stored one to apply; None: one by the seed.
+        """
+        if augmentation is not None:
             with invalid_if_failing(AUGMENTATIONS):
-                _, augmentation = stored_augmentation(members, seed)
                 image = image_of(members, alpha=self.alpha)
-                return self.transform.stored(image, augmentation)
+                return self.transform.stored(image, augmentation.parameters)
         size = None
         divisor = 1
         if self.transform.scaled_decode:
@@ -113,7 +125,8 @@ class Decoder:
 
 
 def image_bytes(members: Mapping[str, Any]) -> Any:
-    """The image member's content, or the image decoded from it by a stage. InvalidSample."""
+    """The content of the image member: bytes, or the Pillow image or array that a stage has decoded
+    from them. Raises InvalidSample."""
     for extension in IMAGE_EXTENSIONS:
         if extension in members:
             if members[extension] is None:
@@ -132,7 +145,7 @@ def image_bytes(members: Mapping[str, Any]) -> Any:
 
 
 def image_of(members: Mapping[str, Any], divisor: int = 1, *, alpha: Alpha = "white") -> Tensor:
-    """The image of a sample, as `pixels.decode_image` gives it. InvalidSample."""
+    """The image of a sample, as `pixels.decode_image` gives it. Raises InvalidSample."""
     return decode_image(image_bytes(members), divisor, alpha=alpha)
 
 
@@ -141,34 +154,46 @@ def captions(
 ) -> dict[str, list[str]]:
     """The usable captions by name: the member of that name, or else that key of the `.json`.
 
-    A list of names gives only the first `count` that have any, a mapping all of them. InvalidSample
-    if there is none."""
+    A list of names gives only the first `count` that have any, a mapping all of them. Raises
+    InvalidSample if there is none, with the reason of the first name that has a value."""
     names = caption_key or ["txt"]
     if isinstance(names, str):
         names = [names]
     usable: dict[str, list[str]] = {}
-    reason = "no caption"
+    reasons: list[str] = []
     for name in names:
         try:
-            value = members.get(name)
-            if value is None and name in members:
-                raise InvalidSample("member is too large")
-            if name == SYNTHETIC_TEXTS and value is not None:
-                value = synthetic_texts(members)
-            elif value is None and name != "txt":
-                value = metadata(members, strict=True).get(key_of(name))
-                if is_missing(value) and not isinstance(value, str | list):
-                    value = None  # a blank text, or a list of them, is "caption is empty"
-            if value is not None:
-                usable[name] = _texts(value)
+            texts = captions_of_name(members, name)
         except InvalidSample as e:
-            if reason == "no caption":
-                reason = str(e)
+            reasons.append(str(e))
+        else:
+            if texts:
+                usable[name] = texts
         if len(usable) == count and not isinstance(caption_key, Mapping):
             break
     if not usable:
-        raise InvalidSample(reason)
+        raise InvalidSample(reasons[0] if reasons else "no caption")
     return usable
+
+
+def captions_of_name(members: Mapping[str, Any], name: str) -> list[str]:
+    """The usable captions of one name; [] if the sample has neither the member nor the key. Raises
+    InvalidSample if its value cannot be used."""
+    if name in members:
+        content = members[name]
+        # the reader gives None for a member that is too large
+        if content is None:
+            raise InvalidSample("member is too large")
+        if name == SYNTHETIC_TEXTS:
+            content = synthetic_texts(members)
+        return _texts(content)
+    if name == "txt":
+        return []
+    value = metadata(members, strict=True).get(key_of(name))
+    # a blank text, or a list of them, is not missing: `_texts` gives "caption is empty" for it
+    if is_missing(value) and not isinstance(value, str | list):
+        return []
+    return _texts(value)
 
 
 def texts_of(
@@ -176,51 +201,81 @@ def texts_of(
     caption_key: CaptionKey,
     count: int = 1,
     negatives: Mapping[str, int] | None = None,
-    draw: int = 0,
+    seed: int = 0,
 ) -> list[str]:
-    """`count` of the `captions`, then of each name in `negatives` so many texts. InvalidSample.
+    """`count` of the `captions`, then of each name in `negatives` so many texts. Raises
+    InvalidSample.
 
-    draw: uniform in [0, DRAWS), where 0 gives the first ones. The names take turns. A mapping
-    begins with the name that is drawn by its weight, among the names that the sample has. A name
-    gives one of its captions by a draw of its own, then the next ones. Too few captions repeat.
+    seed: of the sample, uniform in [0, SEED_BOUND); 0 gives the first captions.
+
+    Examples, for a sample with the captions {"txt": ["t"], "syn": ["s0", "s1", "s2"]}:
+
+    - Names take turns, each with its next caption; the seed chooses a name's first one. Too few
+      captions repeat. ["txt", "syn"], count 5 and a seed that chooses s1: t s1 t s2 t.
+    - A mapping begins with a name that the seed chooses by weight, among the names that the sample
+      has. {"txt": 1, "syn": 3}, count 2: s0 t in 3 of 4 cases, t s0 in the others (if the seed also
+      chooses s0).
+    - `negatives` {"syn": 2} adds two captions in a row, such as s2 s0. Their first one is chosen
+      independently of those above.
     """
     usable = captions(members, caption_key, count)
-    lists, first = [*usable.values()], 0
+    positives = list(usable.values())
     if isinstance(caption_key, Mapping):
-        ends = list(itertools.accumulate(caption_key[name] for name in usable))
-        first = bisect.bisect_right(ends[:-1], draw / DRAWS * ends[-1])
-    lists = [*lists[first:], *lists[:first]][:count]
-    positive = len(lists)
+        first = chosen_by_weight([caption_key[name] for name in usable], seed)
+        positives = [*positives[first:], *positives[:first]]
+    positives = positives[:count]
+    negative_lists: list[list[str]] = []
     for name in negatives or {}:
         try:
-            lists += captions(members, name).values()
+            negative_lists += captions(members, name).values()
         except InvalidSample as e:
             raise InvalidSample(f"data.negative_texts.{name}: {e}") from e
-    draws = draws_of(lists, draw)
-    turns = [(t % positive, t // positive) for t in range(count)]
-    for number, more in enumerate((negatives or {}).values(), positive):
-        turns += [(number, t) for t in range(more)]
-    return [lists[n][(draws[n] + t) % len(lists[n])] for n, t in turns]
+    offsets = offsets_of([*positives, *negative_lists], seed)
+    chosen: list[str] = []
+    for place in range(count):
+        turn, number = divmod(place, len(positives))
+        chosen.append(_at(positives[number], offsets[number] + turn))
+    negative_offsets = offsets[len(positives) :]
+    sizes = (negatives or {}).values()
+    for texts, offset, size in zip(negative_lists, negative_offsets, sizes, strict=True):
+        chosen += [_at(texts, offset + place) for place in range(size)]
+    return chosen
 
 
-def draws_of(lists: Sequence[Sequence[str]], draw: int) -> list[int]:
-    """A draw for each list of texts. The first list with several texts gets `draw` itself, each
-    other one an independent number, so that all pairs of their texts occur."""
-    draws: list[int] = []
+def chosen_by_weight(weights: Sequence[float], seed: int) -> int:
+    """The place of one of the weights, chosen with a probability proportional to it."""
+    ends = list(itertools.accumulate(weights))
+    # the inverse of the cumulative distribution
+    return bisect.bisect_right(ends[:-1], seed / SEED_BOUND * ends[-1])
+
+
+def offsets_of(lists: Sequence[Sequence[str]], seed: int) -> list[int]:
+    """For each list of texts, a number whose remainder by the list's length is the place of its
+    first text.
+
+    The first list with several texts gets the seed itself, each other one an independent number, so
+    that all pairs of their texts occur. Seed 0 gives 0 for all.
+    """
+    offsets: list[int] = []
     is_used = False
     for number, texts in enumerate(lists):
-        own = draw
-        if is_used and draw:
-            own = hash64(draw, number, -6)
-        draws.append(own)
+        offset = seed
+        if is_used and seed:
+            offset = hash64(seed, number, TEXT_LISTS)
+        offsets.append(offset)
         is_used = is_used or len(texts) > 1
-    return draws
+    return offsets
+
+
+def _at(texts: Sequence[str], place: int) -> str:
+    """The text at a place, where the first text follows the last one."""
+    return texts[place % len(texts)]
 
 
 def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
     """The name of a sample's group by `loss.groups`; None: it is of no group.
 
-    caption: the one that was drawn. Its case and its blanks do not distinguish groups.
+    caption: the sample's first text. Its case and its blanks do not distinguish groups.
     """
     if groups == "caption":
         return " ".join(caption.lower().split())
@@ -229,8 +284,8 @@ def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
 
 
 def _texts(value: Any) -> list[str]:
-    """The usable captions among a member's or a key's value, or a list of them. InvalidSample if
-    there is none."""
+    """The usable captions among a member's or a key's value, or a list of them. Raises
+    InvalidSample if there is none."""
     texts: list[str] = []
     reason = "caption is empty"
     for content in value if isinstance(value, list) else [value]:
@@ -255,20 +310,27 @@ def _texts(value: Any) -> list[str]:
 
 def synthetic_texts(members: Mapping[str, Any]) -> list[Any]:
     """The captions that a model wrote, of all `syn_text` lists of the `.syn.json`; [] without one.
-    InvalidSample."""
+    Raises InvalidSample."""
     with invalid_if_failing(SYNTHETIC_TEXTS):
         lists = json.loads(members.get(SYNTHETIC_TEXTS, b"{}"))
         return [text for key in lists if key.startswith("syn_text") for text in lists[key]]
 
 
-def stored_augmentation(members: Mapping[str, Any], seed: int) -> tuple[int, list[Any]]:
-    """One of the stored augmentations, by the seed: its place among them, and its parameters as
-    `TrainTransform.stored` takes them. InvalidSample."""
+class StoredAugmentation(NamedTuple):
+    """One of the augmentations that are stored with a sample."""
+
+    place: int  # among them, from 0
+    parameters: list[Any]  # as `TrainTransform.stored` takes them
+
+
+def stored_augmentation(members: Mapping[str, Any], seed: int) -> StoredAugmentation:
+    """One of the stored augmentations, by the seed. Raises InvalidSample."""
     with invalid_if_failing(AUGMENTATIONS):
         stored = json.loads(members[AUGMENTATIONS])["param_aug"]
+        # DataCompDR stores a JSON text inside the JSON
         choices = json.loads(stored) if isinstance(stored, str) else stored
         place = random.Random(seed).randrange(len(choices))
-        return place, choices[place]
+        return StoredAugmentation(place, choices[place])
 
 
 def stored_features(
@@ -276,9 +338,16 @@ def stored_features(
 ) -> Tensor:
     """float32 [(1 + T) width]: of the image under the augmentation at `place`, and of T texts.
 
-    The `.npz` has `image_emb` [A, width] and `text_emb` [1 + S, width], of the `.txt` and the S
-    synthetic texts, or only of the first, and those of a list `syn_text` are `syn_text_emb`.
-    InvalidSample. UserError where they are a pickle.
+    The `.npz` has `image_emb` [A, width], one row for each of A stored augmentations. The features
+    of the texts are in one of two layouts:
+
+    - `text_emb` [1 + S, width]: of the `.txt`, then of the S synthetic texts;
+    - `text_emb` [1, width] of the `.txt`, and an array for each list of synthetic texts:
+      `syn_text_emb` has those of `syn_text`.
+
+    Raises:
+        InvalidSample: the features are missing, or do not have this width.
+        UserError: they are a pickle.
     """
     if "pth.gz" in members and FEATURES not in members:
         raise UserError(
@@ -289,14 +358,19 @@ def stored_features(
     synthetic = synthetic_texts(members)
     with invalid_if_failing(FEATURES):
         data = io.BytesIO(members[FEATURES])
-        sizes = [array.file_size for array in zipfile.ZipFile(data).infolist()]  # decompressed
-        if sum(sizes) > MAX_FEATURE_BYTES:
+        decompressed_sizes = [array.file_size for array in zipfile.ZipFile(data).infolist()]
+        if sum(decompressed_sizes) > MAX_FEATURE_BYTES:
             raise InvalidSample("npz is too large")
         arrays = np.load(data, allow_pickle=False)
-        more = [arrays[name] for name in arrays.files if re.fullmatch("syn_text.*_emb", name)]
-        of_texts = np.concatenate([arrays["text_emb"], *more])
-        known = [*_texts(members["txt"]), *synthetic]
-        rows = [arrays["image_emb"][place], *(of_texts[known.index(text)] for text in texts)]
+        text_rows = [arrays["text_emb"]]
+        for name in arrays.files:
+            if re.fullmatch("syn_text.*_emb", name):
+                text_rows.append(arrays[name])
+        text_features = np.concatenate(text_rows)
+        stored_texts = [*_texts(members["txt"]), *synthetic]
+        rows = [arrays["image_emb"][place]]
+        for text in texts:
+            rows.append(text_features[stored_texts.index(text)])
         features = np.concatenate(rows).astype(np.float32)
     if features.shape != ((1 + len(texts)) * width,) or not np.isfinite(features).all():
         raise InvalidSample(f"npz: not {width} finite features")
@@ -312,23 +386,24 @@ def usable_caption(
     negatives: Mapping[str, int] | None = None,
 ) -> str:
     """The caption of a sample that can be used, as far as one can see without decoding its image.
+    Raises InvalidSample.
 
     shard: its path or URL. stages, inputs, negatives: as `data.stages`, `data.inputs` and
-    `data.negative_texts`; they run.
-    InvalidSample.
+    `data.negative_texts`. The stages and the functions of the inputs are called.
     """
     if sample.duplicate:
         raise InvalidSample("duplicate key")
     members = with_captions(sample.members, shard)
-    fields = {**members, "__key__": sample.key, "__seed__": 0}
+    members = {**members, "__key__": sample.key, "__seed__": 0}
     if stages:
-        fields = staged(fields, stages)
-    layout = [own for own in layout_of(inputs, 1) if own.path != IMAGE]
+        members = staged(members, stages)
+    # the image is not decoded here, so its size does not matter
+    layout = [own for own in layout_of(inputs, image_size=1) if own.path != IMAGE]
     if layout:
-        own_inputs(fields, layout, image_bytes)
+        own_inputs(members, layout, image_bytes)
     else:
-        image_bytes(fields)
-    return texts_of(fields, caption_key, negatives=negatives)[0]
+        image_bytes(members)
+    return texts_of(members, caption_key, negatives=negatives)[0]
 
 
 @contextlib.contextmanager
@@ -344,13 +419,17 @@ def invalid_if_failing(what: str) -> Iterator[None]:
 
 def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[str, Any]:
     """A sample after the user's stages, or their import paths, each of which gets it alone.
-    InvalidSample where a stage fails, or gives nothing; UserError where it gives several."""
-    fields = dict(members)
+
+    Raises:
+        InvalidSample: a stage fails, or gives nothing.
+        UserError: a stage gives several samples.
+    """
+    staged_members = dict(members)
     for stage in stages:
         what = stage if isinstance(stage, str) else getattr(stage, "__name__", "a stage")
         with invalid_if_failing(f"data.stages ({what})"):
             call = import_path("data.stages", stage) if isinstance(stage, str) else stage
-            results = [dict(result) for result in call([fields])]
+            results = [dict(result) for result in call([staged_members])]
         if not results:
             raise InvalidSample(f"data.stages ({what}) dropped it")
         if len(results) > 1:
@@ -358,25 +437,34 @@ def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[st
                 f"data.stages ({what}) must map one sample to one, and made {len(results)} of "
                 f"{members['__key__']}; its place in the order is one"
             )
-        fields = results[0]
-    return fields
+        staged_members = results[0]
+    return staged_members
 
 
 def own_inputs(
-    fields: Mapping[str, Any], layout: Sequence[Input], image: Callable[[Mapping[str, Any]], Tensor]
+    members: Mapping[str, Any],
+    layout: Sequence[Input],
+    image: Callable[[Mapping[str, Any]], Tensor],
 ) -> Tensor:
-    """The row of a sample, uint8 [B]: what `data.inputs` names. Without a layout: `image(fields)`.
-    InvalidSample, UserError."""
+    """The row of a sample, uint8 [B]: the inputs that `data.inputs` names. Without a layout:
+    `image(members)`.
+
+    Raises:
+        InvalidSample: a function fails, or returns another shape or dtype than it declares.
+        UserError: a function cannot be imported.
+    """
     if not layout:
-        return image(fields)
+        return image(members)
     parts = []
     for own in layout:
         key = f"data.inputs.{own.name}"
         with invalid_if_failing(key):
-            call = image if own.path == IMAGE else import_path(key, own.path)
-            value = call(fields)
+            function = image if own.path == IMAGE else import_path(key, own.path)
+            value = function(members)
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         if (tensor.shape, tensor.dtype) != (own.shape, getattr(torch, own.dtype)):
+            # Invalid samples are counted by their message, which is the same for all. The check of
+            # the first sample prints the cause as well.
             cause = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
             raise InvalidSample(f"{key}: not {own.dtype} {list(own.shape)}") from cause
         parts.append(tensor.contiguous().flatten().view(torch.uint8))

@@ -7,6 +7,7 @@ checksum of every block. Remote shards are verified by it while they are read.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -39,11 +40,21 @@ FORMAT = "clip-train index 2"
 OFFSET_EVERY = 64  # samples
 READS = 3  # of an index that seems damaged
 DIGITS = 16  # of a shard's sha256, by which lists of shards are compared
+# The key of a checkpoint's JSON that holds `order_start`: the step at which the order of data starts.
+ORDER_START_KEY = "data_began"
+# The groups of `_LINE` that are the entry's pairs of key and value, in the order of sorted keys.
+SORTED_PAIRS = ("block_bytes", "blocks", "bytes", "damage", "offsets", "samples", "sha256")
 # a shard's line of an index, as `to_bytes` writes it
 _LINE = re.compile(
-    rb' ("(?:[^"\\]|\\.)*"): \{("samples": (\d+)), ("bytes": \d+), ("sha256": "(\w+)"), '
-    rb'("block_bytes": \d+), ("blocks": "\w*"), ("damage": (?:(null)|"(?:[^"\\]|\\.)*")), '
-    rb'("offsets": \[[\d, ]*\])\},?\n'
+    rb' (?P<name>"(?:[^"\\]|\\.)*"): \{'
+    rb'(?P<samples>"samples": (?P<num_samples>\d+)), '
+    rb'(?P<bytes>"bytes": \d+), '
+    rb'(?P<sha256>"sha256": "(?P<digits>\w+)"), '
+    rb'(?P<block_bytes>"block_bytes": \d+), '
+    rb'(?P<blocks>"blocks": "\w*"), '
+    rb'(?P<damage>"damage": (?:(?P<no_damage>null)|"(?:[^"\\]|\\.)*")), '
+    rb'(?P<offsets>"offsets": \[[\d, ]*\])'
+    rb"\},?\n"
 )
 
 
@@ -54,8 +65,9 @@ class ShardEntry:
     samples: int  # in the archive, usable or not
     sha256: str  # of the whole file
     checksums: Checksums
-    damage: str | None = None  # of the archive, as it was indexed: all behind it is lost
-    # bytes: where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins
+    # what is wrong with the archive, and where; the samples behind it cannot be read
+    damage: str | None = None
+    # where sample OFFSET_EVERY, 2 OFFSET_EVERY, ... begins, in bytes
     offsets: array[int] = field(default_factory=partial(array, "Q"))
 
     @property
@@ -65,8 +77,8 @@ class ShardEntry:
 
 
 class IndexLine(NamedTuple):
-    """A shard's line of an index. It unpickles as its entry, because a process needs only a few
-    entries."""
+    """A shard's line of an index, which is not parsed yet. Unpickling one gives its `ShardEntry`: a
+    process needs only a few entries."""
 
     line: bytes
     places: int  # as `ShardEntry.places`
@@ -88,47 +100,68 @@ def entry_of(line: bytes) -> ShardEntry:
     )
 
 
+class Address(NamedTuple):
+    """Where other processes of this node and user find a `SharedList`."""
+
+    path: str  # such as /proc/1234/fd/5
+    name: str  # of the memory behind the path; no other memory has it
+
+
 class SharedList:
     """Objects in memory that the processes of a node share. Each process maps it, and unpickles an
-    object when it asks for it.
+    object when it asks for it. A header is stored in addition to them.
 
-    Pickled as a path under /proc: whoever pickles it must live until it is unpickled.
+    The memory has three parts:
+    - the objects, and then the header: each pickled;
+    - where each of these begins, and where the last one ends: uint64, in bytes;
+    - the number of objects, the header included: one uint64.
+
+    Pickled as a path under /proc: the process that pickles it must live until it is unpickled.
     """
 
     def __init__(self, path: str) -> None:
-        """OSError where this process cannot open it, as in another container."""
+        """Raises OSError where this process cannot open it, as in another container."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
         (number,) = self._bytes[-8:].cast("Q")
-        # where each object begins, and the end of the last one
         self._edges = self._bytes[-8 * (number + 2) : -8].cast("Q")
 
     @classmethod
-    def of(cls, objects: Iterable[Any]) -> SharedList:
+    def of(cls, objects: Iterable[Any], header: Any) -> SharedList:
         with open(os.memfd_create(f"clip-train-index-{secrets.token_hex(8)}"), "wb") as file:
             edges = array("Q", [0])
-            for item in objects:
+            for item in itertools.chain(objects, [header]):
                 file.write(pickle.dumps(item))
                 edges.append(file.tell())
-            edges.append(len(edges) - 1)
+            number = len(edges) - 1
             edges.tofile(file)
+            array("Q", [number]).tofile(file)
             file.flush()
             return cls(f"/proc/self/fd/{file.fileno()}")
 
     @property
-    def address(self) -> tuple[str, str]:
-        """The path at which other processes of this user open it, and a name unique to it."""
+    def address(self) -> Address:
         path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        return path, os.readlink(path)
+        return Address(path, os.readlink(path))
+
+    @property
+    def header(self) -> Any:
+        return self._unpickled(len(self))
 
     def __reduce__(self) -> tuple[type[SharedList], tuple[str]]:
-        return SharedList, self.address[:1]
+        return SharedList, (self.address.path,)
 
     def __len__(self) -> int:
-        return len(self._edges) - 1
+        """Of the objects, without the header."""
+        return len(self._edges) - 2
 
     def __getitem__(self, number: int) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self._unpickled(number)
+
+    def _unpickled(self, number: int) -> Any:
         return pickle.loads(self._bytes[self._edges[number] : self._edges[number + 1]])
 
 
@@ -137,10 +170,11 @@ class ShardIndex:
     """A list of shards, with the known facts about each, in their order."""
 
     shards: Sequence[str]
-    counts: Sequence[int | None]  # samples; None: not known
+    places: Sequence[int | None]  # of each shard, as `ShardEntry.places`; None: not counted
     digits: Sequence[str]  # the first DIGITS of the sha256 in an index; "": in no index
     sources: tuple[int, ...]  # shards of each source that `::` joins; (): there is one
-    # for other processes: (path or URL, its entry or None) of each shard, then the fields above
+    # For other processes: (path or URL, its entry or None) of each shard, and as header the fields
+    # above as `of` found them.
     shared: SharedList
 
     @classmethod
@@ -152,23 +186,24 @@ class ShardIndex:
     ) -> ShardIndex:
         """entries: by path or URL."""
         known = [(shard, (entries or {}).get(shard)) for shard in shards]
-        counts = [entry.places if entry else synthetic_size(shard) for shard, entry in known]
+        places = [entry.places if entry else synthetic_size(shard) for shard, entry in known]
         digits = [entry.sha256[:DIGITS] if entry else "" for _, entry in known]
-        shared = SharedList.of([*known, (shards, counts, digits, sources)])
-        return cls(shards, counts, digits, sources, shared)
+        shared = SharedList.of(known, header=(shards, places, digits, sources))
+        return cls(shards, places, digits, sources, shared)
 
     @classmethod
-    def opened(cls, path: str, name: str) -> ShardIndex:
-        """The index that another process of this node has shared, by its list's path and name.
-        OSError if this process cannot open it."""
-        shared = SharedList(path)
-        if shared.address[1] != name:
-            raise OSError(f"{path} is {shared.address[1]}, not {name}")
-        shards, counts, digits, sources = shared[len(shared) - 1]
-        return cls(shards, counts, digits, sources, shared)
+    def opened(cls, address: Address) -> ShardIndex:
+        """The index that another process of this node has shared. Raises OSError if this process
+        cannot open it."""
+        shared = SharedList(address.path)
+        # in another container, the path may lead to another file
+        if shared.address.name != address.name:
+            raise OSError(f"{address.path} is {shared.address.name}, not {address.name}")
+        shards, places, digits, sources = shared.header
+        return cls(shards, places, digits, sources, shared)
 
     @property
-    def without(self) -> list[str]:
+    def unindexed(self) -> list[str]:
         """The shards that are in no index."""
         return [
             shard
@@ -176,37 +211,39 @@ class ShardIndex:
             if not digits and synthetic_size(shard) is None
         ]
 
-    def with_sizes(self, sizes: Mapping[str, int]) -> ShardIndex:
-        """The same index with these counts; sizes: samples by path or URL."""
-        counts = [
-            sizes.get(shard, count) for shard, count in zip(self.shards, self.counts, strict=True)
+    def with_places(self, counted: Mapping[str, int]) -> ShardIndex:
+        """The same index with these numbers of places, by path or URL."""
+        places = [
+            counted.get(shard, known) for shard, known in zip(self.shards, self.places, strict=True)
         ]
-        return replace(self, counts=counts)
+        # `shared` keeps the old numbers in its header. Only `opened` reads that, and each node
+        # opens an index before the shards without a number are counted.
+        return replace(self, places=places)
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in one epoch; None if not all shards are counted."""
-        return None if None in self.counts else sum(filter(None, self.counts))
+        """Places in one epoch; None if not all shards are counted."""
+        return None if None in self.places else sum(filter(None, self.places))
 
     def rows(self) -> list[Row]:
         """The facts of each shard that a checkpoint stores, once all are counted."""
         return [
-            (redact(split_name(shard)[1]), digits, count or 0)
-            for shard, digits, count in zip(self.shards, self.digits, self.counts, strict=True)
+            Row(redact(split_name(shard)[1]), digits, places or 0)
+            for shard, digits, places in zip(self.shards, self.digits, self.places, strict=True)
         ]
 
     def fingerprint(self) -> str:
         """Differs between nodes that do not see the same shards."""
-        names = repr([row[:2] for row in self.rows()])
+        names = repr([(row.name, row.digits) for row in self.rows()])
         return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
         """A line for the log about the index, or about missing ones."""
         text = f"{len(self.shards)} shards, all indexed"
-        if self.without:
+        if self.unindexed:
             text = (
-                f"{len(self.without)} of {len(self.shards)} shards have no index (the first is "
-                f"{self.without[0]}): flipped bytes and replaced shards go unseen; `clip-train "
+                f"{len(self.unindexed)} of {len(self.shards)} shards have no index (the first is "
+                f"{self.unindexed[0]}): flipped bytes and replaced shards go unseen; `clip-train "
                 "index` makes one"
             )
         elif not any(self.digits):
@@ -219,8 +256,8 @@ class ShardIndex:
 def index_of(
     spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
 ) -> ShardIndex:
-    """The shards that `spec` names, with the known facts about them. UserError as in `expand` and
-    `look_up`."""
+    """The shards that `spec` names, with the known facts about them. Raises UserError as `expand`
+    and `look_up`."""
     return look_up(expand(spec, field), verify, storage)
 
 
@@ -250,11 +287,11 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
 
 @dataclass(frozen=True)
 class ResumedData:
-    """Where the data of a resumed run begins."""
+    """The data of a resumed run."""
 
-    index: ShardIndex  # with the counts that the order was made of
-    order_start: int  # step
-    notice: str = ""  # why it starts over
+    index: ShardIndex  # with the places that the order was made of
+    order_start: int  # the step at which the order of data starts
+    notice: str = ""  # the changes for which it starts over at this step; "": none
 
 
 def resume_data(
@@ -262,18 +299,18 @@ def resume_data(
     index: ShardIndex,
     keys: Mapping[str, Any],
     *,
-    changed_shards: bool,
-    changed_order: bool,
+    allow_changed_shards: bool,
+    allow_changed_order: bool,
 ) -> ResumedData:
-    """The data of a run that resumes from a checkpoint: at the same position, or anew if a change
-    is allowed.
+    """The data of a run that resumes from a checkpoint. It continues at the same position, or
+    starts over if something changed and the change is allowed.
 
     Args:
         state: the checkpoint's, with `TrainLoader.state` in it.
         index: of `data.train` now; need not be counted.
         keys: `order_keys` of the recipe now.
-        changed_shards: the list of shards may have changed.
-        changed_order: anything else may have changed as well.
+        allow_changed_shards: start over if the list of shards has changed, rather than raise.
+        allow_changed_order: the same for any change, of `keys` or of the list.
 
     Raises:
         UserError: a change that is not allowed, with the old and the new value.
@@ -285,14 +322,14 @@ def resume_data(
         for key, value in keys.items()
         if saved_keys.get(key) != value
     ]
-    if notices and not changed_order:
+    if notices and not allow_changed_order:
         raise UserError(
             f"the data order differs from the checkpoint's: {'; '.join(notices)}. Restore "
             "it, or set checkpoint.allow_changed_recipe=true to continue with the weights and "
             "begin the data anew"
         )
     shard_changes = describe_changes(rows, index.rows())
-    if shard_changes and not (changed_shards or changed_order):
+    if shard_changes and not (allow_changed_shards or allow_changed_order):
         raise UserError(
             "data.train is not the list of shards that the checkpoint was written with: "
             f"{shard_changes}. Restore it, or set data.allow_changed_shards=true to begin the "
@@ -302,12 +339,13 @@ def resume_data(
         notices.append(f"data.train: {shard_changes}")
     if notices:
         return ResumedData(index, state["step"], "; ".join(notices))
-    sizes = {shard: count for shard, (_, _, count) in zip(index.shards, rows, strict=True)}
-    return ResumedData(index.with_sizes(sizes), state["data_began"])
+    places = {shard: row.places for shard, row in zip(index.shards, rows, strict=True)}
+    return ResumedData(index.with_places(places), state[ORDER_START_KEY])
 
 
 def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
-    """The entries of a folder's index by the shards' names; {} if there is none. UserError."""
+    """The entries of a folder's index by the shards' names; {} if there is none. Raises
+    UserError."""
     url = folder + INDEX_NAME
     damage: Exception | None = None
     for _ in range(READS):  # bits may flip in transit
@@ -331,8 +369,8 @@ def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
 def parse(data: bytes) -> dict[str, IndexLine]:
     """The lines of an index by the shards' names.
 
-    They are not parsed as JSON, which would take four times as long. ValueError, LookupError or
-    TypeError for anything but a whole index as `to_bytes` writes it.
+    They are not parsed as JSON, which would take four times as long. Raises ValueError, LookupError
+    or TypeError for anything but a whole index as `to_bytes` writes it.
     """
     lines = data.splitlines(keepends=True)
     content = json.loads(lines[0] + lines[-1])
@@ -344,11 +382,13 @@ def parse(data: bytes) -> dict[str, IndexLine]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"a line begins with {line[:40]!r}")
-        # with sorted keys (block_bytes, blocks, bytes, ...), as in the digested JSON
-        name, *pairs = match.group(1, 7, 8, 4, 9, 11, 2, 5)
-        digest.update(b"%b%b: {%b}" % (b", " if known else b"", name, b", ".join(pairs)))
-        places = int(match[3]) + (match[10] is None)  # damage is not null: one more place
-        known[json.loads(name)] = IndexLine(match[0], places, match[6].decode())
+        pairs = b", ".join(match.group(*SORTED_PAIRS))
+        separator = b", " if known else b""
+        digest.update(b"%b%b: {%b}" % (separator, match["name"], pairs))
+        # damage has a place of its own
+        places = int(match["num_samples"]) + (match["no_damage"] is None)
+        name = json.loads(match["name"])
+        known[name] = IndexLine(match[0], places, match["digits"].decode())
     digest.update(b"}")
     if content["sha256"] != digest.hexdigest():
         raise ValueError("it does not fit its own sha256")
@@ -359,12 +399,16 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
     """An index file; the same entries give the same bytes."""
     shards = {}
     for name, entry in sorted(entries.items()):
-        sums = entry.checksums
+        checksums = entry.checksums
         shards[name] = {
-            "samples": entry.samples, "bytes": sums.size, "sha256": entry.sha256,
-            "block_bytes": sums.block_bytes, "blocks": sums.sums, "damage": entry.damage,
+            "samples": entry.samples,
+            "bytes": checksums.size,
+            "sha256": entry.sha256,
+            "block_bytes": checksums.block_bytes,
+            "blocks": checksums.sums,
+            "damage": entry.damage,
             "offsets": list(entry.offsets),
-        }  # fmt: skip
+        }
     rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     return f'{{"format": "{FORMAT}", "sha256": "{digest}", "shards": {{\n{rows}\n}}}}\n'.encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import pickle
 import queue
@@ -12,6 +13,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.sharedctypes import RawValue
@@ -26,7 +28,7 @@ from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, order_keys, resolve_workers
 from clip_train.data.decode import Decoder, Stage, texts_of
 from clip_train.data.images import TrainTransform, own_augmentation
-from clip_train.data.index import ShardIndex, index_of, resume_data
+from clip_train.data.index import ORDER_START_KEY, ShardIndex, index_of, resume_data
 from clip_train.data.invalid import InvalidLimit
 from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
@@ -44,19 +46,23 @@ from clip_train.task import Batch, text_lengths
 WAIT_SECONDS = 2.0  # between looks whether the loader was closed, while it waits for a worker
 CLOSE_SECONDS = 4.0  # for the prefetching thread to end
 WORKER_SECONDS = 3.0  # for all workers to end; one that hangs in a read is killed then
-STOP_SECONDS, LOOK_SECONDS = 1.0, 0.25  # a batch is waited for after a stop request; between looks
-# of remote shards, which workers that share streams keep in memory
-SAMPLE_BYTES = 1 << 16  # of most; larger ones are perhaps fetched twice
-SPARE_BLOCKS, MOST_BLOCKS = 8, 256  # of a stream; of a rank, each with an open file
+STOP_SECONDS = 1.0  # how long a batch is waited for after a stop request
+LOOK_SECONDS = 0.25  # between looks whether a stop was requested, while a batch is waited for
+# Workers that share streams keep blocks of remote shards in memory:
+SAMPLE_BYTES = 1 << 16  # a sample is assumed to be this large; a larger one may be fetched twice
+SPARE_BLOCKS = 8  # of a stream, beyond those between the workers' positions
+MOST_BLOCKS = 256  # of a rank; each has an open file
+# the last argument of hash64 for data that starts over: each use of a seed has another one
+STARTS_OVER = -5
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
 class StoppedWaiting(Exception):
-    """This rank was asked to stop, and its next batch does not come."""
+    """This rank was asked to stop while it waited for its next batch."""
 
 
 class WorkerTraceback(Exception):
-    """Where in the worker it happened."""
+    """The traceback of a worker's error, as the cause of the error in the trainer."""
 
 
 class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoader"]):
@@ -115,17 +121,21 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         if index is None:
             index = index_of(config.train, config.verify, storage)
             index = count_missing(index, storage, together=False)
-        self.index, self.step, self._order_start, self._sizes = index, step, order_start, sizes
+        self.index = index
+        self.step = step
+        self._order_start = order_start
+        self._sizes = sizes
         self._keys = order_keys(config, sizes, seed)
         self.streams = self._keys["data.lanes"]
-        own_seed = hash64(seed, order_start, -5) if order_start else seed
+        own_seed = hash64(seed, order_start, STARTS_OVER) if order_start else seed
         self.order, files = make_order(config, index, storage, self._keys, own_seed)
         workers = config.workers
         if workers == "auto":
             workers = resolve_workers(usable_cores(), "cpu")
         self._workers = workers  # 0: the pieces are made in this process
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
-        self._turns = parts[0].turns  # steps that are decoded at one time, by a worker each
+        # the number of steps that are decoded at the same time, each by other workers
+        self._turns = parts[0].turns
         transform = TrainTransform(
             image_size,
             scaled_decode=config.scaled_decode,
@@ -133,7 +143,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             **config.augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
-        texts = partial(
+        choose_texts = partial(
             texts_of,
             caption_key=config.caption_key,
             count=config.texts_per_image,
@@ -141,12 +151,13 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         )
         decoder = Decoder(
             transform,
-            texts,
+            choose_texts,
             config.num_texts,
             stages=(*(config.stages or ()), *stages),
             layout=self.layout,
             groups=groups,
-            stored_width=None if config.reinforced is None else sum(config.reinforced),
+            stored_augmentations=config.reinforced is not None,
+            stored_width=sum(config.reinforced or ()),
             alpha=config.alpha,
         )
         self._stream = PieceStream(
@@ -170,7 +181,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         """The state that a checkpoint stores in addition to its step, as JSON: see
         `resume_data`."""
         return {
-            "data_began": self._order_start,
+            ORDER_START_KEY: self._order_start,
             "shards": pack_rows(self.index.rows()),
             "order": self._keys,
         }
@@ -180,12 +191,14 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         return {**self.state(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the batch that followed `state_dict`. Ranks and workers may have changed.
+        """Continue with the batch that followed `state_dict`. The number of ranks and workers may
+        differ.
 
-        UserError: the shards or their order have changed, or this loader has given a batch.
+        Raises:
+            UserError: the shards or their order have changed, or this loader has given a batch.
         """
         order_start = resume_data(
-            state, self.index, self._keys, changed_shards=False, changed_order=False
+            state, self.index, self._keys, allow_changed_shards=False, allow_changed_order=False
         ).order_start
         if self._pieces is not None or order_start != self._order_start:
             raise UserError(
@@ -195,12 +208,12 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self.step = self._stream.start = state["step"]
 
     def epoch(self, step: int) -> int:
-        """Whole epochs that are done before a step, since the data began."""
+        """The number of epochs that are complete before a step, since the order of data started."""
         return self.order.epoch(self._sizes.before(step) - self._sizes.before(self._order_start))
 
     def __next__(self) -> Batch:
-        """The workers' pieces, in canonical order, as one batch. DataError above the limit of
-        invalid samples.
+        """The workers' pieces, in canonical order, as one batch. Raises DataError above the limit
+        of invalid samples.
 
         Images are copied once: from shared into pinned memory, which torch keeps and hands out
         again once the device has read it.
@@ -236,24 +249,26 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         """
         memory = self._stream.memory
         assert memory is not None
-        round_, turn = divmod(self.step - self._stream.start, self._turns)
+        # workers take turns: in each round, every worker makes one piece
+        round_number, turn = divmod(self.step - self._stream.start, self._turns)
         images = torch.empty(
             (sum(counts), *self._stream.row), dtype=torch.uint8, pin_memory=self._pin_memory
         )
         first_worker = turn * len(counts)
         for worker, part in enumerate(images.split(counts), first_worker):
-            slots = memory[worker]  # a worker fills its slots in turn, one in each round
-            part.copy_(slots[round_ % len(slots), : len(part)])
+            slots = memory[worker]
+            # a worker fills its slots one after the other
+            part.copy_(slots[round_number % len(slots), : len(part)])
         return images
 
     def stop(self) -> None:
-        """Nothing more is wanted: a wait for a piece, in another thread, ends within seconds."""
+        """Ask the workers to end. If another thread waits for a piece, it stops within seconds."""
         self._closed = True
         if self._stream.closing is not None:
             self._stream.closing.value = 1
 
     def close(self) -> None:
-        """Ends the workers. The loader gives nothing more."""
+        """End the workers. The loader gives no more batches."""
         self.stop()
         atexit.unregister(self.close)
         pieces, self._pieces = self._pieces, None
@@ -275,15 +290,18 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             return iter(self._stream)
         workers = self._stream.workers
         _, slots_of_worker, largest, *_ = self._shape
-        if self._turns > 1:  # else no two workers read the same bytes
-            # at most, of a rank: its streams, each of all sources
-            count = (-(-self.streams // self._world_size) + 1) * len(self._stream.files)
-            block = self._storage.range_bytes
-            # what workers may be apart: each makes a piece and keeps one ready, at least
-            window = 2 * self._turns * largest * SAMPLE_BYTES // block + SPARE_BLOCKS
-            budget = min(MOST_BLOCKS, len(workers) * self._storage.read_ahead_bytes // block)
-            slots = max(SPARE_BLOCKS, min(window, budget // count))
-            self._stream.caches = [BlockCache(slots) for _ in range(count)]
+        # without turns, no two workers read the same bytes
+        if self._turns > 1:
+            most_streams = math.ceil(self.streams / self._world_size) + 1
+            num_caches = most_streams * len(self._stream.files)
+            block_bytes = self._storage.range_bytes
+            # the distance between workers: each makes one piece and keeps another one ready
+            distance_bytes = 2 * self._turns * largest * SAMPLE_BYTES
+            wanted = distance_bytes // block_bytes + SPARE_BLOCKS
+            memory_bytes = len(workers) * self._storage.read_ahead_bytes
+            most_blocks = min(MOST_BLOCKS, memory_bytes // block_bytes)
+            slots = max(SPARE_BLOCKS, min(wanted, most_blocks // num_caches))
+            self._stream.caches = [BlockCache(slots) for _ in range(num_caches)]
         self._stream.memory = shared_images(self._shape)
         context = fork_server()
         context.set_forkserver_preload(PRELOAD)
@@ -298,34 +316,46 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
                 num_workers=len(workers),
                 prefetch_factor=slots_of_worker - 1,
                 multiprocessing_context=context,
-                generator=torch.Generator(),  # else its seed comes from the model's generator
+                # without its own generator, it would draw a seed from the model's
+                generator=torch.Generator(),
                 persistent_workers=True,
                 timeout=WAIT_SECONDS,
             )
         )
 
     def _next_piece(self, pieces: Iterator[Any]) -> Piece:
-        """The next worker's piece. StopIteration if the loader was closed meanwhile."""
+        """The next worker's piece. Raises StopIteration if the loader was closed meanwhile, and the
+        worker's error or DataError if there is no piece."""
         if not self._workers:
             return next(pieces)
         while not self._closed:
             try:
                 message = pickle.loads(next(pieces).numpy().tobytes())
             except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:
-                why = str(e) or type(e).__name__
-                if "timed out" in why:
+                reason = str(e) or type(e).__name__
+                # after WAIT_SECONDS: look whether the loader was closed, and wait again
+                if "timed out" in reason:
                     continue
                 raise DataError(
-                    f"a loader worker died ({why}); if memory ran out (see dmesg), lower "
+                    f"a loader worker died ({reason}); if memory ran out (see dmesg), lower "
                     "data.workers, data.shuffle_block or data.prefetch; a container may need more "
                     "shared memory (--shm-size)"
                 ) from e
             if isinstance(message, Piece):
                 return message
-            self.stop()  # a worker ends with its error
+            # the worker has ended with its error: end the others
+            self.stop()
             cause = WorkerTraceback(message.traceback) if message.traceback else None
             raise message.error from cause
         raise StopIteration
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """A batch that the prefetching thread has fetched."""
+
+    batch: Batch
+    copied: torch.cuda.Event | None  # its copy to the device; None: it is not copied
 
 
 class Prefetcher(Iterator[Batch]):
@@ -347,9 +377,7 @@ class Prefetcher(Iterator[Batch]):
     ) -> None:
         self.source, self.device = source, device
         self._asked_to_stop = asked_to_stop
-        self._ready: queue.SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = (
-            queue.SimpleQueue()
-        )
+        self._ready: queue.SimpleQueue[ReadyBatch | BaseException] = queue.SimpleQueue()
         self._wanted = threading.Semaphore(0)  # batches that the thread may take from the source
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -368,19 +396,20 @@ class Prefetcher(Iterator[Batch]):
             self.close()
             raise ready
         self._wanted.release()
-        batch, copied = ready
-        if copied is None:
-            return batch.to(self.device)
+        if ready.copied is None:
+            return ready.batch.to(self.device)
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(copied)
+        current.wait_event(ready.copied)
         # the copying stream may not reuse the memory before this stream is done with it
-        batch.columns.record_stream(current)
-        return batch
+        ready.batch.columns.record_stream(current)
+        return ready.batch
 
-    def _wait(self) -> tuple[Batch, torch.cuda.Event | None] | BaseException:
+    def _wait(self) -> ReadyBatch | BaseException:
+        """The next batch, or the error that ended the thread. Raises StoppedWaiting."""
         if self._asked_to_stop is None:
             return self._ready.get()
-        patience = STOP_SECONDS  # from a stop request on, a batch may be about to come
+        # after a stop request: a batch may be about to come
+        patience = STOP_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._ready.get(timeout=LOOK_SECONDS)
@@ -390,7 +419,7 @@ class Prefetcher(Iterator[Batch]):
                 raise StoppedWaiting
 
     def close(self) -> None:
-        """Nothing more is given."""
+        """End the thread, and close the source. No more batches are given."""
         self._closed = True
         self.source.stop()
         self._wanted.release()
@@ -408,14 +437,15 @@ class Prefetcher(Iterator[Batch]):
         except BaseException as e:
             self._ready.put(e)
 
-    def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+    def _to_device(self, batch: Batch) -> ReadyBatch:
         if self._stream is None:
-            return batch, None
+            return ReadyBatch(batch, None)
         try:
             with torch.cuda.stream(self._stream):
-                return batch.to(self.device), self._stream.record_event()
-        except torch.OutOfMemoryError:  # during the step under way; between two there is room
-            return batch, None
+                return ReadyBatch(batch.to(self.device), self._stream.record_event())
+        except torch.OutOfMemoryError:
+            # the current step needs the memory: `__next__` copies the batch after it
+            return ReadyBatch(batch, None)
 
 
 def _kill(workers: Sequence[Any]) -> None:
@@ -426,12 +456,13 @@ def _kill(workers: Sequence[Any]) -> None:
 
 
 def _start_fork_server() -> None:
-    """With the signals ignored that a launcher sends to the group: the workers inherit this and
-    must outlive them.
+    """Start the fork server so that it ignores the signals that a launcher sends to the process
+    group. The workers inherit this: they must outlive these signals.
 
-    They are blocked during this time, so that none is lost.
+    Meanwhile the signals are blocked in this process, so that none is lost.
     """
-    if threading.current_thread() is not threading.main_thread():  # no signals to be set from here
+    # Python sets handlers of signals in the main thread only
+    if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -36,6 +36,8 @@ REREADS = 3  # times that an archive must look damaged at the same place before 
 MISSING = "missing: its shard has fewer samples"
 COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
 ROUND_SECONDS = 10.0  # then ranks exchange their counts
+# the last argument of hash64 for the seeds of sources: each use of a seed has another one
+SOURCE_SEEDS = -4
 CHANGING = (
     "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block "
     "of a remote shard be verified"
@@ -43,8 +45,8 @@ CHANGING = (
 
 _log = logging.getLogger("clip_train.data")
 
-# Of a sample: "__key__", "__url__" and "__shard__" (its shard's number in the list of all), and
-# extension -> bytes.
+# The members of a sample by extension, as bytes, and "__key__", "__url__" and "__shard__" (its
+# shard's number in the list of all).
 Fields = dict[str, Any]
 Item = Fields | Invalid
 
@@ -96,7 +98,8 @@ def read_shard(
                     f"{CHANGING}\n" + "\n".join(damages)
                 ) from e
         except OSError as e:
-            if failures == RETRIES or isinstance(e, StorageError):  # the latter was retried enough
+            # the storage has already retried a StorageError
+            if failures == RETRIES or isinstance(e, StorageError):
                 raise DataError(
                     f"cannot read shard {url} from byte {offset} on, {failures} retries: "
                     f"{type(e).__name__}: {e}"
@@ -107,42 +110,44 @@ def read_shard(
 
 @dataclass(frozen=True)
 class Files:
-    """The shards of a source, as a loader's workers need them."""
+    """The shards of a source, in the form that a loader's workers get."""
 
-    counts: Sequence[int]
-    rows: SharedList  # `ShardIndex.shared`
-    first: int  # number of the source's first shard there
+    places: Sequence[int]  # of each shard, as `ShardEntry.places`
+    shared: SharedList  # `ShardIndex.shared`, of the shards of all sources
+    first: int  # the number of the source's first shard in it
     storage: StorageConfig
 
     @classmethod
     def of(
         cls, index: ShardIndex, storage: StorageConfig, start: int = 0, stop: int | None = None
     ) -> "Files":
-        """Shards [start, stop) of an index, all of which are counted; None: to the last one."""
-        counts = [count or 0 for count in index.counts[start:stop]]
-        packed = array("I" if max(counts) < 1 << 32 else "Q", counts)
+        """Shards [start, stop) of an index, all of which are counted. stop=None: up to the last
+        shard."""
+        places = [number or 0 for number in index.places[start:stop]]
+        packed = array("I" if max(places) < 1 << 32 else "Q", places)
         return cls(packed, index.shared, start, storage)
 
 
 class SegmentReader:
-    """Reads segments of shards. A segment that follows the last one continues from there; another
-    opens its shard.
+    """Reads segments of shards. If a segment follows the last one, reading continues there;
+    otherwise the segment's shard is opened.
 
-    keep_open: the file stays open in between.
-    cache: with the other workers that read its stream.
+    keep_open: the file stays open between segments.
+    cache: shared with the other workers that read the same stream.
     """
 
     def __init__(self, files: Files, *, keep_open: bool, cache: BlockCache | None = None) -> None:
         self.files, self.keep_open, self._cache = files, keep_open, cache
         self._shard = -1
-        self._number = self._offset = 0  # of the next sample, in its shard
+        # of the next sample in its shard: its number, and its first byte
+        self._number = self._offset = 0
         self._samples: Generator[TarSample | Invalid] | None = None
 
     def read(self, segment: Segment) -> list[Item]:
-        """One item per sample of the segment; samples missing from the shard are invalid.
+        """One item per sample of the segment; samples missing from the shard are invalid. Raises
         DataError."""
         shard, start, stop = segment
-        url, entry = self.files.rows[self.files.first + shard]
+        url, entry = self.files.shared[self.files.first + shard]
         if url.startswith(SYNTHETIC):
             return [
                 {"__key__": f"{number:09d}", "__url__": url, "__shard__": self.files.first + shard}
@@ -153,13 +158,16 @@ class SegmentReader:
         assert self._samples is not None
         items: list[Item] = []
         ended = False
-        while self._number < stop and not ended:
+        while self._number < stop:
             sample = next(self._samples, None)
-            if not isinstance(sample, TarSample):
+            if sample is None:
                 ended = True
-                if sample is not None:  # damage
-                    items.append(sample)
-                continue
+                break
+            if isinstance(sample, Invalid):
+                # the archive is damaged here, and its other samples cannot be read
+                items.append(sample)
+                ended = True
+                break
             if self._number >= start:
                 if sample.duplicate:
                     items.append(Invalid("duplicate key", url, sample.key))
@@ -173,7 +181,7 @@ class SegmentReader:
         items += [
             Invalid(MISSING, url, f"number {number}") for number in range(start + len(items), stop)
         ]
-        if not ended and stop == self.files.counts[shard]:
+        if not ended and stop == self.files.places[shard]:
             ended = True
             if next(self._samples, None) is not None:
                 _log.warning(
@@ -189,15 +197,38 @@ class SegmentReader:
         return items
 
     def _seek(self, shard: int, number: int, url: str, entry: ShardEntry | None) -> None:
-        """Move to where reading stopped, or to the shard's last known place before `number`."""
-        places = entry.offsets if entry else ()
-        mark = min(number // OFFSET_EVERY, len(places))
-        if self._shard != shard or not mark * OFFSET_EVERY <= self._number <= number:
-            self._shard, self._number = shard, mark * OFFSET_EVERY
-            self._offset = places[mark - 1] if mark else 0
+        """Open the shard so that sample `number` is read next. Start where reading stopped, or at
+        the last sample before `number` whose offset is indexed, whichever is nearer."""
+        offsets = entry.offsets if entry else ()
+        # offsets[i] belongs to sample (i + 1) OFFSET_EVERY; sample 0 begins at byte 0
+        nearest = min(number // OFFSET_EVERY, len(offsets))
+        indexed_number = nearest * OFFSET_EVERY
+        if self._shard != shard or not indexed_number <= self._number <= number:
+            self._shard, self._number = shard, indexed_number
+            self._offset = offsets[nearest - 1] if nearest else 0
         unread = number - self._number
         reading = Reading(self.files.storage, entry.checksums if entry else None, self._cache)
         self._samples = read_shard(url, reading, self._offset, unread)
+
+
+@dataclass
+class LoadedBlock:
+    """Consecutive samples of a source in one stream."""
+
+    first: int  # the number of its first sample
+    items: list[Item]  # in order
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.items)
+
+
+@dataclass
+class Replacements:
+    """The block of a source in which the search for a replacement has arrived."""
+
+    begin: int  # the number at which the search began
+    block: LoadedBlock  # all blocks from `begin` up to this one have no valid sample
 
 
 class StreamReader:
@@ -218,7 +249,7 @@ class StreamReader:
         caches: Sequence[BlockCache] = (),
     ) -> None:
         self.order, self.files, self.stream = order, files, stream
-        self._next = -1
+        self._next = -1  # the number of the sample that is read next, if reading continues
         self._taken: list[int] = []  # samples of each source before number `_next`
         self._segments: list[SegmentReader] = []  # by source
         for number, source_files in enumerate(files):
@@ -226,49 +257,49 @@ class StreamReader:
             if caches:
                 cache = caches[(stream * len(files) + number) % len(caches)]
             self._segments.append(SegmentReader(source_files, keep_open=keep_open, cache=cache))
-        # by source: its block, as (number of the first sample, items)
-        self._blocks: list[tuple[int, list[Item]]] = [(0, [])] * len(files)
-        # by source: the number at which the replacements of a sample begin, and the block (first
-        # number, items) that is tried next; all blocks in between have no valid sample
-        self._ahead: list[tuple[int, int, list[Item]]] = [(0, -1, [])] * len(files)
+        # by source: the block that was read last; an empty one at first
+        self._blocks = [LoadedBlock(0, []) for _ in files]
+        self._replacements: list[Replacements | None] = [None for _ in files]  # by source
 
     def at(self, count: int) -> Iterator[Item]:
         """Yield sample number `count` of the stream, then endless replacements: its block from half
         a block on, then the following blocks of its source. The caller takes the first one that
-        decodes, which is the same on any layout. DataError."""
+        decodes, which is the same on any layout. Raises DataError."""
         if count != self._next:
             self._taken = self.order.taken(count, self.order.streams, self.stream)
         self._next = count + 1
         source = self.order.source(count * self.order.streams + self.stream)
         number = self._taken[source]
         self._taken[source] += 1
-        first, items = self._blocks[source]
-        if not first <= number < first + len(items):
-            items.clear()  # freed before the next is read
-            self._blocks[source] = self._load(source, number, self._segments[source])
-            first, items = self._blocks[source]
-        place = number - first
+        block = self._blocks[source]
+        if not block.first <= number < block.end:
+            # free its samples before the next ones are read
+            block.items.clear()
+            block = self._load(source, number, self._segments[source])
+            self._blocks[source] = block
+        items = block.items
+        place = number - block.first
         yield items[place]
         for step in range(len(items)):
             other = (place + len(items) // 2 + step) % len(items)
             if other != place:
                 yield items[other]
-        begin = end = first + len(items)
+        end = block.end
         while True:
-            known, first, following = self._ahead[source]
-            if not known <= end <= first:
+            found = self._replacements[source]
+            if found is None or not found.begin <= end <= found.block.first:
                 reader = SegmentReader(self.files[source], keep_open=False)
-                first, following = self._load(source, end, reader)
-            self._ahead[source] = (begin, first, following)
-            yield from following
-            end = first + len(following)
+                found = Replacements(block.end, self._load(source, end, reader))
+            following = found.block
+            self._replacements[source] = Replacements(block.end, following)
+            yield from following.items
+            end = following.end
 
-    def _load(self, source: int, number: int, reader: SegmentReader) -> tuple[int, list[Item]]:
-        """The block that holds a sample of the stream: the number of its first sample, its items in
-        order."""
+    def _load(self, source: int, number: int, reader: SegmentReader) -> LoadedBlock:
+        """The block that holds sample `number` of the source in this stream."""
         block = self.order.sources[source].block(self.stream, number)
         items = [item for segment in block.segments for item in reader.read(segment)]
-        return block.first, [items[place] for place in block.order]
+        return LoadedBlock(block.first, [items[place] for place in block.order])
 
 
 def count_missing(
@@ -278,40 +309,40 @@ def count_missing(
     together: bool = True,
     log: Callable[[str], None] = lambda line: None,
 ) -> ShardIndex:
-    """The index with the counts of all shards; those without one are counted. DataError if a shard
-    cannot be read.
+    """The index with the places of all shards; shards without a number are counted. Raises
+    DataError if a shard cannot be read.
 
     Args:
         together: all ranks call this, and each counts some of the shards. False: this process
             counts all of them.
         log: called by rank 0 with a line about every round of `ROUND_SECONDS` but the first.
     """
-    ranks, rank = 1, 0
+    rank, world_size = 0, 1
     if together:
-        ranks, rank = dist.world_size(), dist.rank()
+        rank, world_size = dist.rank(), dist.world_size()
     counts: dict[str, int] = {}
-    shards = zip(index.shards, index.counts, strict=True)
+    shards = zip(index.shards, index.places, strict=True)
     uncounted = dict.fromkeys(shard for shard, count in shards if count is None)
     while True:
         todo = [shard for shard in uncounted if shard not in counts]
         if not todo:
-            return index.with_sizes(counts)
+            return index.with_places(counts)
         if rank == 0 and counts:
             log(
                 f"counting samples: {len(counts)} of {len(counts) + len(todo)} shards are done; "
                 "`clip-train index` keeps the counts"
             )
-        count = partial(_count_some, todo[rank::ranks], storage)
+        count_some = partial(_count_some, todo[rank::world_size], storage)
         if together:
-            for rank_counts in dist.gather_objects(dist.agreed(count)):
+            for rank_counts in dist.gather_objects(dist.agreed(count_some)):
                 counts |= rank_counts
         else:
-            counts |= count()
+            counts |= count_some()
 
 
 def _count_some(urls: list[str], storage: StorageConfig) -> dict[str, int]:
-    """Samples by path or URL, until the round is over. Damage counts as one; only headers are read.
-    DataError."""
+    """Places by path or URL, of the shards that are counted before the round is over. Only headers
+    are read. Raises DataError."""
 
     def count(url: str) -> int:
         return sum(1 for _ in read_shard(url, Reading(storage), unread=math.inf))
@@ -334,23 +365,27 @@ def make_order(
     keys: Mapping[str, Any],
     seed: int,
 ) -> tuple[Order, list[Files]]:
-    """The order of a recipe's `data`, by its `order_keys`, and each source's shards. UserError if
-    one is empty."""
+    """The order of a recipe's `data`, by its `order_keys`, and each source's shards. Raises
+    UserError if a source is empty."""
     weights = config.train_weights or [1.0]
-    sizes = index.sources if config.train_weights and index.sources else (len(index.shards),)
-    ends = itertools.accumulate(sizes, initial=0)
+    # without weights, all shards are one source
+    source_sizes: tuple[int, ...] = (len(index.shards),)
+    if config.train_weights and index.sources:
+        source_sizes = index.sources
+    edges = itertools.accumulate(source_sizes, initial=0)
     sources, files = [], []
-    for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         source_files = Files.of(index, storage, start, stop)
-        if not sum(source_files.counts):
+        if not sum(source_files.places):
             raise UserError(
                 f"data.train ({config.train}): found no samples in the {stop - start} shards of "
                 "a source"
             )
         block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
-        source_seed = hash64(seed, number, -4) if number else seed
+        # a run with one source has the same order as before there were several
+        source_seed = hash64(seed, number, SOURCE_SEEDS) if number else seed
         source = Source(
-            source_files.counts,
+            source_files.places,
             keys["data.lanes"],
             source_seed,
             block,

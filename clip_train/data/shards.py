@@ -10,23 +10,28 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from braceexpand import braceexpand
 
 from clip_train.data.benchmark import benchmark_shards
 from clip_train.errors import UserError, missing, raise_all, unreadable
-from clip_train.settings import broken
 from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
 from clip_train.storage.urls import expand_glob, is_remote, local_path, open_read
 
-# of a shard: name (its folder may move), 16 digits of its sha256 or "", samples
-Row = tuple[str, str, int]
 TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl")
 NAMES_SHOWN = 5
 SYNTHETIC = "synthetic://"  # and a number of samples: noise (`data.images`) instead of a file
+
+
+class Row(NamedTuple):
+    """The facts of a shard that a checkpoint stores."""
+
+    name: str  # without its folder, which may move
+    digits: str  # the first 16 of its sha256; "": it is in no index
+    places: int  # as `ShardEntry.places`
 
 
 def split_sources(spec: str) -> list[str]:
@@ -44,29 +49,25 @@ def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:
     """
     sources: list[list[str]] = []
     for part in split_sources(spec):
-        rules = [
-            (
-                part.startswith("pipe:"),
+        mistakes = []
+        if part.startswith("pipe:"):
+            mistakes.append(
                 f"{field} ({part}): `pipe:` runs a shell command, whose failure looks like the end "
-                "of the data; give a path or a URL instead, such as "
-                "s3://bucket/{00000..00099}.tar",
-            ),
-            (
-                part.lower().endswith(TABLES),
+                "of the data; give a path or a URL instead, such as s3://bucket/{00000..00099}.tar"
+            )
+        if part.lower().endswith(TABLES):
+            mistakes.append(
                 f"{field} ({part}) is a table, not shards: `clip-train shards {part} OUT` makes "
                 f"them of files, `img2dataset --url_list {part} --output_format webdataset` of "
-                "URLs; then give 'OUT/{00000..00099}.tar'",
-            ),
-            (
-                WAS_REDACTED.search(part) is not None,
-                f"{field} ({part}): {REMOVED}, as {field}=<URL>",
-            ),
-            (
-                not part,
-                f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`",
-            ),
-        ]
-        raise_all(broken(rules))
+                "URLs; then give 'OUT/{00000..00099}.tar'"
+            )
+        if WAS_REDACTED.search(part) is not None:
+            mistakes.append(f"{field} ({part}): {REMOVED}, as {field}=<URL>")
+        if not part:
+            mistakes.append(
+                f"{field} ({spec}) has an empty part: give a path, or remove the extra `::`"
+            )
+        raise_all(mistakes)
         try:
             sources.append(list(braceexpand(part)))
         except ValueError as e:
@@ -88,16 +89,22 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
             try:
                 shards += benchmark_shards(pattern) or expand_glob(pattern)
             except UserError as e:
-                before = ""
+                # `missing` says if the folder in front of the wildcards does not exist
+                folder = ""
                 if not is_remote(pattern):
-                    before = re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
+                    folder = re.split(r"[*?\[]", local_path(pattern).as_posix())[0]
                 what = f"{field} ({pattern}) matches no shard, seen from {os.getcwd()}"
-                raise missing(before, what, str(e)) from e
-            except (ImportError, OSError) as e:
-                what = f"{field} ({pattern}) cannot be listed ({type(e).__name__}: {e})"
-                raise unreadable(e, what) if isinstance(e, OSError) else UserError(what) from e
+                raise missing(folder, what, str(e)) from e
+            except OSError as e:
+                raise unreadable(e, _not_listed(field, pattern, e)) from e
+            except ImportError as e:
+                raise UserError(_not_listed(field, pattern, e)) from e
         sources.append(shards)
     return sources
+
+
+def _not_listed(field: str, pattern: str, error: Exception) -> str:
+    return f"{field} ({pattern}) cannot be listed ({type(error).__name__}: {error})"
 
 
 def synthetic_size(shard: str) -> int | None:
@@ -128,34 +135,40 @@ PLAIN = Reading()
 def open_shard(url: str, reading: Reading = PLAIN) -> BinaryIO:
     """A seekable binary file. Each block of a remote shard is verified if the shard is indexed.
 
-    Raises OSError, which is worth a retry unless it is a `StorageError`; UserError for an unknown
-    protocol.
+    Raises:
+        OSError: it is worth a retry unless it is a `StorageError`.
+        UserError: an unknown protocol.
     """
     return open_read(url, reading.storage, reading.checksums, reading.cache)
 
 
 def pack_rows(rows: Iterable[Row]) -> str:
     """The rows as text: about 25 bytes for a shard with an index, 2 to 4 for one without."""
-    text = "\n".join(f"{name}\t{digits}\t{count}" for name, digits, count in rows)
+    text = "\n".join(f"{row.name}\t{row.digits}\t{row.places}" for row in rows)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogateescape"), 9)).decode()
 
 
 def unpack_rows(packed: str) -> list[Row]:
     text = zlib.decompress(base64.b64decode(packed)).decode("utf-8", "surrogateescape")
-    rows = (line.rsplit("\t", 2) for line in text.split("\n"))
-    return [(redact(name), digits, int(count)) for name, digits, count in rows]
+    rows = []
+    for line in text.split("\n"):
+        name, digits, places = line.rsplit("\t", 2)
+        rows.append(Row(redact(name), digits, int(places)))
+    return rows
 
 
-def describe_changes(then: Sequence[Row], now: Sequence[Row]) -> str:
+def describe_changes(old: Sequence[Row], new: Sequence[Row]) -> str:
     """The shards that were added, removed, changed or reordered; "" for none. A changed content is
     known only if both lists have an index."""
-    names_then, names_now = [row[0] for row in then], [row[0] for row in now]
-    digits = {name: digits for name, digits, _ in then}
+    old_names, new_names = [row.name for row in old], [row.name for row in new]
+    old_digits = {row.name: row.digits for row in old}
     kinds = {
-        "added": Counter(names_now) - Counter(names_then),
-        "removed": Counter(names_then) - Counter(names_now),
+        "added": Counter(new_names) - Counter(old_names),
+        "removed": Counter(old_names) - Counter(new_names),
         "changed in content": Counter(
-            name for name, new, _ in now if new and digits.get(name, "") not in ("", new)
+            row.name
+            for row in new
+            if row.digits and old_digits.get(row.name, "") not in ("", row.digits)
         ),
     }
     lines = []
@@ -165,6 +178,6 @@ def describe_changes(then: Sequence[Row], now: Sequence[Row]) -> str:
             if names.total() > NAMES_SHOWN:
                 listed += ", ..."
             lines.append(f"{names.total()} {kind} ({listed})")
-    if not lines and names_then != names_now:
+    if not lines and old_names != new_names:
         return "the same shards are in another order"
     return "; ".join(lines)

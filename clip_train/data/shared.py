@@ -3,7 +3,7 @@
 from typing import Literal
 
 from clip_train import dist
-from clip_train.data.index import ShardIndex, index_of
+from clip_train.data.index import Address, ShardIndex, index_of
 from clip_train.errors import RankError
 from clip_train.processes import node_name
 from clip_train.storage.config import StorageConfig
@@ -48,7 +48,7 @@ def shared_index(
             return found
         _, path, name = offers[node_name()]
         try:
-            return ShardIndex.opened(path, name)
+            return ShardIndex.opened(Address(path, name))
         except OSError:  # a container of its own on that node
             return look()
 

@@ -291,7 +291,7 @@ class ValLoader:
             shard_sizes: Sequence[int] = [len(self.files.images)]
         else:
             reader = SegmentReader(self.files, keep_open=True)
-            shard_sizes = self.files.counts
+            shard_sizes = self.files.places
         begin, end = share_of(sum(shard_sizes), self.rank, self.world_size)
         # the index of the shard's first sample among all samples
         shard_first = 0

@@ -35,7 +35,8 @@ from clip_train.processes import usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 
-# in a worker: with more, their shards are opened for each block, to keep files and buffers few
+# The shards of this many streams stay open in a worker. With more streams, shards are opened for
+# each block, so that there are few open files and buffers.
 MAX_OPEN_STREAMS = 64
 IDLE_STEPS = 100  # after which a stream that others have taken over is closed and forgotten
 MAX_TRIED = 10_000  # this many unusable samples in a row mean broken data
@@ -47,23 +48,25 @@ def shared_shape(
     """[workers, slots, samples of the largest piece, *row] of a rank's `shared_images`.
 
     The trainer asks for piece k of a worker after it has fetched piece k - prefetch, and finishes
-    with that one before it fetches the next. So prefetch + 1 slots are enough. Workers that take
-    the steps in turn prefetch together.
+    with that one before it fetches the next. So prefetch + 1 slots are enough. If workers take the
+    steps in turn, `prefetch` is divided among them and rounded up.
 
     row: as `PieceStream.row`.
     """
     samples = max(worker.most() for worker in workers)
-    return (len(workers), -(-prefetch // workers[0].turns) + 1, samples, *row)
+    prefetch_of_worker = math.ceil(prefetch / workers[0].turns)
+    return (len(workers), prefetch_of_worker + 1, samples, *row)
 
 
 def shared_images(shape: tuple[int, ...]) -> Tensor:
-    """uint8 of a `shared_shape` in shared memory, filled by workers over and over, each its slots
-    in turn. RankError without room.
+    """uint8 of a `shared_shape` in shared memory. Each worker fills its own slots in turn, over and
+    over. Raises RankError if there is not enough memory.
 
     The loader's queue would copy every piece once more, into new pages that the kernel has to
     clear: a quarter of the whole cost of a 256 px image.
     """
-    try:  # as torch's own collate allocates
+    try:
+        # torch's own collate function allocates in the same way
         storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
     except RuntimeError as e:
         raise RankError(
@@ -75,9 +78,9 @@ def shared_images(shape: tuple[int, ...]) -> Tensor:
 
 
 def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], ranks: int) -> int:
-    """Bytes of /dev/shm for the `shared_images` of so many ranks on this machine, which are all.
+    """Bytes of /dev/shm for the `shared_images` of all ranks, if this machine runs all of them.
 
-    data: with a number as `data.lanes`. row: as `PieceStream.row`.
+    data: with a number as `data.lanes`. row: as `PieceStream.row`. ranks: their number.
     """
     workers = data.workers
     if workers == "auto":
@@ -92,8 +95,8 @@ def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], rank
 class Piece:
     """One worker's part of one step."""
 
-    # p samples, with the columns of a `Batch`; without "images" where those are in `shared_images`,
-    # and without any column where p is 0
+    # p samples, with the columns of a `Batch`. If the images are in `shared_images`, there is no
+    # column "images"; if p is 0, there is no column.
     columns: Columns
     invalid: list[Invalid]
 
@@ -108,8 +111,8 @@ class WorkerError:
 
 @dataclass(eq=False)
 class PieceStream(IterableDataset):
-    """In a worker: its pieces without end, packed, or one `WorkerError`. Otherwise: the pieces of
-    the rank."""
+    """In a worker: its pieces without end, each as `packed`; after an error, one `WorkerError`.
+    Without workers, in the trainer: the pieces of the rank, not packed."""
 
     order: Order
     files: Sequence[Files]
@@ -141,14 +144,16 @@ class PieceStream(IterableDataset):
             error: Exception = e
             try:
                 pickle.loads(pickle.dumps(e))
-            except Exception:  # an error that cannot be pickled would hang the queue
+            except Exception:
+                # an error that cannot be pickled would hang the queue
                 error = DataError(f"{type(e).__name__}: {e}")
             yield packed(WorkerError(error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
-        readers: dict[int, StreamReader] = {}
-        used: dict[int, int] = {}  # stream -> the last step that has needed it
-        # steps are counted among those whose turn it is here
+        """The pieces of one worker."""
+        readers: dict[int, StreamReader] = {}  # by stream
+        last_used: dict[int, int] = {}  # by stream: the last step that needed it
+        # `step` counts only the steps that this worker takes part in
         for step, shares in enumerate(self.workers[worker].steps(self.start)):
             count = sum(map(len, shares.values()))
             if self.memory is None:
@@ -158,7 +163,7 @@ class PieceStream(IterableDataset):
             samples: list[dict[str, Any]] = []
             invalid: list[Invalid] = []
             for stream, sample_numbers in shares.items():
-                used[stream] = step
+                last_used[stream] = step
                 if stream not in readers:
                     readers[stream] = StreamReader(
                         self.order,
@@ -172,7 +177,7 @@ class PieceStream(IterableDataset):
                         return
                     seed = self.order.sample_seed(stream, number)
                     sample = self._first_usable(readers[stream].at(number), seed, invalid)
-                    # at once, while it is in the cache
+                    # copied at once, while it is in the processor's cache
                     images[len(samples)] = sample.pop("images")
                     samples.append(sample)
             columns = Columns.stacked(samples)
@@ -181,18 +186,18 @@ class PieceStream(IterableDataset):
                 if self.memory is None:
                     columns = columns.plus(images=images)
             yield Piece(columns, invalid)
-            # streams that other ranks have taken over
-            idle = [stream for stream in readers if step - used[stream] > IDLE_STEPS]
+            # other ranks have taken over the streams that are not used any more
+            idle = [stream for stream in readers if step - last_used[stream] > IDLE_STEPS]
             for stream in idle:
                 del readers[stream]
 
     def _first_usable(
         self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
     ) -> dict[str, Any]:
-        """The first sample that decodes, as `Decoder` returns it.
+        """The first sample that decodes, as `Decoder` returns it. Raises DataError.
 
-        If the first of them cannot be used, it is added to `invalid`. The others are counted at
-        their own places."""
+        If the first candidate cannot be used, it is added to `invalid`. The other candidates are
+        counted at their own places."""
         tried: list[Invalid] = []
         for item in itertools.islice(candidates, MAX_TRIED):
             if isinstance(item, Invalid):
@@ -242,8 +247,11 @@ def outlive_signals(closing: Any) -> None:
 
 
 def end_with_the_trainer() -> None:
-    """torch watches the parent of a worker, which is the fork server, and that lives as long as its
-    workers."""
+    """In a worker: exit when the trainer has ended.
+
+    torch only watches the worker's parent. That is the fork server, which lives as long as its
+    workers.
+    """
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()

@@ -30,7 +30,7 @@ from clip_train.processes import node_name
 from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
-from launcher.slurm.scheduler import answer
+from launcher.slurm.scheduler import run_command
 
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
 LATE_SECONDS = 5.0  # for gloo's own error, which names the address that it could not reach
@@ -196,7 +196,8 @@ def joined(env: RankEnv, store: Store) -> str:
     world = range(env.world_size)
     absent = [rank for rank in world if not store.check([f"here/{rank}"])]
     nodes = {node_of(store, rank) for rank in world if rank not in absent}
-    listed = answer("scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", ""))
+    nodelist = os.environ.get("SLURM_STEP_NODELIST", "")
+    listed = run_command("scontrol", "show", "hostnames", nodelist).output
     silent = [node for node in listed.split() if env.found == SLURM_STEP and node not in nodes]
     return (
         f"{len(world) - len(absent)} of {len(world)} ranks have joined at "
@@ -232,9 +233,8 @@ def commit() -> str | None:
     """The git commit, with `-dirty` if files differ. Frozen code has the commit of its submission.
     None if there is none."""
     if (ROOT / ".git").exists():
-        return (
-            answer("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or None
-        )
+        describe = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+        return run_command(*describe).output or None
     with contextlib.suppress(OSError, ValueError):
         return json.loads((ROOT.parent / "submit.json").read_text()).get("commit")
     return None

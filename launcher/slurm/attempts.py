@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.storage.local import open_own
@@ -48,12 +48,20 @@ class Decision:
     failures: int
 
 
+class Explanation(NamedTuple):
+    """The cause of an attempt's end, by its verdict or exit status."""
+
+    verdict: str  # these are as in `AttemptResult`
+    reason: str
+    blamed: tuple[str, ...]
+
+
 class History:
     """The run's `attempts.jsonl`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
-        self.lines: list[dict[str, Any]] = []  # without lines torn by a power loss
+        self.lines: list[dict[str, Any]] = []  # without a line that a power loss cut short
         if self.path.is_file():
             self.lines += iter_jsonl(self.path)
 
@@ -61,13 +69,14 @@ class History:
         line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **values}
         self.lines.append(line)
         data = json.dumps(redact(line)).encode() + b"\n"
-        # if a power loss has torn the last line, end that line first
+        # if a power loss cut the last line short, end that line first
         if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
             data = b"\n" + data
         with open_own(self.path, "ab") as f:
             f.write(data)
 
     def of(self, event: str) -> list[dict[str, Any]]:
+        """The lines of one event: `begin`, `end`, `start`, `terminated` or `exclude`."""
         return [line for line in self.lines if line.get("event") == event]
 
     def next_number(self) -> int:
@@ -76,7 +85,10 @@ class History:
     def unfinished(self) -> dict[str, Any] | None:
         """The `begin` of an attempt without an `end`: it runs, or its batch script was lost."""
         ended = [line["attempt"] for line in self.of("end")]
-        return next((line for line in self.of("begin") if line["attempt"] not in ended), None)
+        for line in self.of("begin"):
+            if line["attempt"] not in ended:
+                return line
+        return None
 
     def failures(self) -> int:
         """Consecutive failures up to now; 0 after a stop, so that a new submission begins at 0."""
@@ -140,19 +152,27 @@ def next_action(result: AttemptResult, failures: int) -> Decision:
     return Decision(decision, why, failures)
 
 
-def explain_verdict(verdict: Verdict | None, status: int) -> tuple[str, str, tuple[str, ...]]:
-    """An attempt's verdict, its reason and the blamed node, twice if its hardware failed.
+def explain_verdict(verdict: Verdict | None, status: int) -> Explanation:
+    """How an attempt ended, and why.
 
     verdict: the content of VERDICT, if it was written. status: of the command that ran the ranks.
     """
     if verdict is None:
-        return "CRASHED", f"the ranks ended with status {status} and left no verdict", ()
-    word, why = verdict
-    if word == "PREEMPTED" and status > 128 and not why["step"]:
+        reason = f"the ranks ended with status {status} and left no verdict"
+        return Explanation("CRASHED", reason, ())
+    word, content = verdict
+    if word == "PREEMPTED" and status > 128 and not content["step"]:
         # srun sends TERM to the other ranks, and ends with the status of the one that was killed
-        return "CRASHED", f"a rank was killed before the first step (status {status})", ()
-    reason, where = why["reason"], why.get("where", "")
-    if not reason.startswith(where):  # of an earlier version
+        reason = f"a rank was killed before the first step (status {status})"
+        return Explanation("CRASHED", reason, ())
+    reason, where = content["reason"], content.get("where", "")
+    # earlier versions wrote a reason without its place
+    if not reason.startswith(where):
         reason = f"{where}: {reason}"
-    blamed = (why["blamed"],) if "blamed" in why else ()
-    return word, reason, blamed * (2 if why.get("hardware") else 1)
+    blamed: tuple[str, ...] = ()
+    if "blamed" in content:
+        blamed = (content["blamed"],)
+        # `History.suspects` needs two failures: a failure of the hardware counts as two
+        if content.get("hardware"):
+            blamed *= 2
+    return Explanation(word, reason, blamed)

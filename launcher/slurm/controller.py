@@ -6,8 +6,14 @@ r"""The second half of the batch script: run the ranks of one attempt, and decid
 The batch script replaces its shell by this program (exec), on the job's first node. Slurm sends
 TERM to it and to the ranks (scancel, preemption); nothing is requeued afterwards. Only the ranks
 get USR1 (time limit near). This program decides by VERDICT and PROGRESS, and writes attempts.jsonl
-in the run directory. Exit status: 0 done, requeued, or stopped by a STOP file; 75 preempted and
-left to be submitted again; 143 ended by Slurm; 2 a mistake; 1 given up.
+in the run directory.
+
+Exit statuses:
+    0    done, requeued, or stopped by a STOP file
+    1    given up
+    2    a mistake of the user
+    75   preempted; the user submits the job again
+    143  ended by Slurm
 """
 
 from __future__ import annotations
@@ -49,10 +55,9 @@ from launcher.slurm.attempts import (
 from launcher.slurm.scheduler import (
     NO_ARRAY,
     OUTAGE,
-    answer,
     exclude,
     field,
-    slurm,
+    run_command,
     update,
 )
 
@@ -112,30 +117,34 @@ class Controller:
         self.terminated = terminated  # set by TERM
         self.job = os.environ["SLURM_JOB_ID"]
         nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
-        self.nodes = answer("scontrol", "show", "hostnames", nodelist).split() or [nodelist]
+        listed = run_command("scontrol", "show", "hostnames", nodelist).output
+        self.nodes = listed.split() or [nodelist]
         self.history = History(self.run_dir)
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the batch job's exit status. OSError if the run directory cannot be written;
-        UserError if another job trains this run."""
-        begun = self.history.unfinished()
-        if begun is not None:
-            other = str(begun.get("job", ""))
-            running = answer("squeue", "-h", "-j", other, "-o", "%T") if other else ""
-            if other != self.job and running in RUNNING:
-                raise UserError(
-                    f"job {other} trains {self.run_dir} already: scancel one of them, or choose "
-                    "another run.name"
-                )
-            result = self._lost_attempt(begun)
-            hours = self._hours(result, begun["nodes"], *self._known_times(begun))
-            decision = self._end(begun["attempt"], result, **hours)
+        """Returns the batch job's exit status.
+
+        Raises:
+            OSError: the run directory cannot be written.
+            UserError: another job trains this run.
+        """
+        begin = self.history.unfinished()
+        if begin is not None:
+            self._check_not_running(str(begin.get("job", "")))
+            result = self._lost_attempt(begin)
+            started = datetime.strptime(begin["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            # it wrote a record of each step until it was lost
+            ended = max(started, modified(self.run_dir / "metrics.jsonl"))
+            hours = self._hours(result, begin["nodes"], started, ended)
+            decision = self._end(begin["attempt"], result, **hours)
             if decision.decision == "give up":
                 return self._act(decision, result)
         verdict = read_verdict(self.run_dir)
-        if verdict and verdict[0] == "DONE" and verdict[1]["step"] >= self.config.steps:
-            say(f"{self.run_dir} is done already")
-            return 0
+        if verdict is not None:
+            word, content = verdict
+            if word == "DONE" and content["step"] >= self.config.steps:
+                say(f"{self.run_dir} is done already")
+                return 0
         number = self.history.next_number()
         before = committed_step(self.run_dir)
         self.history.append(
@@ -158,15 +167,24 @@ class Controller:
         decision = self._end(number, result, status=status, **hours)
         return self._act(decision, result)
 
-    def _known_times(self, begun: dict[str, Any]) -> tuple[float, float]:
-        """When an attempt without an `end` began, and when it last wrote metrics.jsonl."""
-        started = datetime.strptime(begun["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
-        return started, max(started, modified(self.run_dir / "metrics.jsonl"))
+    def _check_not_running(self, other: str) -> None:
+        """Raises UserError if the job `other` trains this run. "": the job is not known."""
+        state = ""
+        if other:
+            state = run_command("squeue", "-h", "-j", other, "-o", "%T").output
+        if other != self.job and state in RUNNING:
+            raise UserError(
+                f"job {other} trains {self.run_dir} already: scancel one of them, or choose "
+                "another run.name"
+            )
 
     def _hours(
         self, result: AttemptResult, nodes: Sequence[str], started: float, ended: float
     ) -> dict[str, float]:
-        """The numbers of an attempt's `end`. After a commit, only the time since then is lost."""
+        """The numbers of an attempt's `end`. After a commit, only the time since then is lost.
+
+        started, ended: of the attempt, in seconds since 1970.
+        """
         seconds = ended - started
         lost = 0.0 if result.verdict == "DONE" else seconds
         if result.step > result.before:
@@ -179,18 +197,23 @@ class Controller:
             "gpu_hours_lost": round(gpu_hours_per_second * lost, 3),
         }
 
-    def _lost_attempt(self, begun: dict[str, Any]) -> AttemptResult:
-        """The batch script of an attempt never ended: its node was lost, or Slurm killed it."""
-        before, after = begun["step"], committed_step(self.run_dir)
-        if begun["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
+    def _lost_attempt(self, begin: dict[str, Any]) -> AttemptResult:
+        """The result of an attempt without an `end`: its node was lost, or Slurm killed its batch
+        script.
+
+        begin: its line in the history.
+        """
+        before, after = begin["step"], committed_step(self.run_dir)
+        if begin["attempt"] in [line["attempt"] for line in self.history.of("terminated")]:
             reason = "Slurm sent TERM to the job, and killed it before the ranks had ended"
             return AttemptResult("PREEMPTED", before, after, reason, terminated=True)
-        node = begun["nodes"][0]
+        node = begin["nodes"][0]
         return AttemptResult("LOST", before, after, f"the batch script on {node} was lost", (node,))
 
-    def _end(self, number: int, result: AttemptResult, **more: float) -> Decision:
+    def _end(self, number: int, result: AttemptResult, **numbers: float) -> Decision:
+        """Decide what follows, and record and report the end of an attempt."""
         decision = next_action(result, self.history.failures())
-        self.history.append("end", attempt=number, **asdict(result), **asdict(decision), **more)
+        self.history.append("end", attempt=number, **asdict(result), **asdict(decision), **numbers)
         say(f"attempt {number} ended after step {result.step}: {result.verdict}: {result.reason}")
         word = "FAILED" if decision.decision == "give up" else result.verdict
         reason = f"{result.reason} ({decision.decision}: {decision.why})"
@@ -225,76 +248,96 @@ class Controller:
 
     def _result(self, status: int, before: int) -> AttemptResult:
         verdict = read_verdict(self.run_dir)
-        word, reason, blamed = explain_verdict(verdict, status)
+        explanation = explain_verdict(verdict, status)
+        blamed = explanation.blamed
         terminated = self.terminated.is_set()
-        if terminated:  # a rank that is killed while it saves does not suggest a fault of its node
+        if terminated:
+            # a rank that is killed while it saves does not suggest a fault of its node
             blamed = ()
-        file = self.run_dir / STOP_FILE  # rank 0 may have removed it after it has stopped
+        room = 0
+        if verdict is not None:
+            _, content = verdict
+            room = content.get("room", 0)
+        # rank 0 may have removed the file after it has stopped; then the reason names it
+        file = self.run_dir / STOP_FILE
         return AttemptResult(
-            verdict=word,
+            verdict=explanation.verdict,
             before=before,
             step=committed_step(self.run_dir),
-            reason=reason,
+            reason=explanation.reason,
             blamed=blamed,
-            room=verdict[1].get("room", 0) if verdict else 0,
+            room=room,
             terminated=terminated,
-            stop_file=file.exists() or str(file) in reason,
+            stop_file=file.exists() or str(file) in explanation.reason,
         )
 
     def _act(self, decision: Decision, result: AttemptResult) -> int:
-        """The batch job's exit status."""
+        """Do what was decided. Returns the batch job's exit status."""
+        if decision.decision == "done":
+            return 0
         if decision.decision == "requeue":
             return self._requeue(decision, result)
         if decision.decision == "give up":
             say(f"GIVING UP: {decision.why}")
             write_verdict(self.run_dir, "FAILED", result.step, f"gave up: {decision.why}")
-        elif decision.decision != "done":
-            say(f"not requeued: {decision.why}")
-        if decision.decision == "leave":
-            if result.terminated:
-                return 143
-            return 0 if result.stop_file else 75
-        return {"done": 0, "give up": 1, "stop": 2}[decision.decision]
+            return 1
+        say(f"not requeued: {decision.why}")
+        if decision.decision == "stop":
+            return 2
+        assert decision.decision == "leave"
+        if result.terminated:
+            return 143
+        return 0 if result.stop_file else 75
 
     def _requeue(self, decision: Decision, result: AttemptResult) -> int:
         """Request a requeue until Slurm accepts it, as long as slurmctld is unreachable or
-        overloaded. A refusal ends this soon."""
+        overloaded. Three refusals in a row end this. Returns the batch job's exit status."""
         wait, refusals = 2.0, 0
         while not self.terminated.is_set():
             # Slurm sends TERM to the job, scontrol included
             line = ("sh", "-c", 'trap "" TERM; exec scontrol requeue "$0"', self.job)
-            failed = slurm(*line)[1]
-            if not failed:
+            error = run_command(*line).error
+            if not error:
                 say(f"requeued: {decision.why}")
-                suspects = self.history.suspects()
-                names = f"{','.join(suspects)} failed twice or more, or by its hardware"
-                excluded, refused = exclude(self.job, suspects)  # possible while the job is pending
-                if excluded:
-                    self.history.append("exclude", nodes=suspects)
-                    say(f"{names}: the next attempts exclude it")
-                if refused:
-                    say(
-                        f"{names}, but is not excluded, because the job may not run without it: "
-                        f"{refused}"
-                    )
-                if decision.failures:  # the failed part may need time to recover
-                    seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
-                    update(self.job, StartTime=f"now+{round(seconds)}")
+                self._change_pending_job(decision)
                 return 0  # no longer matters: the job is already pending
-            up = "is UP" in answer("scontrol", "ping")  # messages for an outage differ
-            refusals = refusals + 1 if up and not OUTAGE.search(failed) else 0
-            if refusals == 3:  # right after a restart of slurmctld one may pass
-                why = f"Slurm refuses to requeue the job ({failed}): submit it again to resume"
+            # OUTAGE does not know the messages of all versions
+            is_up = "is UP" in run_command("scontrol", "ping").output
+            if is_up and not OUTAGE.search(error):
+                refusals += 1
+            else:
+                refusals = 0
+            # right after a restart of slurmctld, one or two refusals may pass
+            if refusals == 3:
+                why = f"Slurm refuses to requeue the job ({error}): submit it again to resume"
                 say(why)
                 # the notice before this one promised a requeue
                 notify(self.config.log.notify, self.run_dir, "FAILED", result.step, why, say)
                 return 75
-            say(f"the requeue failed and is tried again in {wait:g} s: {failed}")
+            say(f"the requeue failed and is tried again in {wait:g} s: {error}")
             self.terminated.wait(wait)
             wait = min(2 * wait, RETRY_SECONDS)
         # a requeue now would restart what the user has cancelled
         say("not requeued: Slurm ended the job in the meantime")
         return 143
+
+    def _change_pending_job(self, decision: Decision) -> None:
+        """After a requeue: exclude suspect nodes, and delay the start after a failure."""
+        suspects = self.history.suspects()
+        names = f"{','.join(suspects)} failed twice or more, or by its hardware"
+        exclusion = exclude(self.job, suspects)
+        if exclusion.added:
+            self.history.append("exclude", nodes=suspects)
+            say(f"{names}: the next attempts exclude it")
+        if exclusion.error:
+            say(
+                f"{names}, but is not excluded, because the job may not run without it: "
+                f"{exclusion.error}"
+            )
+        if decision.failures:
+            # what failed may need time to recover
+            seconds = self.config.launch.restart_wait_seconds * 2 ** (decision.failures - 1)
+            update(self.job, StartTime=f"now+{round(seconds)}")
 
 
 def modified(file: Path) -> float:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from typing import NamedTuple
 
 NO_ARRAY = (
     "the tasks of a job array would all write the same run. To sweep seeds, submit one job for "
@@ -13,18 +14,39 @@ NO_ARRAY = (
 )
 # Messages of Slurm's commands if slurmctld is unreachable or overloaded: the same request may work
 # a moment later.
-OUTAGE = re.compile(
-    "Unable to contact|timed out|Zero Bytes|standby mode|temporarily unable|Connection "
-    "(refused|reset)|Communication connection failure|Try again|Resource temporarily|configuration "
-    # the last one is the message of `scontrol requeue` if slurmctld is unreachable
-    "source|Unexpected message",
-    re.IGNORECASE,
+OUTAGE_MESSAGES = (
+    "Unable to contact",
+    "timed out",
+    "Zero Bytes",
+    "standby mode",
+    "temporarily unable",
+    "Connection (refused|reset)",
+    "Communication connection failure",
+    "Try again",
+    "Resource temporarily",
+    "configuration source",
+    # of `scontrol requeue` if slurmctld is unreachable
+    "Unexpected message",
 )
+OUTAGE = re.compile("|".join(OUTAGE_MESSAGES), re.IGNORECASE)
 
 
-def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
-    """The output of one of Slurm's commands, and its error message. The output is empty if it
-    failed."""
+class CommandResult(NamedTuple):
+    """What a command printed."""
+
+    output: str  # without surrounding blanks; empty if the command failed
+    error: str  # its error message; empty if it succeeded
+
+
+class Exclusion(NamedTuple):
+    """The result of `exclude`."""
+
+    added: bool  # whether a node was added to the excluded ones
+    error: str  # why none could be added; empty if there was no error
+
+
+def run_command(*command: str, stdin: str = "") -> CommandResult:
+    """Run a command, usually one of Slurm's, for at most a minute."""
     try:
         process = subprocess.run(
             command,
@@ -35,44 +57,43 @@ def slurm(*command: str, stdin: str = "") -> tuple[str, str]:
             input=stdin,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        return "", f"{shlex.join(command)}: {e}"
+        return CommandResult("", f"{shlex.join(command)}: {e}")
     if process.returncode:
         message = (process.stderr or process.stdout).strip()
-        return "", message or f"status {process.returncode}"
-    return process.stdout.strip(), ""
-
-
-def answer(*command: str) -> str:
-    """The output of a command; empty if it failed."""
-    return slurm(*command)[0]
+        return CommandResult("", message or f"status {process.returncode}")
+    return CommandResult(process.stdout.strip(), "")
 
 
 def update(job: str, **values: str) -> str:
     """Change these properties of the job. Returns Slurm's error message; empty if it succeeded."""
     properties = [f"{name}={value}" for name, value in values.items()]
-    _, error = slurm("scontrol", "update", f"JobId={job}", *properties)
-    return error
+    return run_command("scontrol", "update", f"JobId={job}", *properties).error
 
 
 def field(job: str, name: str) -> str:
     """One property of a job, such as ExcNodeList; empty if the job does not have it."""
-    text = answer("scontrol", "show", "job", job)
-    match = re.search(rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", text)
-    return match[1].strip() if match and match[1] != "(null)" else ""
+    properties = run_command("scontrol", "show", "job", job).output
+    # a value ends before the next property or at the end of its line
+    match = re.search(rf"(?m)(?:^|\s){name}=(.*?)(?:\s[A-Z]\w*=|$)", properties)
+    if match is None or match[1] == "(null)":
+        return ""
+    return match[1].strip()
 
 
-def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
-    """Add `nodes` to the excluded nodes of a pending job. Returns whether a node was added, and the
-    error if it failed.
+def exclude(job: str, nodes: Sequence[str]) -> Exclusion:
+    """Add `nodes` to the excluded nodes of a pending job.
 
     `sbatch --test-only` checks that the job can still run, because Slurm itself would let it wait
     forever.
     """
     excluded = field(job, "ExcNodeList")
-    known = answer("scontrol", "show", "hostnames", excluded).split() if excluded else []
+    known: list[str] = []
+    if excluded:
+        # "node[1-3]" becomes a name on each line
+        known = run_command("scontrol", "show", "hostnames", excluded).output.split()
     new = ",".join(node for node in nodes if node not in known)
     if not new:
-        return False, ""
+        return Exclusion(added=False, error="")
     excluded = f"{excluded},{new}" if excluded else new
     options = {
         "partition": os.environ.get("SLURM_JOB_PARTITION"),
@@ -85,6 +106,7 @@ def exclude(job: str, nodes: Sequence[str]) -> tuple[bool, str]:
         "exclude": excluded,
     }
     line = [f"--{name}={value}" for name, value in options.items() if value]
-    refused = slurm("sbatch", "--test-only", *line, "--wrap=true")[1]
-    refused = refused or update(job, ExcNodeList=excluded)
-    return not refused, " ".join(refused.split())
+    error = run_command("sbatch", "--test-only", *line, "--wrap=true").error
+    if not error:
+        error = update(job, ExcNodeList=excluded)
+    return Exclusion(added=not error, error=" ".join(error.split()))

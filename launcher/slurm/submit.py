@@ -30,7 +30,7 @@ from launcher.runtime.environment import check_restarts
 from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
 from launcher.slurm.profile import Site, add_site_options, load_site
-from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, slurm
+from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, run_command
 
 FROZEN = (*SOURCES, "clip_tools")
 
@@ -232,12 +232,13 @@ def run(
         print(script, end="", flush=True)  # also if a check refuses it
     check_submission(config, job, offline=offline)
     if dry_run:
-        # the error message of sbatch; None without sbatch, empty if it accepts the script
-        refused = shutil.which("sbatch") and slurm("sbatch", "--test-only", stdin=script)[1]
-        if refused and not OUTAGE.search(refused):
-            raise UserError(f"sbatch --test-only refuses this script: {refused}")
-        if refused:
-            warn(f"sbatch --test-only could not ask the cluster: {' '.join(refused.split())}")
+        error = ""
+        if shutil.which("sbatch") is not None:
+            error = run_command("sbatch", "--test-only", stdin=script).error
+        if error and not OUTAGE.search(error):
+            raise UserError(f"sbatch --test-only refuses this script: {error}")
+        if error:
+            warn(f"sbatch --test-only could not ask the cluster: {' '.join(error.split())}")
         return 0
     if shutil.which("sbatch") is None:
         raise UserError(

@@ -18,7 +18,7 @@ import pytest
 from clip_train.checkpoint import commit
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, commits_to_keep
+from clip_train.checkpoint.retention import WriterSettings, apply_retention, commits_to_keep
 from clip_train.storage.local import LocalStorage
 from tests.checkpoint.eyes import damaged_in
 from tests.checkpoint.parts import committed
@@ -49,12 +49,12 @@ class Interrupted(LocalStorage):
         super().delete(name)
 
 
-def epoch_0(folder: Path, **policy: Any) -> Policy:
+def epoch_0(folder: Path, **settings: Any) -> WriterSettings:
     """Of the first process that wrote there."""
     token = json.loads((folder / "lease/e000000.json").read_bytes())["token"]
     held = commit.Lease(0, token)
-    config = CheckpointConfig(**{"keep_last": 9, **policy})
-    return Policy(config, held, orphan_seconds=0.0)
+    config = CheckpointConfig(**{"keep_last": 9, **settings})
+    return WriterSettings(config, held, orphan_seconds=0.0)
 
 
 @pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit")])
@@ -113,7 +113,9 @@ def test_the_best_is_one_that_is_there() -> None:
     for name, best in (("top1", 3), ("-loss", 1)):
         scores = {CommitRef(0, 4): 9.0, **dict(zip(refs[1:], (3.0, 2.0, 1.0), strict=True))}
         scores[CommitRef(0, 6)] = 0.0
-        stay = commits_to_keep(refs, Policy(CheckpointConfig(keep_last=1, keep_best=name)), scores)
+        stay = commits_to_keep(
+            refs, WriterSettings(CheckpointConfig(keep_last=1, keep_best=name)), scores
+        )
         assert {ref.step for ref in stay} == {5, best}
 
 
@@ -151,14 +153,14 @@ def test_what_another_process_left_goes_after_the_grace(tmp_path: Path) -> None:
     other = tmp_path / "ckpt/s0000000002/e000000-0123abcd/rank00000.safetensors"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"half")
-    storage, policy = (
+    storage, settings = (
         LocalStorage(tmp_path),
-        Policy(CheckpointConfig(keep_last=9), commit.Lease(1, "")),
+        WriterSettings(CheckpointConfig(keep_last=9), commit.Lease(1, "")),
     )
-    apply_retention(storage, policy, {})
+    apply_retention(storage, settings, {})
     assert other.exists() and committed(tmp_path)
     os.utime(other, (time.time() - 3700,) * 2)
-    apply_retention(storage, policy, {})
+    apply_retention(storage, settings, {})
     assert not other.exists() and set(committed(tmp_path)) == {1}
     assert list(tmp_path.glob(".*")) == []
 

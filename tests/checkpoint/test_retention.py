@@ -14,7 +14,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import acquire
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manifest import Commit, CommitRef
-from clip_train.checkpoint.retention import Policy, apply_retention, remove_leftovers
+from clip_train.checkpoint.retention import WriterSettings, apply_retention, remove_leftovers
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import DeniedError
 from clip_train.storage.local import LocalStorage
@@ -57,8 +57,8 @@ def test_what_unfinished_writes_left_goes_with_its_attempt(tmp_path: Path) -> No
     prefix = attempt(1, "a", epoch=24)
     storage.put_bytes(f"{prefix}/rank00000.safetensors", b"1")
     storage.put_bytes(CommitRef(24, 1).name, marker_of(24, 1, prefix))
-    policy = Policy(CheckpointConfig(keep_last=1), leases[-1], orphan_seconds=0.0)
-    apply_retention(storage, policy, {})
+    settings = WriterSettings(CheckpointConfig(keep_last=1), leases[-1], orphan_seconds=0.0)
+    apply_retention(storage, settings, {})
     assert not left.parent.exists()
 
 
@@ -120,14 +120,14 @@ def test_a_file_that_cannot_be_removed_keeps_nothing_else(tmp_path: Path, stuck:
     stuck |= {".nfs0001", Path(marker).name}
     moved = storage.path(folders[2]).rename(tmp_path / "other disk")
     storage.path(folders[2]).symlink_to(moved)
-    policy = Policy(CheckpointConfig(keep_last=1), lease)
-    failures = apply_retention(storage, policy, {})
+    settings = WriterSettings(CheckpointConfig(keep_last=1), lease)
+    failures = apply_retention(storage, settings, {})
     assert set(failures) == {in_use, marker} and "busy" in failures[in_use]
     left = [folder for folder in folders if os.path.lexists(storage.path(folder))]
     assert left == [in_use, folders[1], folders[4]] and moved.exists()
     assert [path.name for path in storage.path(in_use).iterdir()] == [".nfs0001"]
     stuck.clear()
-    assert apply_retention(storage, policy, {}) == {}
+    assert apply_retention(storage, settings, {}) == {}
     assert [folder for folder in folders if storage.path(folder).exists()] == [folders[4]]
 
 
@@ -156,8 +156,8 @@ def test_a_denied_removal_in_a_store_keeps_nothing_else(tmp_path: Path) -> None:
     disk = LocalStorage(tmp_path)
     lease = acquire(disk)
     held, *others = [committed(disk, step) for step in range(1, 5)]
-    policy = Policy(CheckpointConfig(keep_last=1), lease)
-    assert set(apply_retention(Locked(tmp_path), policy, {})) == {held}
+    settings = WriterSettings(CheckpointConfig(keep_last=1), lease)
+    assert set(apply_retention(Locked(tmp_path), settings, {})) == {held}
     assert [disk.list(prefix) != [] for prefix in others] == [False, False, True]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clip_train.data.config import DataConfig, check_source
-from clip_train.data.decode import DRAWS, captions, texts_of
+from clip_train.data.decode import SEED_BOUND, captions, texts_of
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.validation import ValLoader
@@ -196,4 +196,4 @@ def test_names_that_mean_nothing_are_refused(key):
 
 
 def test_a_seed_is_below_the_draws(reference):
-    assert all(0 <= seed < DRAWS for step in reference for _, seed, _ in step)
+    assert all(0 <= seed < SEED_BOUND for step in reference for _, seed, _ in step)

@@ -13,7 +13,7 @@ from clip_train.data.config import DataConfig, order_keys
 from clip_train.data.index import ResumedData, ShardIndex, index_of, look_up, resume_data
 from clip_train.data.loader import TrainLoader
 from clip_train.data.reader import count_missing
-from clip_train.data.shards import describe_changes, pack_rows, unpack_rows
+from clip_train.data.shards import Row, describe_changes, pack_rows, unpack_rows
 from clip_train.errors import UserError
 from clip_train.storage.config import StorageConfig
 from tests.data.shards import keys_in, sample, write_counts, write_dataset, write_shard
@@ -49,7 +49,11 @@ def resume(state: dict, config: DataConfig, seed: int = 1, order: bool = False) 
     found = index_of(config.train, config.verify, StorageConfig())
     keys = order_keys(config, SIZES, seed)
     return resume_data(
-        state, found, keys, changed_shards=config.allow_changed_shards, changed_order=order
+        state,
+        found,
+        keys,
+        allow_changed_shards=config.allow_changed_shards,
+        allow_changed_order=order,
     )
 
 
@@ -220,4 +224,4 @@ def test_it_stays_small(folder: Path) -> None:
     rows = look_up([[str(folder / "000.tar")]], "auto", StorageConfig()).rows()
     assert unpack_rows(pack_rows(rows)) == rows
     assert len(rows[0][1]) == 16 and rows[0][2] == 12
-    assert len(pack_rows((f"{i:05d}.tar", "", 9000 + i % 1000) for i in range(10_000))) < 100_000
+    assert len(pack_rows(Row(f"{i:05d}.tar", "", 9000 + i % 1000) for i in range(10_000))) < 100_000

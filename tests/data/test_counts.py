@@ -28,12 +28,12 @@ def folder(tmp_path: Path) -> Path:
 
 def known(folder: Path, verify: str = "off") -> list[int | None]:
     found = index_of(f"{folder}/*.tar", verify, STORAGE)
-    return list(found.counts)
+    return list(found.places)
 
 
 def counted(folder: Path, **arguments) -> list[int | None]:
     found = count_missing(index_of(f"{folder}/*.tar", "auto", STORAGE), STORAGE, **arguments)
-    return list(found.counts)
+    return list(found.places)
 
 
 def test_an_index_has_the_counts(folder: Path) -> None:

@@ -42,7 +42,7 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
     if not index.num_samples:
         return keys, counts
     files = Files.of(index, StorageConfig())
-    source = Source(files.counts, lanes, 3, 8)
+    source = Source(files.places, lanes, 3, 8)
     for stream in range(lanes):
         reader = SegmentReader(files, keep_open=True)
         for item in (item for segment in source.piece(stream, 0) for item in reader.read(segment)):

@@ -135,7 +135,7 @@ def test_an_index_takes_little_memory_in_trainer_and_workers() -> None:
     copy = pickle.loads(pickle.dumps(files))
     copied = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert copy.rows[199] == ("00199.tar", entry) and known["00199.tar"] == entry
+    assert copy.shared[199] == ("00199.tar", entry) and known["00199.tar"] == entry
     assert kept < 9 * 1500 * 200
     assert copied < 16 * 200 + 4096  # of 2.4 MB
 
@@ -217,7 +217,7 @@ def test_lines_of_an_index_say_what_its_entries_say(folder: Path) -> None:
     lines = text.splitlines(keepends=True)
     (folder / INDEX_NAME).write_bytes(text)
     found = known(*urls, str(folder / "new.tar"))
-    assert found.counts == [*(entry.places for entry in entries.values()), None]
+    assert found.places == [*(entry.places for entry in entries.values()), None]
     digits = [entry.sha256[:16] for entry in entries.values()]
     assert [row[1] for row in found.rows()] == [*digits, ""]
     assert entries_in(found) == entries | {str(folder / "new.tar"): None}
@@ -367,7 +367,7 @@ def test_a_command_that_is_stopped_leaves_what_was_known(folder: Path, monkeypat
         shards_open_as(patched, Stopped)
         with pytest.raises(KeyboardInterrupt):
             run_index(shards, caption_key=None, workers=1, check=False, quiet=True)
-    assert known(str(folder / "000.tar")).without == [str(folder / "000.tar")]
+    assert known(str(folder / "000.tar")).unindexed == [str(folder / "000.tar")]
     make(folder)
     before = (folder / INDEX_NAME).read_bytes()
     with monkeypatch.context() as patched:

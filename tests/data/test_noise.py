@@ -85,5 +85,8 @@ def test_a_run_goes_on_from_its_checkpoint():
         "step": 5,
     }
     assert (
-        resume_data(state, index, keys, changed_shards=False, changed_order=False).order_start == 0
+        resume_data(
+            state, index, keys, allow_changed_shards=False, allow_changed_order=False
+        ).order_start
+        == 0
     )

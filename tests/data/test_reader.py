@@ -107,7 +107,7 @@ def test_a_resume_reads_nothing_of_what_came_before(tmp_path, monkeypatch, index
 def counted(folder: Path, *sizes: int) -> ShardIndex:
     """As if an index had said so."""
     paths = [str(path) for path in sorted(folder.glob("*.tar"))]
-    return ShardIndex.of(paths).with_sizes(dict(zip(paths, sizes, strict=True)))
+    return ShardIndex.of(paths).with_places(dict(zip(paths, sizes, strict=True)))
 
 
 @pytest.mark.parametrize("lanes", [1, 4])

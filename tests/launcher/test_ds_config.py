@@ -66,6 +66,26 @@ def test_a_conflict_names_both_sides(tmp_path):
     assert "bf16" not in message
 
 
+def test_a_conflict_with_the_trainer_names_no_recipe_key(tmp_path):
+    file = tmp_path / "mine.json"
+    content = {
+        "managed_gradient_accumulation": False,
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "zero_optimization": {"stage": 3},
+    }
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError) as e:
+        built(EngineConfig(zero_stage=1, precision="bf16", ds_config=str(file)))
+    assert str(e.value).splitlines() == [
+        "mine.json sets managed_gradient_accumulation = False, but this trainer needs True: take it "
+        "out of the JSON",
+        "mine.json sets zero_optimization.stage = 3, but engine.zero_stage in the recipe makes it "
+        '1: take it out of the JSON (or write "auto"), and set engine.zero_stage',
+        "mine.json sets data_types.grad_accum_dtype = 'bf16', but this trainer needs 'fp32': take "
+        "it out of the JSON",
+    ]
+
+
 def test_a_base_file_keeps_its_own_keys(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1234}}))

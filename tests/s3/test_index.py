@@ -53,7 +53,7 @@ def test_an_index_that_may_not_be_read_is_not_no_index(
     proxy: FaultyProxy, bucket: str, server: Server
 ) -> None:
     server.put(f"{bucket}/000.tar", b"x")
-    assert look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT).without == [
+    assert look_up([[f"s3://{bucket}/000.tar"]], "auto", PATIENT).unindexed == [
         f"s3://{bucket}/000.tar"
     ]
     proxy.faults = [

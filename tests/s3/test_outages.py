@@ -17,7 +17,7 @@ from clip_train.checkpoint import manifest
 from clip_train.checkpoint.commit import SaveRequest, acquire
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
-from clip_train.checkpoint.retention import Policy
+from clip_train.checkpoint.retention import WriterSettings
 from clip_train.checkpoint.snapshot import SharedMemory, plan_file
 from clip_train.checkpoint.writer import Event, Message, Writer
 from clip_train.errors import CheckpointError
@@ -64,8 +64,8 @@ def test_an_upload_outlasts_an_outage_in_which_other_requests_give_up(
     memory.fill(plan)
     store = open_storage(url)
     held = acquire(store, [LocalStorage(tmp_path)])
-    policy = Policy(CheckpointConfig(remote=url), held, str(tmp_path))
-    writer = Writer(policy, memory.fd, messages.put)
+    settings = WriterSettings(CheckpointConfig(remote=url), held, str(tmp_path))
+    writer = Writer(settings, memory.fd, messages.put)
     proxy.faults = [Fault("status", method="PUT|POST", key="ckpt/")]
     prefix = manifest.attempt_prefix(held.epoch, 1)
     writer.receive(
