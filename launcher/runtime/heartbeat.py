@@ -61,6 +61,7 @@ class Heartbeat:
         self.stop: StopRequest | None = None  # this rank's
         self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
+        self._store_is_lost = False  # it may never answer again: nothing more is asked of it
         self._claiming = threading.Lock()
         self._answered = 0.0  # seconds, monotonic: the store's last answer
         # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
@@ -123,6 +124,8 @@ class Heartbeat:
             return
         self._closed.set()
         self._wake.set()
+        if self._store_is_lost:
+            return
         early = not (self.all_joined or late)
         end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
         silent = sum(
@@ -234,6 +237,7 @@ class Heartbeat:
 
     def _lose_store(self, how: str) -> None:
         """Rank 0, which held it, is lost."""
+        self._store_is_lost = True
         if self.abort is not None:
             return
         failure = self._lost(0, how)

@@ -162,6 +162,10 @@ def test_a_store_that_is_gone_is_the_loss_of_rank_0(start, error):
     world.lose_store(error=error)
     assert until(lambda: all(world.ranks[rank].check() is not None for rank in (1, 2)))
     assert [(rank, failure.rank) for rank, failure in world.published] == [(1, 0)]
+    leaving = [threading.Thread(target=world.ranks[rank].leave, daemon=True) for rank in (1, 2)]
+    for thread in leaving:
+        thread.start()
+    assert until(lambda: not any(thread.is_alive() for thread in leaving), 10.0)
 
 
 def test_alone_there_is_nobody_to_ask():
