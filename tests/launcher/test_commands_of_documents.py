@@ -31,6 +31,7 @@ ELSEWHERE = {
     "my_package.stores": "needs a server of the reader: tests/storage/test_urls.py",
     "--format peft": "needs a run with adapters: tests/launcher/test_lora.py",
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
+    "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",
 }
 # What a page names, and what is here in its place.
@@ -49,7 +50,7 @@ REPLACED = {
     " ...": " --train-data shards/{00000..00003}.tar --train-num-samples 1000000",
 }
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
-RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds")
+RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds", "siglip2-b16")
 
 
 def lines() -> list[str]:

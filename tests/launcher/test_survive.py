@@ -116,7 +116,6 @@ def test_a_callbacks_error_on_rank_1_is_named_by_rank_0(recipe, tmp_path):
     assert seen == [f"RemoteRankError: {error}", f"ClipTrainError: {message}"]
 
 
-@pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
 class DoesNotCloseOnRank1(Callback):
     def close(self):
         if dist.rank() == 1:
@@ -148,6 +147,7 @@ def test_a_rank_that_waits_and_writes_a_profile_ends(recipe, tmp_path):
     assert (tmp_path / "error0").read_text().startswith("RemoteRankError: rank 1 on")
 
 
+@pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
 def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
     recipe, tmp_path, data, fault
 ):
