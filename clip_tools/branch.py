@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         """
         Write the recipe of a run that begins at a checkpoint of PLACE and lowers the rate from there:
-        a name, a run directory and a checkpoint.remote of its own. The source can continue; it must
-        have a constant rate at that step. Overrides apply to the new run.
+        the new run has its own name, run directory and checkpoint.remote. PLACE's run can continue.
+        Its rate must be constant at that step. Overrides apply to the new run.
         """,
         """
         clip-train branch runs/clip --at 20000 --cooldown 4000

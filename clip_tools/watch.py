@@ -148,8 +148,8 @@ def scores_within(scores: Scores, console: Console) -> RenderableType:
 def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
     """Make a table with a row for each data set and a column for each score.
 
-    stacked: the best value is below the last one, else beside it. names: false leaves the names of
-    the data sets empty.
+    stacked: show the best value below the last one instead of beside it. names: if False, the
+    column of data sets' names is empty.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("best below" if stacked else "", overflow="fold", min_width=NAME_WIDTH)

@@ -99,7 +99,7 @@ class CheckpointManager:
         self._writer: WriterProcess | None = None
         self._receiving = threading.RLock()  # `close` may come from another thread
         self._step = -1  # of the last snapshot, or resumed from
-        self._snapshots = 0  # how many were taken: each attempt has a folder of its own
+        self._snapshots = 0  # the number taken so far; it names the folder of each attempt
         self._pending: dict[int, SaveRequest] = {}  # by step: not yet committed or failed
         self._writing: SaveRequest | None = None  # the save that still needs the memory
         self._committed_step: int | None = None  # rank 0: the last one in the main store
