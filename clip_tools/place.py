@@ -103,7 +103,7 @@ def described(weights: str, place: str) -> str:
         name, *others = fitting or ["ViT-B-32"]
         by_size = f"; {' and '.join([name, *others])} would fit its sizes" if fitting else ""
         raise UserError(
-            f"{place} has no {CONFIG_NAME} beside it that says what model it is: give its name, as "
+            f"{place} has no {CONFIG_NAME} beside it, which would name the model: give the name, as "
             f"in clip-train evaluate {place} model.name={name}{by_size}"
         )
     try:
@@ -123,7 +123,10 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
         return config, found
     recipe_there = without_removed(found.state["recipe"])
     said = {override.partition("=")[0] for override in overrides}
-    for name in (*OWN_CODE, *(LOOKED_AT if is_remote(place) else ())):
+    refused = [*OWN_CODE]
+    if is_remote(place):
+        refused += LOOKED_AT
+    for name in refused:
         section, key = name.split(".")
         url = recipe_there[section].get(key)
         # a remote recipe must not make this machine open or import anything

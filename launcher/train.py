@@ -134,7 +134,16 @@ def train(
     activation_bytes = float(os.environ.get(ROOM, "inf"))
     resolved = choose_layout(resolved, memory_limit(resolved, device), activation_bytes)
     outcome.layout = resolved.layout
-    trainer = build_trainer(resolved, env, device, outcome, stop, watchdog, heartbeat, callbacks)
+    trainer = build_trainer(
+        resolved,
+        env,
+        device,
+        outcome=outcome,
+        stop=stop,
+        watchdog=watchdog,
+        heartbeat=heartbeat,
+        given_callbacks=callbacks,
+    )
     rendezvous.set_timeout(2 * config.launch.longest_limit)  # also of groups that the engine made
     stop.listen()  # again: a library may have replaced the signal handlers
     metrics = trainer.run()
@@ -219,6 +228,7 @@ def build_trainer(
     resolved: Resolved,
     env: environment.RankEnv,
     device: torch.device,
+    *,
     outcome: Outcome,
     stop: StopRequest,
     watchdog: Watchdog,

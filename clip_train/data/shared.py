@@ -1,12 +1,19 @@
 """The list of shards, on every rank."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from clip_train import dist
 from clip_train.data.index import Address, ShardIndex, index_of
 from clip_train.errors import RankError
 from clip_train.processes import node_name
 from clip_train.storage.config import StorageConfig
+
+
+class Offer(NamedTuple):
+    """The list that one rank of a node has read, for the others of the node."""
+
+    fingerprint: str
+    address: Address
 
 
 def shared_index(
@@ -28,13 +35,18 @@ def shared_index(
 
     looks = dist.is_first_of_node()
     found = dist.agreed(lambda: look() if looks else None)
-    offer: tuple[str, str, str] | None = None
+    offer: Offer | None = None
     if found is not None:
-        offer = (found.fingerprint(), *found.shared.address)
+        offer = Offer(found.fingerprint(), found.shared.address)
     # by node, rank 0's first
-    offers = {node: its for node, its in dist.gather_objects((node_name(), offer)) if its}
+    offers: dict[str, Offer] = {}
+    for node, offered in dist.gather_objects((node_name(), offer)):
+        if offered is not None:
+            offers[node] = offered
     first = next(iter(offers))
-    others = sorted(node for node in offers if offers[node][0] != offers[first][0])
+    others = sorted(
+        node for node in offers if offers[node].fingerprint != offers[first].fingerprint
+    )
     if others:
         dist.raise_agreed(  # all ranks know it: for an evaluation it is a warning
             RankError(
@@ -46,9 +58,8 @@ def shared_index(
     def take() -> ShardIndex:
         if found is not None:
             return found
-        _, path, name = offers[node_name()]
         try:
-            return ShardIndex.opened(Address(path, name))
+            return ShardIndex.opened(offers[node_name()].address)
         except OSError:  # a container of its own on that node
             return look()
 

@@ -32,7 +32,9 @@ def units(model: nn.Module) -> list[nn.Module]:
     in_list = isinstance(model, nn.ModuleList | nn.Sequential)
 
     def kind(child: nn.Module) -> tuple[Any, ...]:
-        return type(child), *([] if in_list else map(_shape, child.parameters()))
+        if in_list:
+            return (type(child),)
+        return type(child), *map(_shape, child.parameters())
 
     repeated = Counter(kind(child) for child in model.children() if _num_layers(child) > 1)
     blocks = []
