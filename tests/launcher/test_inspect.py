@@ -274,7 +274,7 @@ def test_what_a_place_says_of_the_model(tmp_path):
     ):
         torch.save(state, tmp_path / "x.pt")
         no_name = (
-            rf"x\.pt has no open_clip_config\.json beside it .* evaluate x\.pt model\.name={fits}"
+            rf"x\.pt has no open_clip_config\.json beside it, .* evaluate x\.pt model\.name={fits}"
         )
         with pytest.raises(UserError, match=no_name):
             described(str(tmp_path / "x.pt"), "x.pt")
