@@ -7,7 +7,7 @@ from clip_train.checkpoint.restore import commit_urls, open_read_only, stores_at
 from clip_train.errors import UserError
 from clip_train.optim.schedule import learning_rate
 from clip_train.recipe.recipe import (
-    RunConfig,
+    Recipe,
     apply_overrides,
     check_config,
     with_samples,
@@ -84,8 +84,8 @@ def run(place: str, overrides: list[str], at: int | None, cooldown: int | None) 
 
 
 def branched(
-    source: RunConfig, step: int, cooldown: int, checkpoint: str, overrides: list[str]
-) -> RunConfig:
+    source: Recipe, step: int, cooldown: int, checkpoint: str, overrides: list[str]
+) -> Recipe:
     """The recipe of a run that starts from this checkpoint of `source` and cools down for this many
     steps. UserError if the learning rate at that step is not at its peak."""
     schedule, peak = source.schedule, source.optim.lr

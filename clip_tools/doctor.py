@@ -39,7 +39,7 @@ from clip_train.data.worker import shared_bytes
 from clip_train.errors import UserError
 from clip_train.models.clip import shape_of_sample
 from clip_train.processes import node_name
-from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.recipe import Recipe, load_config
 from clip_train.recipe.resolve import resolve
 from clip_train.versions import NEWEST, installed, too_old, version_tuple
 from launcher.checks import (
@@ -311,7 +311,7 @@ MACHINE: tuple[tuple[str, Check], ...] = (
 # -- a recipe
 
 
-def check_recipe(config: RunConfig) -> Iterator[Finding]:
+def check_recipe(config: Recipe) -> Iterator[Finding]:
     """The checks of `train --dry-run` before its plan: the recipe, its shards, captions, labels."""
     world = max(1, torch.cuda.device_count())
     lacking = config.engine.on_this_machine(world).mistakes_here()
@@ -394,7 +394,7 @@ def count_transparent(shard: str) -> tuple[int, int]:
     return transparent, looked
 
 
-def check_run_dir(config: RunConfig) -> Iterator[Finding]:
+def check_run_dir(config: Recipe) -> Iterator[Finding]:
     if shutil.which("sbatch") is not None and run_command("scontrol", "show", "config").output:
         yield from check_places(config, load_site(None))
     stop_file = config.run_dir.absolute() / STOP_FILE

@@ -18,7 +18,7 @@ from clip_train.models.config import Architecture
 from clip_train.models.files import WEIGHTS_NAMES
 from clip_train.models.lora import Lora
 from clip_train.models.weights import export_saved
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.weights import find_run, on_base
 from launcher.cli.arguments import (
     add_ema,
@@ -95,7 +95,7 @@ def write_export(
     library: str,
     *,
     ema: bool,
-    config: RunConfig | None = None,
+    config: Recipe | None = None,
 ) -> int:
     """Write the mean of these checkpoints, and print how it is loaded.
 

@@ -18,7 +18,7 @@ from clip_train.models.openclip.config import PREFIX, TRANSFORMERS
 from clip_train.models.transformers import is_transformers
 from clip_train.models.weights import WholeState, initial_weights, resize_of
 from clip_train.recipe.recipe import (
-    RunConfig,
+    Recipe,
     apply_overrides,
     check_config,
     load_config,
@@ -39,7 +39,7 @@ NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train"
 class Weights:
     """Weights that can be read, their model, and the recipe whose data they are used on."""
 
-    config: RunConfig
+    config: Recipe
     architecture: AnyArchitecture
     source: FragmentSource
     where: str  # for messages
@@ -113,7 +113,7 @@ def described(weights: str, place: str) -> str:
         return f"open_clip:{folder}"
 
 
-def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[RunConfig, Resumed]:
+def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[Recipe, Resumed]:
     """The recipe and the newest complete checkpoint. With a URL or a bare folder of
     checkpoints, the recipe comes from the checkpoint: no file of the run is needed. UserError,
     CheckpointError."""

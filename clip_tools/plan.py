@@ -30,7 +30,7 @@ from clip_train.recipe.memory import (
     predicted_profile,
     usable,
 )
-from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.recipe import Recipe, load_config
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with
 from clip_train.recipe.teachers import load_teachers
@@ -182,7 +182,7 @@ def run(
     return 0
 
 
-def dry_run(config: RunConfig, ranks: int) -> int:
+def dry_run(config: Recipe, ranks: int) -> int:
     """Check everything that a single rank can check, with the first shard and this machine's
     devices, and print it.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from clip_train.library import contrastive_step
     from clip_train.losses.info_nce import InfoNCE
     from clip_train.losses.sigmoid import SigmoidLoss
-    from clip_train.recipe.recipe import RunConfig as Recipe
+    from clip_train.recipe.recipe import Recipe
     from clip_train.recipe.recipe import load_config as load_recipe
     from clip_train.task import Context, LossOutput, Objective
     from launcher.program import train
@@ -29,7 +29,7 @@ _PLACES = {
     "InfoNCE": "clip_train.losses.info_nce:InfoNCE",
     "LossOutput": "clip_train.task:LossOutput",
     "Objective": "clip_train.task:Objective",
-    "Recipe": "clip_train.recipe.recipe:RunConfig",
+    "Recipe": "clip_train.recipe.recipe:Recipe",
     "SigmoidLoss": "clip_train.losses.sigmoid:SigmoidLoss",
     "TrainLoader": "clip_train.data.loader:TrainLoader",
     "contrastive_step": "clip_train.library:contrastive_step",

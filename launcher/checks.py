@@ -29,7 +29,7 @@ from clip_train.models.loading import (
     trained_with,
 )
 from clip_train.places import broken_link
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.weights import KEYS, check_has_base, find_run, holds_weights
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import is_remote, local_path, open_storage
@@ -57,7 +57,7 @@ def warning_if(wrong: bool, check: str, message: str, remedy: str) -> Finding:
     return warning(check, message, remedy) if wrong else ok(check, message)
 
 
-def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Finding]:
+def check_store(config: Recipe, patience_seconds: float = 5.0) -> Iterator[Finding]:
     """Check that checkpoint.remote can hold checkpoints, as a run does before it builds its model.
 
     patience_seconds: how long one operation is tried; a run tries longer.
@@ -81,7 +81,7 @@ def check_store(config: RunConfig, patience_seconds: float = 5.0) -> Iterator[Fi
         yield error("store", *str(e).rsplit("; ", 1))
 
 
-def check_disk(config: RunConfig) -> Iterator[Finding]:
+def check_disk(config: Recipe) -> Iterator[Finding]:
     """Check that run.dir can be written and has enough space."""
     run_dir = config.run_dir.absolute()
     link = broken_link(run_dir)
@@ -113,7 +113,7 @@ def check_disk(config: RunConfig) -> Iterator[Finding]:
     yield error("disk", message, remedy) if needed > free else ok("disk", message)
 
 
-def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
+def check_places(config: Recipe, site: Site) -> Iterator[Finding]:
     """Warn about node-local folders: a job that is requeued on another node loses its
     checkpoints."""
     places, remote = {"run.dir": config.run_dir.absolute()}, config.checkpoint.remote
@@ -129,7 +129,7 @@ def check_places(config: RunConfig, site: Site) -> Iterator[Finding]:
             )
 
 
-def continues(config: RunConfig, network: bool = True) -> bool:
+def continues(config: Recipe, network: bool = True) -> bool:
     """Whether a run would resume, and take all its weights from a checkpoint."""
     mode, remote = config.checkpoint.resume, config.checkpoint.remote
     if mode == "never" or config.model.lora is not None:
@@ -147,7 +147,7 @@ def continues(config: RunConfig, network: bool = True) -> bool:
         return False
 
 
-def check_weights(config: RunConfig, network: bool = True) -> Iterator[Finding]:
+def check_weights(config: Recipe, network: bool = True) -> Iterator[Finding]:
     """Check that initial weights and teachers exist, fit the model, and hold finite numbers.
 
     Local files are read. Weights at a URL or on the hub are not fetched.
@@ -249,7 +249,7 @@ def compare_run(weights: WeightsFor) -> Finding:
     return ok("weights", f"{source} fits the model")
 
 
-PLACES: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
+PLACES: dict[str, Callable[[Recipe], Iterator[Finding]]] = {
     "disk": check_disk,
     "store": check_store,
     "weights": check_weights,
@@ -258,7 +258,7 @@ PLACES: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
 require them."""
 
 
-def require_places(config: RunConfig, *, store: bool = True) -> None:
+def require_places(config: Recipe, *, store: bool = True) -> None:
     """Raise errors that would otherwise occur later: a full or read-only disk, an unsuitable store,
     initial weights that do not fit.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from clip_train.callbacks import Callback
 from clip_train.errors import UserError, raise_all
-from clip_train.recipe.recipe import RunConfig, apply_overrides, check_config, read_recipe
+from clip_train.recipe.recipe import Recipe, apply_overrides, check_config, read_recipe
 from clip_train.settings import given
 from clip_train.stop import StopRequest
 from clip_train.versions import too_old
@@ -28,7 +28,7 @@ _ranks_have_met = False  # in this process, which was one of several ranks
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | RunConfig,
+    recipe: str | Path | Mapping[str, Any] | Recipe,
     overrides: Sequence[str] = (),
     *,
     model: Callable[..., nn.Module] | None = None,
@@ -114,13 +114,11 @@ def _mistakes(
             yield f"callbacks ({callback!r}) must be objects of subclasses of clip_train.Callback"
 
 
-def _checked(
-    recipe: str | Path | Mapping[str, Any] | RunConfig, overrides: Sequence[str]
-) -> RunConfig:
+def _checked(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with overrides. UserError lists every mistake."""
     if isinstance(recipe, str | Path):
         raw, source = read_recipe(str(recipe)), str(recipe)
-    elif isinstance(recipe, RunConfig):
+    elif isinstance(recipe, Recipe):
         raw, source = recipe.model_dump(exclude_unset=True), "the recipe"
     else:
         raw, source = dict(recipe), "the recipe"

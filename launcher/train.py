@@ -56,7 +56,7 @@ from clip_train.optim.schedule import learning_rate
 from clip_train.places import broken_link
 from clip_train.processes import node_name, usable_cores
 from clip_train.recipe.memory import choose_layout, memory_limit
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with, optimizer_changed
 from clip_train.recipe.teachers import load_teachers
@@ -79,7 +79,7 @@ from launcher.slurm.attempts import History
 
 
 def train(
-    config: RunConfig, outcome: Outcome, stop: StopRequest, callbacks: Sequence[Callback] = ()
+    config: Recipe, outcome: Outcome, stop: StopRequest, callbacks: Sequence[Callback] = ()
 ) -> dict[str, float]:
     """Train, on every rank. Returns the numbers of the last evaluation; none: empty.
 
@@ -415,7 +415,7 @@ def build_loader(
     )
 
 
-def progress_line(config: RunConfig, start: int) -> list[Callback]:
+def progress_line(config: Recipe, start: int) -> list[Callback]:
     """The progress bar of rank 0, unless the recipe or `--quiet` turns it off."""
     if dist.is_main() and config.log.progress and LOGGER.isEnabledFor(logging.INFO):
         return [ProgressLine(config.steps, start_step=start)]

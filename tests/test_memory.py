@@ -15,7 +15,7 @@ from clip_train.memory.probe import fake_profile
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture
 from clip_train.recipe.memory import micro_batch, predicted_profile
-from clip_train.recipe.recipe import RunConfig, check_config
+from clip_train.recipe.recipe import Recipe, check_config
 from clip_train.recipe.resolve import Resolved
 from tests.launcher.conftest import MODEL
 
@@ -144,7 +144,7 @@ def test_deep_towers_are_predicted_from_shallow_ones_to_the_byte(checkpointing, 
     )
     recipe = {"run": {"steps": 1}, "data": {"train": "x.tar"}, "schedule": {"warmup_steps": 0}}
     lock = {f"lock_{locked}": True} if locked else {}
-    config = RunConfig.model_validate({**recipe, "model": {"dropout": 0.1, **lock}})
+    config = Recipe.model_validate({**recipe, "model": {"dropout": 0.1, **lock}})
 
     def make() -> CLIP:
         model = CLIP(deep, dropout=0.1, activation_checkpointing=checkpointing)

@@ -36,7 +36,7 @@ from clip_train.models import hub
 from clip_train.models.config import preset_names
 from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.recipe.names import SAME
-from clip_train.recipe.recipe import RunConfig, check_config
+from clip_train.recipe.recipe import Recipe, check_config
 from clip_train.yaml_text import dump_yaml
 from launcher.cli.arguments import add_help
 from launcher.runtime.log import warn
@@ -103,7 +103,7 @@ def run(command: str, world_size: int | None) -> int:
                 "--world-size N",
             ),
         )
-    sections: dict[str, Any] = {name: {} for name in RunConfig.model_fields}
+    sections: dict[str, Any] = {name: {} for name in Recipe.model_fields}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         sections[section][name] = value

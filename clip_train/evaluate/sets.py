@@ -21,13 +21,13 @@ from clip_train.evaluate.loop import evaluate
 
 if TYPE_CHECKING:
     from clip_train.models.config import AnyArchitecture
-    from clip_train.recipe.recipe import RunConfig
+    from clip_train.recipe.recipe import Recipe
 
 LOGGER = logging.getLogger(__name__)
 
 
 def evaluation(
-    config: RunConfig,
+    config: Recipe,
     architecture: AnyArchitecture,
     engine: Engine,
     tokenizer: Tokenize,

@@ -163,7 +163,7 @@ class LossConfig(Settings):
         }
 
     def build(self, teachers: Sequence[Teacher] = (), texts_per_image: int = 1) -> Objective:
-        """The objective. Teachers go with `info_nce`, as RunConfig has checked.
+        """The objective. Teachers go with `info_nce`, as Recipe has checked.
 
         texts_per_image: the positives of each image, as `data.texts_per_image`.
 

@@ -28,7 +28,7 @@ from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_names, frozen_towers
 from clip_train.optim.muon import BUFFER_BYTES
 from clip_train.optim.optimizer import moment_bytes, muon_matrices
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import Resolved, no_limit
 from clip_train.settings import Recompute
 from clip_train.task import IMAGE_TEXT, MicroBatch
@@ -40,7 +40,7 @@ UNRECOVERED_MARGIN = 0.2
 
 
 def estimate_memory(
-    config: RunConfig,
+    config: Recipe,
     engine: EngineConfig,
     plan: BatchPlan,
     architecture: AnyArchitecture,

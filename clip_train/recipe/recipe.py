@@ -1,4 +1,4 @@
-"""The recipe: YAML and `key.path=value` overrides into one frozen, fully checked RunConfig.
+"""The recipe: YAML and `key.path=value` overrides into one frozen, fully checked Recipe.
 
 All mistakes are reported at once, each with its path, its value and what to write instead.
 """
@@ -100,7 +100,7 @@ class RunSection(Settings):
             )
 
 
-class RunConfig(Settings):
+class Recipe(Settings):
     """A whole recipe."""
 
     run: RunSection
@@ -362,7 +362,7 @@ class RunConfig(Settings):
         storage."""
         return [f"data.num_samples={self.data.num_samples}"] if self.data.num_samples else []
 
-    def updated(self, **sections: dict[str, Any]) -> "RunConfig":
+    def updated(self, **sections: dict[str, Any]) -> "Recipe":
         """With other values for keys of these sections."""
         changed = {
             name: getattr(self, name).model_copy(update=values) for name, values in sections.items()
@@ -440,7 +440,7 @@ def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]
     return out
 
 
-def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
+def load_config(path: str, overrides: list[str] | None = None) -> Recipe:
     """The recipe at `path` with overrides, checked. UserError lists every mistake."""
     raw = read_recipe(path)
     if {"vision_cfg", "model_cfg"} & raw.keys() and "run" not in raw:
@@ -451,7 +451,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     return check_config(apply_overrides(raw, overrides or []), path)
 
 
-def mistakes_in_names(config: RunConfig) -> Messages:
+def mistakes_in_names(config: Recipe) -> Messages:
     """For a recipe that has other mistakes: those that `resolve` would find next, in the names of
     the model and of the data. It does not look for shards, and runs no code of the user's."""
 
@@ -478,11 +478,11 @@ def mistakes_in_names(config: RunConfig) -> Messages:
             yield from map(str, e.problems or [e])
 
 
-def check_config(raw: dict[str, Any], source: str) -> RunConfig:
+def check_config(raw: dict[str, Any], source: str) -> Recipe:
     """The recipe `raw`. UserError lists every mistake; source: what the message calls the
     recipe."""
     explained = partial(explain, unknown=nearest)
-    config, lines = validated(RunConfig, raw, explained, further=mistakes_in_names)
+    config, lines = validated(Recipe, raw, explained, further=mistakes_in_names)
     if config is None:
         head = f"{source}: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
         raise UserError("\n".join([head, *(f"  {line}" for line in lines)])) from None
@@ -500,11 +500,11 @@ def without_removed(raw: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def needs_samples(config: RunConfig) -> bool:
+def needs_samples(config: Recipe) -> bool:
     return config.run.epochs is not None and config.data.num_samples is None
 
 
-def with_samples(config: RunConfig) -> RunConfig:
+def with_samples(config: Recipe) -> Recipe:
     """Read data.num_samples from the index beside the shards if run.epochs needs it and the recipe
     lacks it. UserError.
     """
@@ -548,7 +548,7 @@ def nearest(path: str) -> str:
 
 
 SECTIONS: dict[str, type[Settings]] = {
-    name: cast(Any, field.annotation) for name, field in RunConfig.model_fields.items()
+    name: cast(Any, field.annotation) for name, field in Recipe.model_fields.items()
 }
 
 

@@ -36,7 +36,7 @@ from clip_train.models.config import (
 from clip_train.models.freeze import trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
-from clip_train.recipe.recipe import RunConfig, with_samples
+from clip_train.recipe.recipe import Recipe, with_samples
 from clip_train.recipe.weights import place_mistakes
 from clip_train.settings import broken, is_import_path, shown
 
@@ -51,8 +51,8 @@ class Resolved:
     `memory.choose_layout`.
     """
 
-    recipe: RunConfig  # the recipe with its defaults
-    config: RunConfig  # what runs
+    recipe: Recipe  # the recipe with its defaults
+    config: Recipe  # what runs
     plan: BatchPlan
     architecture: AnyArchitecture
     layout: StepLayout | None = None  # chosen by memory
@@ -142,7 +142,7 @@ class Resolved:
 
 
 def resolve(
-    recipe: RunConfig,
+    recipe: Recipe,
     world_size: int,
     *,
     per_node: int = 8,
@@ -235,7 +235,7 @@ def resolve(
     return Resolved(recipe, config, plan, architecture, source=source, unlabelled=unlabelled)
 
 
-def epoch_mistakes(config: RunConfig, source: SourceSummary) -> list[str]:
+def epoch_mistakes(config: Recipe, source: SourceSummary) -> list[str]:
     """An epoch that is far larger than the data: a number that belongs to other data."""
     data, counted = config.data, source.index.num_samples
     if config.run.epochs is None or data.num_samples is None or counted is None:
@@ -252,7 +252,7 @@ def epoch_mistakes(config: RunConfig, source: SourceSummary) -> list[str]:
 
 
 def look_at_data(
-    config: RunConfig, problems: list[UserError], collect: Callable[..., Any]
+    config: Recipe, problems: list[UserError], collect: Callable[..., Any]
 ) -> tuple[SourceSummary | None, str | None]:
     """Check the first shard of data.train, and the evaluation data: its first labels, too, and the
     note of `check_labels`."""
@@ -276,7 +276,7 @@ def check_place(place: str, key: str) -> None:
         existing(place, key)
 
 
-def no_limit(config: RunConfig) -> str:
+def no_limit(config: Recipe) -> str:
     return (
         f"{', '.join(config.chosen)} = auto needs batch.memory_limit where no GPU is looked at: "
         "the bytes one rank may use, such as batch.memory_limit=8GiB (for a GPU, about 0.9 of its "
@@ -284,7 +284,7 @@ def no_limit(config: RunConfig) -> str:
     )
 
 
-def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]:
+def loss_mistakes(config: Recipe, architecture: AnyArchitecture) -> list[str]:
     """The sigmoid loss needs a bias (SigLIP starts it at -10, the scale at 10); a softmax would
     cancel one. UserError for an import path that does not lead to a loss.
     """
@@ -331,7 +331,7 @@ def loss_mistakes(config: RunConfig, architecture: AnyArchitecture) -> list[str]
     return broken(rules)
 
 
-def augmentation_mistakes(config: RunConfig) -> list[str]:
+def augmentation_mistakes(config: Recipe) -> list[str]:
     """`data.aug_own` is tried on one image. UserError for an import path that leads to nothing."""
     augmentation = own_augmentation(config.data.aug_own, config.data.aug_own_options)
     try:
@@ -343,7 +343,7 @@ def augmentation_mistakes(config: RunConfig) -> list[str]:
     return []
 
 
-def schedule_mistakes(config: RunConfig) -> list[str]:
+def schedule_mistakes(config: Recipe) -> list[str]:
     """The rate of the last step. UserError for an import path that does not lead to a schedule."""
     rate = learning_rate(config.schedule, config.optim.lr, config.steps - 1, config.steps)
     if isinstance(rate, int | float) and 0 <= rate < math.inf:
@@ -355,7 +355,7 @@ def schedule_mistakes(config: RunConfig) -> list[str]:
 
 
 def engine_mistakes(
-    config: RunConfig, engine: EngineConfig, plan: BatchPlan | None, world_size: int
+    config: Recipe, engine: EngineConfig, plan: BatchPlan | None, world_size: int
 ) -> list[str]:
     """UserError for an import path that does not lead to an optimizer."""
     needs(config.optim)

@@ -13,23 +13,23 @@ from clip_train.checkpoint.restore import Resumed
 from clip_train.engines.config import describe_sharding
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
-from clip_train.recipe.recipe import SECTIONS, RunConfig, known_keys
+from clip_train.recipe.recipe import SECTIONS, Recipe, known_keys
 from clip_train.settings import AtResume
 from clip_train.storage.redact import redact
 
 
-def at_resume(path: str, metadata: list[Any], config: RunConfig) -> str:
+def at_resume(path: str, metadata: list[Any], config: Recipe) -> str:
     """The effect of a difference in this key: see `AtResume`. metadata: of its field."""
     if path.startswith("loss.bank_") and config.loss.kind == "memory_bank":
         return "refused"
     section, _, _ = path.partition(".")
-    for annotation in [*metadata, *RunConfig.model_fields[section].metadata]:
+    for annotation in [*metadata, *Recipe.model_fields[section].metadata]:
         if isinstance(annotation, AtResume):
             return annotation.change
     return "reported"
 
 
-def optimizer_changed(config: RunConfig, resumed: Resumed) -> bool:
+def optimizer_changed(config: Recipe, resumed: Resumed) -> bool:
     """Whether another optimizer wrote the checkpoint, so that its state cannot be used."""
     then = resumed.state["recipe"].get("optim", {}).get("name")
     return then is not None and then != config.optim.name
@@ -60,7 +60,7 @@ def with_chosen(recipe: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[st
 
 
 def find_changes(
-    config: RunConfig,
+    config: Recipe,
     now: Mapping[str, Any],
     then: Mapping[str, Any],
     architecture: Mapping[str, Any],
@@ -103,7 +103,7 @@ def removed_since(then: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Change]:
+def other_architecture(config: Recipe, then: Mapping[str, Any]) -> list[Change]:
     """Differences of the model itself, whatever its name."""
 
     def parts(architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def other_architecture(config: RunConfig, then: Mapping[str, Any]) -> list[Chang
 
 
 def compare_with(
-    config: RunConfig,
+    config: Recipe,
     resumed: Resumed,
     world_size: int,
     digests: Mapping[str, str | None] = {},

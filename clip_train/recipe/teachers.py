@@ -11,11 +11,11 @@ from clip_train.losses.distillation import Teacher, run_teacher, stored_teacher
 from clip_train.models.weights import load_teacher
 from clip_train.processes import node_name
 from clip_train.recipe.memory import DTYPES
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.weights import weights_here
 
 
-def load_teachers(config: RunConfig, device: torch.device) -> tuple[list[Teacher], str | None]:
+def load_teachers(config: Recipe, device: torch.device) -> tuple[list[Teacher], str | None]:
     """The teachers of `model.teacher`, frozen and in the engine's precision, and the digests of
     their weights; or those whose features the shards hold, and None. Collective.
 

@@ -36,7 +36,7 @@ from clip_train.models.low_rank import merged
 from clip_train.models.weights import base_digest, export_saved, initial_weights
 from clip_train.processes import node_name
 from clip_train.recipe.recipe import (
-    RunConfig,
+    Recipe,
     apply_overrides,
     check_config,
     load_config,
@@ -77,7 +77,7 @@ def weights_here(
         dist.barrier()
 
 
-def digest_of_base(config: RunConfig) -> str | None:
+def digest_of_base(config: Recipe) -> str | None:
     """Collective: the digest of the weights that adapters are trained on; None without adapters."""
     if config.model.lora is None:
         return None
@@ -161,9 +161,7 @@ def place_mistakes(model: ModelConfig, *, must_exist: bool) -> list[UserError]:
     return mistakes
 
 
-def on_base(
-    found: Resumed, state: dict[str, Tensor], config: RunConfig | None
-) -> dict[str, Tensor]:
+def on_base(found: Resumed, state: dict[str, Tensor], config: Recipe | None) -> dict[str, Tensor]:
     """Collective: the state of a checkpoint, its adapters merged into their base, if it has any.
 
     The description of its model is then that of the plain model. config: names the base. UserError
@@ -266,7 +264,7 @@ def recipe_in(place: str) -> str | None:
     return None if is_commit else place
 
 
-def find_run(place: str, overrides: list[str]) -> tuple[RunConfig | None, Stores, CommitRef | None]:
+def find_run(place: str, overrides: list[str]) -> tuple[Recipe | None, Stores, CommitRef | None]:
     """Interpret a recipe, a run's folder, or a place of checkpoints.
 
     Returns the recipe (None if only the checkpoints have it), where the checkpoints are, and which

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from clip_train.errors import Preempted, UserError
-from clip_train.recipe.recipe import RunConfig, load_config, needs_samples, with_samples
+from clip_train.recipe.recipe import Recipe, load_config, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.cli.arguments import add_help, add_overrides, add_recipe
 from launcher.cli.process import Process
@@ -80,7 +80,7 @@ def run(
     return 0
 
 
-def counted(config: RunConfig, process: Process) -> RunConfig:
+def counted(config: Recipe, process: Process) -> Recipe:
     """`with_samples`, during which a stop request and a store that hangs end the process, as they
     do later."""
     if not needs_samples(config):

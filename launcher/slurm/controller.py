@@ -62,7 +62,7 @@ from launcher.slurm.scheduler import (
 )
 
 if TYPE_CHECKING:
-    from clip_train.recipe.recipe import RunConfig
+    from clip_train.recipe.recipe import Recipe
 
 USAGE = "RECIPE [key.path=value ...] -- srun ..."
 RUNNING = ("RUNNING", "SUSPENDED", "STOPPED")
@@ -111,7 +111,7 @@ def say(message: str) -> None:
 class Controller:
     """One attempt of one run."""
 
-    def __init__(self, config: RunConfig, terminated: threading.Event) -> None:
+    def __init__(self, config: Recipe, terminated: threading.Event) -> None:
         self.config = config
         self.run_dir = config.run_dir
         self.terminated = terminated  # set by TERM

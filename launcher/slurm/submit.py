@@ -19,7 +19,7 @@ from typing import Any
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
 from clip_train.places import shipped
-from clip_train.recipe.recipe import RunConfig, load_config, with_samples
+from clip_train.recipe.recipe import Recipe, load_config, with_samples
 from clip_train.recipe.resolve import resolve
 from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
@@ -38,7 +38,7 @@ FROZEN = (*SOURCES, "clip_tools")
 # -- checks
 
 
-def check_submission(config: RunConfig, job: Site, *, offline: bool) -> None:
+def check_submission(config: Recipe, job: Site, *, offline: bool) -> None:
     """Check everything that would otherwise fail after hours in the queue. UserError.
 
     offline: skip the checks of shards and of checkpoint.remote.
@@ -135,7 +135,7 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def frozen_recipe(config: RunConfig, base: Path) -> str:
+def frozen_recipe(config: Recipe, base: Path) -> str:
     """The resolved recipe with absolute paths: the job starts in another folder."""
     recipe = config.model_dump(mode="json")
     recipe["run"]["dir"] = str(base / config.run_dir)

@@ -23,7 +23,7 @@ from clip_train.models.config import Architecture, ModelConfig, parse_architectu
 from clip_train.models.freeze import freeze
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.recipe.recipe import RunConfig
+from clip_train.recipe.recipe import Recipe
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.engine.layouts import engine_at
@@ -74,9 +74,7 @@ def test_only_bf16_is_rounded(keys):
     engine = {"linear": kind, "precision": precision}
     said = rf"engine.linear \({kind}\) rounds bf16 activations \(engine.precision is {precision}\)"
     with pytest.raises(ValueError, match=f"{said}: set engine.precision=bf16"):
-        RunConfig.model_validate(
-            {"run": {"steps": 1}, "data": {"train": "a.tar"}, "engine": engine}
-        )
+        Recipe.model_validate({"run": {"steps": 1}, "data": {"train": "a.tar"}, "engine": engine})
 
 
 @pytest.mark.parametrize(

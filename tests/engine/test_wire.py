@@ -14,7 +14,7 @@ import pytest
 from clip_tools.communication import SMALLEST, collectives, network_bytes, shapes_of, table
 from clip_train.engines.traffic import BYTES, Collective, Links
 from clip_train.errors import UserError
-from clip_train.recipe.recipe import RunConfig, load_config
+from clip_train.recipe.recipe import Recipe, load_config
 from clip_train.recipe.resolve import resolve
 from tests.documents import ROOT
 
@@ -156,7 +156,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize(("world_size", "i"), cases())
 def test_a_plan_counts_what_is_recorded(world_size, i):
-    config = RunConfig.model_validate(recipe(world_size, CASES[world_size][i]))
+    config = Recipe.model_validate(recipe(world_size, CASES[world_size][i]))
     resolved = resolve(config, world_size, read_data=False)
     planned = table(collectives(resolved, shapes_of(resolved)), None)
 

@@ -125,13 +125,13 @@ def main() -> None:
 def take_steps(recorder: Recorder, recipe: dict[str, Any]) -> None:
     from clip_train.models.clip import build_model
     from clip_train.models.weights import WholeState
-    from clip_train.recipe.recipe import RunConfig
+    from clip_train.recipe.recipe import Recipe
     from clip_train.recipe.resolve import resolve
     from clip_train.step import train_step
     from clip_train.task import Batch, named_features
     from launcher.train import build_engine
 
-    resolved = resolve(RunConfig.model_validate(recipe), WORLD_SIZE, read_data=False)
+    resolved = resolve(Recipe.model_validate(recipe), WORLD_SIZE, read_data=False)
     config, architecture, plan = resolved.config, resolved.architecture, resolved.plan
     torch.manual_seed(0)
     engine = build_engine(resolved, torch.device("cpu"))

@@ -13,7 +13,7 @@ import torch
 from clip_train.checkpoint.manifest import CommitRef
 from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
-from clip_train.recipe.recipe import RunConfig, check_config, known_keys
+from clip_train.recipe.recipe import Recipe, check_config, known_keys
 from clip_train.recipe.resume import at_resume, compare_with
 from tests.launcher.conftest import MODEL
 
@@ -26,7 +26,7 @@ BASE = {
 }
 
 
-def recipe(**sections: dict) -> RunConfig:
+def recipe(**sections: dict) -> Recipe:
     return check_config(
         {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {**BASE, **sections}},
         "r",
@@ -46,7 +46,7 @@ def resumed(world_size: int = 1, **state: Any) -> Resumed:
     return Resumed(40, state, None, None, world_size, "s3://bucket/run/ckpt/x", CommitRef(0, 40))  # type: ignore[arg-type]
 
 
-def told(config: RunConfig, *, was: int = 1, now: int = 1, **state: Any) -> str:
+def told(config: Recipe, *, was: int = 1, now: int = 1, **state: Any) -> str:
     return "\n".join(compare_with(config, resumed(was, **state), now))
 
 

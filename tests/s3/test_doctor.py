@@ -12,7 +12,7 @@ import pytest
 
 from clip_tools.doctor import check_recipe
 from clip_train.errors import UserError
-from clip_train.recipe.recipe import RunConfig, check_config
+from clip_train.recipe.recipe import Recipe, check_config
 from launcher.checks import Finding, check_store
 from launcher.cli.main import main
 from tests.launcher.conftest import MODEL, RECIPE
@@ -28,7 +28,7 @@ DENIED = {"code": 403, "s3code": "AccessDenied"}
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
-def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
+def config(remote: str, train: str = "a.tar", **data: object) -> Recipe:
     raw = {
         "run": {"steps": 5000},
         "data": {"train": train, **data},
@@ -38,7 +38,7 @@ def config(remote: str, train: str = "a.tar", **data: object) -> RunConfig:
     return check_config(raw, "recipe.yaml")
 
 
-def look(config: RunConfig) -> list[Finding]:
+def look(config: Recipe) -> list[Finding]:
     return list(check_store(config, patience_seconds=1.0))
 
 
