@@ -58,6 +58,26 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
+def reduce_scatter_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """[sum(counts), ...] on each rank -> [counts[rank], ...]: the sum over ranks of its own rows.
+
+    Unequal counts are padded to the longest first. All ranks know all counts. No gradient.
+    """
+    if len(counts) == 1:
+        return x
+    longest = max(counts)
+    if min(counts) < longest:
+        padded = x.new_zeros((len(counts), longest, *x.shape[1:]))
+        for rank_rows, rows in zip(padded, x.split([*counts]), strict=True):
+            rank_rows[: len(rows)] = rows
+        x = padded.flatten(0, 1)
+    out = x.new_empty((longest, *x.shape[1:]))
+    # torch before 2.13 has the old name only
+    scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+    scatter(out, x.contiguous())
+    return out[: counts[rank()]]
+
+
 def pass_on(x: Tensor, rows: int) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the ring and start to receive the previous one's `rows` rows.
 

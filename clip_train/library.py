@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from clip_train.columns import Columns
 from clip_train.engines.base import surrogate
 from clip_train.losses.function import FunctionLoss
 from clip_train.losses.info_nce import InfoNCE
+from clip_train.losses.ranking import Ranking
 from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.losses.views import WeightedViews, as_objective
 from clip_train.models.blocks import at_least_float32
@@ -80,11 +81,11 @@ def contrastive_step(
             a function on several ranks. A wrapper that reduces gradients in another way. Another
             kind of loss. A device whose random state cannot be replayed.
     """
-    known = isinstance(loss, (InfoNCE, SigmoidLoss, FunctionLoss, WeightedViews))
+    known = isinstance(loss, (InfoNCE, SigmoidLoss, Ranking, FunctionLoss, WeightedViews))
     if loss is not None and not known and (isinstance(loss, Objective) or not callable(loss)):
         raise ValueError(
-            f"loss must be InfoNCE, SigmoidLoss, over_pairs, matryoshka or a function, not "
-            f"{type(loss).__name__}: other losses need the trainer"
+            f"loss must be InfoNCE, SigmoidLoss, Ranking, MaxSim, over_pairs, matryoshka or a "
+            f"function, not {type(loss).__name__}: other losses need the trainer"
         )
     objective = as_objective(loss)
     parts = Parts.of(model)
@@ -160,14 +161,11 @@ def contrastive_step(
         positional = [arguments.pop(i) for i in range(len(inputs))]
         micro_batches.append(Arguments(positional, arguments, size))
         start = stop
-    own_names = isinstance(objective, WeightedViews) and objective.own_names
     engine = ModuleEngine(
-        model, parts, inputs, named, k=len(micro_batches), scaler=scaler, own_names=own_names
+        model, parts, inputs, named, k=len(micro_batches), scaler=scaler, objective=objective
     )
     if len(micro_batches) > 1 and any(may_count(value) for value in by_key.values()):
         engine.cut_evenly = {key: size // n for key, size in sizes.items() if size > n}
-    if isinstance(objective, WeightedViews):
-        engine.paired = objective.paired
     columns = Columns()
     if ids is not None:
         columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
@@ -385,10 +383,10 @@ class ModuleEngine:
         named: Any,
         k: int,
         scaler: torch.amp.GradScaler | None = None,
-        own_names: bool = False,
+        objective: Objective | None = None,
     ):
         self.model = model
-        self.own_names = own_names
+        self.objective = InfoNCE() if objective is None else objective
         self.scaler = scaler
         parameters = parts.parameters
         leaves = [*parameters[:1], *tree_leaves((inputs, named))]
@@ -405,8 +403,8 @@ class ModuleEngine:
         for p in self.outside:
             p.grad = None
         self.cut_evenly: dict[Any, int] = {}  # input -> rows of each sample, if they are several
-        self.paired: Collection[str] = ()  # features that the loss reads; empty: all
         self.rows: dict[str, int] = {}  # feature -> rows of each sample
+        self.shapes: dict[str, list[int]] = {}  # feature -> what follows its rows
         self.inside = inside
         # with a static graph, DDP counts the uses of each parameter in the first step
         self.reducing: list[Any] = [module for module in self.ddp if not module.static_graph]
@@ -463,7 +461,7 @@ class ModuleEngine:
                     "use_reentrant=True under DistributedDataParallel, which would reduce its "
                     "gradients after the first: set use_reentrant=False"
                 )
-        features = as_features(outputs, self.own_names)
+        features = as_features(outputs, self.objective.own_names)
         self._check_rows(features, micro_batch.size)
         return features
 
@@ -474,15 +472,21 @@ class ModuleEngine:
         equally many, and then a feature usually has them too: documents of a query. Patches of
         images, or the tokens of packed texts, have no such feature, but an input that counts them.
         """
-        names = [name for name, x in features.items() if not is_scalar(x)]
-        if self.paired:
-            names = [name for name in names if name in self.paired]
+        constants, dims = self.objective.constants, self.objective.feature_dims
+        names = [name for name, x in features.items() if not is_scalar(x) and name not in constants]
+        if self.objective.feature_names:
+            names = [name for name in names if name in self.objective.feature_names]
         for name in names:
             shape = [*features[name].shape]
-            if len(shape) != 2:
+            if len(shape) != dims:
+                expected = "[b, D], one row for each sample or text; pool tokens in the model"
+                if dims == 3:
+                    expected = "[b, tokens, D], a row of token features for each query or document"
+                raise ValueError(f"{name} features are {shape}: return {expected}")
+            if self.shapes.setdefault(name, shape[1:]) != shape[1:]:
                 raise ValueError(
-                    f"{name} features are {shape}: return [b, D], one row for each sample or text; "
-                    "pool tokens in the model"
+                    f"{name} features are {shape} for one micro-batch, and {self.shapes[name]} "
+                    "behind the first number for another: pad to one length, with a mask"
                 )
             if shape[0] % size or self.rows.setdefault(name, shape[0] // size) != shape[0] // size:
                 raise ValueError(
@@ -613,7 +617,7 @@ def as_features(out: Any, own_names: bool = False) -> Features:
     own_names: a dict's names stay as they are, and may be more than two.
     """
     values: Any = out
-    if own_names and isinstance(out, Mapping) and "logit_scale" in out:
+    if own_names and isinstance(out, Mapping) and not set(NAMES[:2]) <= set(out):
         features = {name: at_least_float32(x) for name, x in out.items() if x is not None}
         return features | {
             name: features[name].reshape(1) for name in NAMES[2:] if name in features

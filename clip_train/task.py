@@ -486,6 +486,14 @@ class Objective(abc.ABC):
     """Whether the model must have a `logit_bias`; if not, it may not have one."""
     takes_ids: bool = False
     """Whether it reads the column "ids" of `Context.columns`."""
+    own_names: bool = False
+    """Whether it reads the features of a user's model by the names that the model gives them."""
+    feature_names: Collection[str] = ()
+    """Names of these features; empty: all outputs with a row for each sample."""
+    constants: Collection[str] = ()
+    """Names of outputs of a user's model that have a row for each sample, but no gradient: masks."""
+    feature_dims: int = 2
+    """Dimensions of a feature: 2 for [b, D], 3 for [b, tokens, D]."""
     weights: Mapping[str, float] = {}
     """Factors of the losses beside it, by name, and its own as "contrastive_loss"; 1 if missing."""
 

@@ -5,7 +5,7 @@ A view is a differentiable function of the features. The loss treats each view a
 Autograd propagates gradients through the view only, which is cheap.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,10 +58,11 @@ class WeightedViews(Objective):
             of_teacher: the views also apply to the features that `Objective.prepare` returned.
             paired: the names of the features that the views read; empty: all.
         """
-        self.paired = frozenset(paired)
+        self.feature_names = frozenset(paired) or objective.feature_names
         self.objective = objective
         self.views = [*views]
-        self.own_names = own_names
+        self.own_names = own_names or objective.own_names
+        self.constants, self.feature_dims = objective.constants, objective.feature_dims
         self.of_teacher = of_teacher
         self.matmul, self.takes_bias = objective.matmul, objective.takes_bias
         self.takes_ids = objective.takes_ids
@@ -95,7 +96,9 @@ class WeightedViews(Objective):
             weighted = [weight * gradient for gradient in output.gradients.values()]
             torch.autograd.backward([viewed[name] for name in output.gradients], weighted)
         gradients = {
-            name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()
+            name: torch.zeros_like(x) if x.grad is None else x.grad
+            for name, x in leaves.items()
+            if name not in self.constants
         }
         return LossOutput(total, gradients, metrics=metrics, unsafe=unsafe)
 
@@ -124,7 +127,13 @@ def of_pair(features: Features, pair: tuple[str, str]) -> Features:
             f"pairs: the model returns no features {missing}, only "
             f"{sorted(features.keys() - scalars.keys())}; name one of these"
         )
-    return {"image": features[pair[0]], "text": features[pair[1]], **scalars}
+    renamed = dict(zip(pair, ("image", "text"), strict=True))
+    masks = {
+        f"{new}_mask": features[f"{name}_mask"]
+        for name, new in renamed.items()
+        if f"{name}_mask" in features
+    }
+    return {new: features[name] for name, new in renamed.items()} | masks | scalars
 
 
 def matryoshka(widths: Mapping[int, float], loss: Loss = None) -> WeightedViews:
@@ -133,22 +142,28 @@ def matryoshka(widths: Mapping[int, float], loss: Loss = None) -> WeightedViews:
 
     widths: {768: 1.0, 256: 1.0, 64: 0.5}, a number of values and its weight.
     """
-    views = [(weight, partial(truncated, width=width)) for width, weight in widths.items()]
-    return WeightedViews(as_objective(loss), views, own_names=False)
+    objective = as_objective(loss)
+    views = [
+        (weight, partial(truncated, width=width, constants=objective.constants))
+        for width, weight in widths.items()
+    ]
+    return WeightedViews(objective, views, own_names=False)
 
 
-def truncated(features: Features, width: int) -> Features:
-    """Cut all features to their first `width` values, and normalize them.
+def truncated(features: Features, width: int, constants: Collection[str] = ()) -> Features:
+    """Cut all features, [n, D] or [n, tokens, D], to their first `width` values, and normalize them.
 
-    Raises ValueError if a feature has fewer values.
+    constants: as of an `Objective`; they stay. Raises ValueError if a feature has fewer values.
     """
     rows = {
-        name: x for name, x in features.items() if not (is_scalar(x) or name.endswith(LOCAL_LOSS))
+        name: x
+        for name, x in features.items()
+        if not (is_scalar(x) or name.endswith(LOCAL_LOSS) or name in constants)
     }
-    narrowest = min(x.shape[1] for x in rows.values())
+    narrowest = min(x.shape[-1] for x in rows.values())
     if not 1 <= width <= narrowest:
         raise ValueError(f"widths: {width} must be between 1 and the features' {narrowest}")
-    narrow = {name: F.normalize(x[:, :width], dim=1) for name, x in rows.items()}
+    narrow = {name: F.normalize(x[..., :width], dim=-1) for name, x in rows.items()}
     return {**features, **narrow}
 
 
