@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from clip_train import dist
 from clip_train.batch import chunk_sizes, num_chunks
 from clip_train.columns import Columns
+from clip_train.cutting import Inputs, SplitBy
 from clip_train.engines.base import surrogate
 from clip_train.losses.function import FunctionLoss
 from clip_train.losses.info_nce import InfoNCE
@@ -29,6 +30,7 @@ from clip_train.settings import broken
 from clip_train.step import two_pass
 from clip_train.task import Context, Features, Objective, is_scalar, named_features
 
+MicroSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 # as OpenCLIP's dictionaries have them
 NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 
@@ -36,12 +38,14 @@ NAMES = ("image_features", "text_features", "logit_scale", "logit_bias")
 def contrastive_step(
     model: Callable[..., Any],
     *inputs: Any,
-    micro_size: int | Sequence[int],
+    micro_size: MicroSize,
     kept_graphs: int = 1,
     loss: Objective | Callable[..., Tensor] | None = None,
     ids: Tensor | Sequence[int] | None = None,
     shares: Sequence[int] | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    split_by: SplitBy | None = None,
+    arguments: Mapping[str, Any] | None = None,
     **named: Any,
 ) -> Tensor:
     """Add the gradient of the mean loss over the global batch to `.grad`, however the batch is cut.
@@ -58,7 +62,9 @@ def contrastive_step(
             them, on the model's device. Some have n samples. Others may have m n, those of a sample
             one after another: then a feature has m rows for each sample too, or no input counts rows.
         micro_size: samples per forward pass, or the sizes of this rank's micro-batches. Every rank
-            needs the same number of them (`token_chunks`).
+            needs the same number of them (`token_chunks`). Or a dict of these with the name of each
+            input, {"query": 64, "document": 8}: then the model is called with one of them at a
+            time, and returns the features of that name, and `logit_scale`.
         kept_graphs: micro-batches whose graphs are retained, at least 1. Each more saves a forward
             pass and needs more memory.
         loss: None is InfoNCE(), where the first of m texts is the positive. Or a function of the
@@ -71,6 +77,12 @@ def contrastive_step(
             ranks take the same number of micro-batches, at most the smallest share.
         scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call
             `scaler.step(optimizer)` and `scaler.update()` afterwards.
+        split_by: of ragged inputs, each with what counts its rows: the name of an input beside it,
+            with a number of rows for each sample, or with numbers whose product it is,
+            {"pixel_values": "image_grid_thw"}, or, if its name begins with `cu_`, with the ends of
+            all samples after a 0, {"input_ids": "cu_seqlens"}; or a list with a number for each
+            sample. What counts may itself be ragged.
+        arguments: further named inputs, for names that `contrastive_step` has itself.
 
     Returns:
         The loss over the global batch, float64 [], detached and not scaled; not checked for being
@@ -89,24 +101,19 @@ def contrastive_step(
         )
     objective = as_objective(loss)
     parts = Parts.of(model)
-    own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler}
+    own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler, "split_by": split_by}
     own_keywords = [name for name, value in own.items() if value is not None]
     swallowed: list[str] = []
     if own_keywords:
-        swallowed = sorted({*own_keywords} & parameters_left(model, len(inputs)))
-    by_key: dict[Any, Any] = dict(enumerate(inputs)) | named
-    sizes = {key: num_samples(f"input {key}", value) for key, value in by_key.items()}
+        not_given = parameters_left(model, len(inputs)) - {*(arguments or {})}
+        swallowed = sorted({*own_keywords} & not_given)
+    by_key: dict[Any, Any] = dict(enumerate(inputs)) | named | dict(arguments or {})
+    given = Inputs(by_key, split_by or {})
+    sizes = given.sizes
     n, rank = min(sizes.values(), default=0), dist.rank()
     counts = [n] * dist.world_size() if shares is None else [*shares]
-    cannot_cut = isinstance(micro_size, int) and micro_size < 1
-    if isinstance(micro_size, Sequence):
-        cannot_cut = sum(micro_size) != n or min(micro_size) < 1
     rules = [
-        (
-            cannot_cut,
-            f"micro_size ({micro_size}) must be at least 1, or a list of such numbers whose sum is "
-            f"{n}, the number of samples",
-        ),
+        *micro_size_rules(micro_size, by_key, n),
         (
             n == 0 or any(size % n for size in sizes.values()),
             f"inputs have {sizes} samples: give equally many, or a multiple of the fewest, at "
@@ -119,7 +126,8 @@ def contrastive_step(
         ),
         (
             ids is not None and not objective.takes_ids,
-            f"ids, and loss is {type(objective).__name__}: only InfoNCE and SigmoidLoss take them",
+            f"ids, and loss is {type(objective).__name__}: it takes none; InfoNCE, SigmoidLoss, "
+            "Ranking and MaxSim do",
         ),
         (
             len(counts) != dist.world_size() or min(counts) < 1 or counts[rank] != n,
@@ -139,33 +147,39 @@ def contrastive_step(
         (
             bool(swallowed),
             f"{swallowed} are arguments of contrastive_step and of the model: the model would not "
-            "get them. Give the model's under another name, by a module that passes them on",
+            f"get them. Give the model's in arguments={{'{swallowed[0] if swallowed else ''}': ...}}",
         ),
         *wrapper_rules(model, parts),
     ]
     for message in broken(rules):
         raise ValueError(message)
-    if isinstance(micro_size, Sequence):
-        chunks = [*micro_size]
+    if isinstance(micro_size, Mapping):
+        # one tower after another
+        towers = [({name}, size) for name, size in micro_size.items()]
     else:
-        num = num_chunks(max(counts), min(counts), micro_size)
-        chunks = chunk_sizes(n, num, micro_size)
+        towers = [({*by_key}, micro_size)]
     micro_batches = []
-    start = 0
-    for size in chunks:
-        stop = start + size
-        arguments: dict[Any, Any] = {}
-        for key, value in by_key.items():
-            rows = sizes[key] // n  # of each sample
-            arguments[key] = cut(value, start * rows, stop * rows)
-        positional = [arguments.pop(i) for i in range(len(inputs))]
-        micro_batches.append(Arguments(positional, arguments, size))
-        start = stop
+    for keys, size_of_chunk in towers:
+        start = 0
+        for size in chunks_of(size_of_chunk, n, counts):
+            cut = given.cut(slice(start, start + size), n, keys)
+            positional = [cut.pop(i) for i in range(len(inputs)) if i in keys]
+            micro_batches.append(Arguments(positional, cut, size, keys))
+            start += size
     engine = ModuleEngine(
-        model, parts, inputs, named, k=len(micro_batches), scaler=scaler, objective=objective
+        model,
+        parts,
+        inputs,
+        named,
+        k=len(micro_batches),
+        scaler=scaler,
+        objective=objective,
+        towers=[*micro_size] if isinstance(micro_size, Mapping) else (),
     )
-    if len(micro_batches) > 1 and any(may_count(value) for value in by_key.values()):
-        engine.cut_evenly = {key: size // n for key, size in sizes.items() if size > n}
+    if len(micro_batches) > len(towers) and any(may_count(value) for value in by_key.values()):
+        engine.cut_evenly = {
+            key: size // n for key, size in sizes.items() if size > n and not given.is_ragged(key)
+        }
     columns = Columns()
     if ids is not None:
         columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
@@ -173,6 +187,37 @@ def contrastive_step(
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
         return two_pass(engine, micro_batches, objective, context, kept_graphs=kept).loss
+
+
+def micro_size_rules(
+    micro_size: Any, by_key: Mapping[Any, Any], n: int
+) -> Iterator[tuple[bool, str]]:
+    """Conditions under which `micro_size` cannot be used for n samples, each with its message."""
+    of_towers = {"": micro_size}
+    if isinstance(micro_size, Mapping):
+        of_towers = {f" of {name}": size for name, size in micro_size.items()}
+        yield (
+            {*micro_size} != {*by_key},
+            f"micro_size is for {[*micro_size]}, and the inputs are {[*by_key]}: give each a size, "
+            "and all inputs of a tower as one dict",
+        )
+    for name, size in of_towers.items():
+        if isinstance(size, Sequence):
+            wrong = sum(size) != n or min(size) < 1
+        else:
+            wrong = size < 1
+        yield (
+            wrong,
+            f"micro_size{name} ({size}) must be at least 1, or a list of such numbers whose sum is "
+            f"{n}, the number of samples",
+        )
+
+
+def chunks_of(micro_size: int | Sequence[int], n: int, counts: Sequence[int]) -> list[int]:
+    """The sizes of this rank's micro-batches. counts: samples of each rank."""
+    if isinstance(micro_size, Sequence):
+        return [*micro_size]
+    return chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
 
 
 def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
@@ -201,6 +246,7 @@ class Arguments:
     args: list[Any]
     kwargs: dict[str, Any]
     size: int  # samples
+    keys: set[Any]  # of the arguments: those of a tower, or all
     sample_seeds: None = None  # the module draws from torch's generators
     places: None = None
 
@@ -327,30 +373,6 @@ def is_sharded(kind: type, base: str = "FSDPModule") -> bool:
     return fsdp is not None and issubclass(kind, getattr(fsdp, base))
 
 
-def num_samples(name: str, inputs: Any) -> int:
-    """ValueError if the parts of a mapping have different sizes, or a value cannot be cut."""
-    if not isinstance(inputs, Mapping):
-        if isinstance(inputs, (str, bytes)) or not getattr(
-            inputs, "ndim", hasattr(inputs, "__len__")
-        ):
-            raise ValueError(
-                f"{name} is a {type(inputs).__name__} without samples: give tensors, sequences or "
-                "dicts of them, and bind anything else to the model (functools.partial)"
-            )
-        return len(inputs)
-    sizes = {key: num_samples(f"{name}.{key}", value) for key, value in inputs.items()}
-    if len(set(sizes.values())) != 1:
-        raise ValueError(f"{name}: all values need the same first dimension, not {sizes}")
-    return next(iter(sizes.values()))
-
-
-def cut(inputs: Any, start: int, stop: int) -> Any:
-    """Samples `[start, stop)`."""
-    if isinstance(inputs, Mapping):
-        return {key: cut(value, start, stop) for key, value in inputs.items()}
-    return inputs[start:stop]
-
-
 def may_count(inputs: Any) -> bool:
     """Whether the inputs could say how many rows of another input each sample has: whole numbers,
     at most a few of each sample. Without them a model has to divide rows evenly, as a step does."""
@@ -384,9 +406,12 @@ class ModuleEngine:
         k: int,
         scaler: torch.amp.GradScaler | None = None,
         objective: Objective | None = None,
+        towers: Sequence[str] = (),
     ):
+        """towers: the names of the inputs of which each micro-batch has one; empty: it has all."""
         self.model = model
         self.objective = InfoNCE() if objective is None else objective
+        self.towers = towers
         self.scaler = scaler
         parameters = parts.parameters
         leaves = [*parameters[:1], *tree_leaves((inputs, named))]
@@ -461,17 +486,21 @@ class ModuleEngine:
                     "use_reentrant=True under DistributedDataParallel, which would reduce its "
                     "gradients after the first: set use_reentrant=False"
                 )
-        features = as_features(outputs, self.objective.own_names)
-        self._check_rows(features, micro_batch.size)
+        if self.towers:
+            features = tower_features(outputs, micro_batch, self.towers, self.objective)
+        else:
+            features = as_features(outputs, self.objective.own_names)
+        self._check_rows(features, micro_batch)
         return features
 
-    def _check_rows(self, features: Features, size: int) -> None:
-        """ValueError if features of a micro-batch of `size` samples are not those of its samples.
+    def _check_rows(self, features: Features, micro_batch: Arguments) -> None:
+        """ValueError if the features of a micro-batch are not those of its samples.
 
         Inputs with several rows a sample are cut evenly. This is right only if each sample has
         equally many, and then a feature usually has them too: documents of a query. Patches of
         images, or the tokens of packed texts, have no such feature, but an input that counts them.
         """
+        size = micro_batch.size
         constants, dims = self.objective.constants, self.objective.feature_dims
         names = [name for name, x in features.items() if not is_scalar(x) and name not in constants]
         if self.objective.feature_names:
@@ -494,13 +523,18 @@ class ModuleEngine:
                     "equally many rows for each sample. Inputs are cut along their first "
                     "dimension, which has to count samples: not packed tokens or patches"
                 )
-        uneven = {key: m for key, m in self.cut_evenly.items() if m not in self.rows.values()}
+        rows = self.rows.values()
+        uneven = {
+            key: m
+            for key, m in self.cut_evenly.items()
+            if key in micro_batch.keys and m not in rows
+        }
         if uneven:
             raise ValueError(
                 f"inputs {[*uneven]} have {[*uneven.values()]} rows for each sample, but features "
-                f"have {self.rows}: packed tokens or patches cannot be cut evenly. Give these "
-                "inputs one row for each sample, [n, rows, ...], padded if samples differ, and "
-                "flatten them in the model; or give micro_size the number of samples"
+                f"have {self.rows}: packed tokens or patches cannot be cut evenly. Say with "
+                "split_by which input counts their rows; or give these inputs one row for each "
+                "sample, [n, rows, ...], padded if samples differ, and flatten them in the model"
             )
 
     def backward(self, features: Features, gradients: Features, last: bool = False) -> None:
@@ -609,6 +643,35 @@ def reentrant_checkpoints() -> Iterator[dict[nn.Module, set[int]]]:
         yield called
     finally:
         del function.apply  # which it inherits
+
+
+def tower_features(
+    out: Any, micro_batch: Arguments, towers: Sequence[str], objective: Objective
+) -> Features:
+    """The output of a model that was called with the inputs of one tower, as Features in at least
+    float32. A loss of pairs gets the first tower's as "image" and the second's as "text".
+
+    ValueError for an output without features of the tower's name.
+    """
+    [name] = micro_batch.keys
+    if not isinstance(out, Mapping) or not isinstance(out.get(name), Tensor):
+        raise ValueError(
+            f"micro_size has a size for each tower, so the model was called with {name} alone, and "
+            f"must return a dict with {name} and logit_scale, not {type(out).__name__}"
+            + (f" with {[*out]}" if isinstance(out, Mapping) else "")
+        )
+    others = {*towers} - {name}
+    features = {
+        key: at_least_float32(x) for key, x in out.items() if x is not None and key not in others
+    }
+    features |= {key: features[key].reshape(1) for key in NAMES[2:] if key in features}
+    if not objective.own_names:
+        if len(towers) != 2:
+            raise ValueError(
+                f"the inputs are {[*towers]}: {type(objective).__name__} takes two; give over_pairs"
+            )
+        features[("image", "text")[towers.index(name)]] = features.pop(name)
+    return features
 
 
 def as_features(out: Any, own_names: bool = False) -> Features:

@@ -159,17 +159,19 @@ def two_pass(
             add_local_losses(output, features, objective.weights)
     gradients: list[Features] = [{} for _ in cache]
     for name, gradient in output.gradients.items():
+        # a micro-batch of a library's user may have the features of one tower only
+        entries = [i for i, entry in enumerate(cache) if name in entry.features]
         if is_scalar(gradient):
             # Equal parts for all micro-batches. Under ZeRO-3, a parameter without a gradient in one
             # micro-batch would add to the previous step's gradient.
-            parts = [gradient / len(cache)] * len(cache)
+            parts = [gradient / len(entries)] * len(entries)
         else:
             rows = gradient  # a sample may have several rows: one for each of its texts
             if order is not None:  # from the batch's order back to that of the micro-batches
                 rows = gradient.unflatten(0, (len(order), -1))[order].flatten(0, 1)
-            parts = list(rows.split([len(entry.features[name]) for entry in cache]))
-        for micro_batch_gradients, part in zip(gradients, parts, strict=True):
-            micro_batch_gradients[name] = part
+            parts = list(rows.split([len(cache[i].features[name]) for i in entries]))
+        for i, part in zip(entries, parts, strict=True):
+            gradients[i][name] = part
     with guard("backward pass"):
         replay(engine, micro_batches, cache, gradients)
     for update in running_statistics:
@@ -286,11 +288,12 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
     order: int64 [n], the place of each sample in the result; None: the order of the parts.
     """
     out = {}
-    for name, last in parts[-1].items():
-        if is_scalar(last):
-            out[name] = last.detach()
+    for name in {name: None for part in parts for name in part}:
+        values = [part[name].detach() for part in parts if name in part]
+        if is_scalar(values[-1]):
+            out[name] = values[-1]
         else:
-            rows = torch.cat([part[name].detach() for part in parts])
+            rows = torch.cat(values)
             if order is not None:
                 samples = rows.unflatten(0, (len(order), -1))  # [n, rows of a sample, ...]
                 rows = samples.index_copy(0, order, samples).flatten(0, 1)

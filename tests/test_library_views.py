@@ -200,7 +200,7 @@ def test_mistakes_are_explained():
         with pytest.raises(ValueError, match="a list of such numbers whose sum is 6"):
             contrastive_step(Towers(), images, texts, micro_size=sizes)
     ids = torch.arange(6)
-    with pytest.raises(ValueError, match="ids, and loss is FunctionLoss: only InfoNCE and Sigm"):
+    with pytest.raises(ValueError, match="ids, and loss is FunctionLoss: it takes none"):
         contrastive_step(Towers(), images, texts, micro_size=2, loss=one_direction, ids=ids)
     with pytest.raises(ValueError, match=r"ids are \[5\]: give one for each of 6 texts"):
         contrastive_step(Towers(), images, texts, micro_size=2, ids=ids[:5])
