@@ -120,6 +120,10 @@ LOOPS = {
         [str(EXAMPLES / "accelerate_loop.py")],
         [*TORCHRUN, str(EXAMPLES / "accelerate_loop.py")],
     ),
+    "transformers": (
+        [str(EXAMPLES / "hf_trainer.py")],
+        [*TORCHRUN, str(EXAMPLES / "hf_trainer.py")],
+    ),
     "lightning": (
         [str(EXAMPLES / "lightning_loop.py")],
         [str(EXAMPLES / "lightning_loop.py"), "2"],
