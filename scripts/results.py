@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         ),
         Table("exactness", "grad norm", only=("Muon, bf16",), show=("what", "engine", *ERRORS)),
         Table("exactness_groups", "grad norm", show=("what", "engine", *ERRORS)),
+        Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
         Table(
