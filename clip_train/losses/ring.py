@@ -72,6 +72,7 @@ class RingInfoNCE(Objective):
             block_row_sums, block_col_sums = exp_sums(block, scale, shift, tile_side)
             row_sums.add_(block_row_sums)
             texts_sums.add_(block_col_sums)
+            del texts, block, texts_sums  # before the next ones arrive
         smallest = torch.minimum(row_sums.min(), col_sums.min())
         # without negatives sums are 0, and safe
         underflows = (smallest <= SMALLEST_SUM) & have_negatives(ids_all, N)
@@ -112,6 +113,7 @@ class RingInfoNCE(Objective):
                 dA=d_image,
                 dB=d_texts,
             )
+            del visitors, texts, text_normalizers, d_texts  # before the next ones arrive
         loss = dist.all_reduce_sum((softplus(row_gap) + softplus(col_gap)).sum() * weight)
         return LossOutput.scaled(
             loss,

@@ -84,6 +84,7 @@ class SigmoidLoss(Objective):
                 block = Block(I, texts, row=own_first, col=first, ids=ids)
                 sums = tiled_pass(block, d_image, d_texts)
                 value, slope = value + sums.value, slope + sums.slope
+                del texts, d_texts, block  # before the next ones arrive
         else:
             pairs = Pairs.gathered(I, T, counts, ids_all)
             value, slope = tiled_pass(pairs.rows, d_image, None)
