@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from clip_train.data.loader import TrainLoader
     from clip_train.library import contrastive_step
     from clip_train.losses.info_nce import InfoNCE
+    from clip_train.losses.maxsim import MaxSim
+    from clip_train.losses.ranking import Ranking
     from clip_train.losses.sigmoid import SigmoidLoss
     from clip_train.recipe.recipe import Recipe
     from clip_train.recipe.recipe import load_config as load_recipe
@@ -28,7 +30,9 @@ _PLACES = {
     "Context": "clip_train.task:Context",
     "InfoNCE": "clip_train.losses.info_nce:InfoNCE",
     "LossOutput": "clip_train.task:LossOutput",
+    "MaxSim": "clip_train.losses.maxsim:MaxSim",
     "Objective": "clip_train.task:Objective",
+    "Ranking": "clip_train.losses.ranking:Ranking",
     "Recipe": "clip_train.recipe.recipe:Recipe",
     "SigmoidLoss": "clip_train.losses.sigmoid:SigmoidLoss",
     "TrainLoader": "clip_train.data.loader:TrainLoader",
@@ -41,7 +45,9 @@ __all__ = [
     "Context",
     "InfoNCE",
     "LossOutput",
+    "MaxSim",
     "Objective",
+    "Ranking",
     "Recipe",
     "SigmoidLoss",
     "TrainLoader",
