@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
-from clip_tools.caption import CAPTIONED
 from clip_tools.demo import BACKGROUNDS, COLORS, RECIPES, SHAPES, SIZES, TEMPLATES, shapes
 from clip_tools.embed import load
+from clip_tools.verbs.caption import CAPTIONED
 from clip_train.data.images import to_square
 from clip_train.data.pixels import decode_image
 from launcher.cli.main import main as clip_train

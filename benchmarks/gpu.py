@@ -380,7 +380,7 @@ def speed(name: str, world: int) -> Iterator[Row]:
 
 
 def peak_flops() -> float:
-    from clip_train.metrics.meters import GPUS
+    from clip_train.metrics.gpus import GPUS
 
     name = "" if DRY else torch.cuda.get_device_name()
     return next((gpu.flops for part, gpu in GPUS.items() if part.partition("-")[0] in name), 1e12)

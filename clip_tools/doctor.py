@@ -1,10 +1,9 @@
-"""`clip-train doctor [RECIPE]`: find problems before a run does.
+"""The checks of `clip-train doctor`. Each finding is ok, a warning or an error with the remedy.
 
-Each line is ok, a warning or an error with the remedy. As a program, under torchrun, this module is
-one rank of the process group that `check_group` measures.
+As a program, under torchrun, this module is one rank of the process group that `check_group`
+measures.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -16,16 +15,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
-from rich.console import Console
-from rich.text import Text
 
 from clip_tools.shards.equal import describe
 from clip_tools.shards.index import index_shard
@@ -52,7 +47,6 @@ from launcher.checks import (
     warning,
     warning_if,
 )
-from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe
 from launcher.runtime import rendezvous
 from launcher.runtime.environment import detect, require_usable_gpu, take_device
 from launcher.runtime.heartbeat import Heartbeat
@@ -83,49 +77,6 @@ SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, 
 MAX_SHARDS, MAX_SHARD_BYTES = 8, 4 << 30  # that are read together, to count equal captions
 LOOK_AT = 200  # samples of the first shard whose images are decoded
 GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
-COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        """
-        One line for each thing that can go wrong: ok, warning or error, with the remedy. Exit
-        status 1 with an error. Nothing is changed: test files on a disk or in a bucket are removed.
-        """,
-        """
-        clip-train doctor                                       this machine and its cluster
-        clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
-        salloc --nodes 4 clip-train doctor --all-nodes          all pairs of nodes
-        """,
-    )
-    add_recipe(parser, nargs="?")
-    add_overrides(parser)
-    parser.add_argument(
-        "--all-nodes", action="store_true", help="measure all pairs of nodes of this job"
-    )
-    add_json(parser)
-
-
-def run(recipe: str | None, overrides: list[str], all_nodes: bool, as_json: bool) -> int:
-    """Returns 1 if there is an error, else 0."""
-    findings, console = [], Console()
-    for finding in look(recipe, overrides, all_nodes):
-        findings.append(finding)
-        if not as_json:
-            text = Text(f"{finding.level:8}", style=COLOURS[finding.level])
-            text.append(f"{finding.check}: {finding.message}", style="default")
-            if finding.remedy:
-                text.append(f" -> {finding.remedy}", style="bold")
-            console.print(text, soft_wrap=True)
-    counts: Counter[str] = Counter(finding.level for finding in findings)
-    worst = max(counts, key=[*COLOURS].index)
-    if as_json:
-        print(json.dumps({"worst": worst, "findings": [*map(asdict, findings)]}, indent=2))
-    else:
-        more = "" if recipe else "; with a recipe also shards, captions, S3 and disk"
-        console.print(", ".join(f"{counts[level]} {level}" for level in COLOURS) + more)
-    return int(worst == "error")
 
 
 def look(recipe: str | None, overrides: list[str], all_nodes: bool = False) -> Iterator[Finding]:

@@ -1,6 +1,5 @@
-"""`clip-train export`: a checkpoint's weights as a folder for other libraries."""
+"""Write the weights of checkpoints as a folder for other libraries."""
 
-import argparse
 from functools import partial
 
 from clip_tools.exports import (
@@ -11,7 +10,7 @@ from clip_tools.exports import (
     is_siglip,
 )
 from clip_train.checkpoint.reader import averaged
-from clip_train.checkpoint.restore import Resumed, open_read_only
+from clip_train.checkpoint.restore import Resumed
 from clip_train.errors import UserError
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import Architecture
@@ -19,74 +18,8 @@ from clip_train.models.files import WEIGHTS_NAMES
 from clip_train.models.lora import Lora
 from clip_train.models.weights import export_saved
 from clip_train.recipe.recipe import Recipe
-from clip_train.recipe.weights import find_run, on_base
-from launcher.cli.arguments import (
-    add_ema,
-    add_help,
-    add_overrides,
-    add_place,
-    add_step,
-    path_or_url,
-)
+from clip_train.recipe.weights import on_base
 from launcher.runtime.log import log, warn
-
-LIBRARIES = ("open_clip", "transformers", "peft")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        """
-        Write a folder that open_clip, or transformers, loads, without a GPU. A run's
-        folder of checkpoints or their URL is enough: no other file of the run is needed.
-        """,
-        """
-        clip-train export runs/clip --output clip-b32           of a run on this disk
-        clip-train export s3://bucket/run --step 20000          of a run elsewhere
-        clip-train export runs/clip --format transformers       for transformers.CLIPModel
-        clip-train export runs/clip --format peft               adapters (model.lora) alone
-        """,
-    )
-    add_place(parser)
-    add_overrides(parser)
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=path_or_url,
-        help="folder to write (default: <run.dir>/export)",
-    )
-    add_step(parser)
-    add_format(parser)
-    add_ema(parser)
-
-
-def add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--format",
-        dest="library",
-        choices=LIBRARIES,
-        default="open_clip",
-        help="for which library (default: open_clip)",
-    )
-
-
-def run(
-    place: str,
-    overrides: list[str],
-    output: str | None,
-    step: int | None,
-    library: str,
-    ema: bool,
-) -> int:
-    """Write a checkpoint's weights as a folder that `open_clip` loads."""
-    config, places, only = find_run(place, overrides)
-    if config is None and overrides:
-        raise UserError(
-            f"{overrides[0]}: a checkpoint is exported as it is; leave it out, or name the recipe"
-        )
-    found = open_read_only(places, step, only)
-    folder = output or ("export" if config is None else str(config.run_dir / "export"))
-    return write_export([found], folder, library, ema=ema, config=config)
 
 
 def write_export(
@@ -99,7 +32,7 @@ def write_export(
 ) -> int:
     """Write the mean of these checkpoints, and print how it is loaded.
 
-    library: one of LIBRARIES. config: the run's, which names the base of adapters.
+    library: as `clip-train export --format`. config: the run's, which names the base of adapters.
     """
     description = found[0].state["architecture"]  # works even if the recipe's files have changed
     if not isinstance(description, dict):

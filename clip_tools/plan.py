@@ -1,10 +1,8 @@
-"""`clip-train plan`: the plan of a run before it is submitted; and `clip-train train --dry-run`,
-which also checks it.
+"""The plan of a run, for `clip-train plan`; and `clip-train train --dry-run`, which also checks it.
 
 A plan touches no GPU and no shard.
 """
 
-import argparse
 import json
 import os
 from dataclasses import asdict
@@ -18,9 +16,8 @@ from clip_tools.communication import communication, network_bytes
 from clip_train.checkpoint import restore
 from clip_train.engines.config import describe_sharding
 from clip_train.engines.traffic import Links
-from clip_train.errors import raise_all
 from clip_train.memory.plan import GIB, RECOMPUTED
-from clip_train.metrics.meters import GPU, GPUS
+from clip_train.metrics.gpus import GPU
 from clip_train.models.clip import count_parameters, flops_per_sample
 from clip_train.models.freeze import trained_parameters
 from clip_train.recipe.memory import (
@@ -30,16 +27,14 @@ from clip_train.recipe.memory import (
     predicted_profile,
     usable,
 )
-from clip_train.recipe.recipe import Recipe, load_config
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import Resolved, resolve
 from clip_train.recipe.resume import compare_with
 from clip_train.recipe.teachers import load_teachers
 from clip_train.recipe.weights import digest_of_base
-from clip_train.settings import broken
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
-from launcher.checks import continues, require_places
-from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe
+from launcher.checks import require_places
 from launcher.runtime.environment import require_usable_gpu
 from launcher.runtime.log import log
 
@@ -103,83 +98,6 @@ def make_plan(
         "usable_bytes": limit if gpu else None,
         "notes": resolved.notes(),
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        "Print the plan of a run: batch arithmetic, memory by part, steps. Touches no GPU.",
-        """
-        clip-train plan recipes/vit_b32.yaml --world-size 64
-        clip-train plan recipes/vit_b32.yaml --world-size 8 batch.micro_size=auto --gpu H200
-        clip-train plan recipes/vit_l14.yaml --world-size 64 --gpu H200     what fits
-        clip-train plan recipes/vit_bigg14.yaml --world-size 128 --gpu H100 --network 8x400Gb
-        """,
-    )
-    add_recipe(parser)
-    add_overrides(parser)
-    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)")
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="H200, H100, A100-80, ...: its memory limits; the choices of auto; communication",
-    )
-    parser.add_argument(
-        "--network",
-        metavar="SPEED",
-        help="with --gpu: Gbit/s of a node, all of its adapters together: 400Gb, 8x400Gb",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        metavar="N",
-        type=int,
-        default=8,
-        help="one rank per GPU (default: 8)",
-    )
-    add_json(parser)
-
-
-def run(
-    recipe: str,
-    overrides: list[str],
-    world_size: int,
-    gpu: str | None,
-    network: str | None,
-    gpus_per_node: int,
-    as_json: bool,
-) -> int:
-    config = load_config(recipe, overrides)
-    rules = [
-        (world_size < 1, f"--world-size ({world_size}) must be at least 1"),
-        (gpus_per_node < 1, f"--gpus-per-node ({gpus_per_node}) must be at least 1"),
-        (
-            network is not None and gpu is None,
-            f"--network ({network}) needs --gpu, because the estimate uses the GPU's links and "
-            "speed",
-        ),
-        (
-            gpu is not None and gpu.upper() not in GPUS,
-            f"--gpu ({gpu}) is not known: use one of {', '.join(GPUS)}, or batch.memory_limit=80GB",
-        ),
-    ]
-    raise_all(broken(rules))
-    properties = GPUS[gpu.upper()] if gpu else None
-    if properties:
-        engine = config.engine.on(properties.bf16, world_size, gpus_per_node)
-        config = config.updated(engine=dict(engine))
-    resolved = resolve(
-        config,
-        world_size,
-        per_node=gpus_per_node,
-        read_data=False,
-        look_for_weights=not continues(config, network=False),
-    )
-    plan = make_plan(resolved, properties, network, gpus_per_node)
-    if as_json:
-        print(json.dumps(plan, indent=2))
-    else:
-        show(plan)
-    return 0
 
 
 def dry_run(config: Recipe, ranks: int) -> int:

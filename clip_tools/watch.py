@@ -1,27 +1,18 @@
-"""`clip-train watch`: runs in a terminal, live."""
+"""A run in a terminal: its progress, health, latest metrics, scores and attempts."""
 
-import argparse
-import os
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from clip_tools.report import folder_of
 from clip_train.metrics.progress import format_number
 from clip_train.metrics.run import DATA_WAIT, Run
 from clip_train.metrics.scores import Score, Scores, score_text
-from launcher.cli.arguments import add_help, path_or_url
 
-# between two refreshes; if a refresh takes long, four times its duration
-LOOK_SECONDS = 2.0
 # characters: no line is cut for a program that reads the output
 PIPED_WIDTH = 10_000
 BAR_WIDTH = 60  # characters
@@ -40,50 +31,6 @@ STATE_COLORS = {
 }  # fmt: skip
 # by the level of a note about its health
 LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        """
-        Show progress, health, the latest metrics, scores, attempts and GPU-hours until all runs are
-        done, or Ctrl-C.
-        """,
-        """
-        clip-train watch runs/clip
-        clip-train watch runs/clip --once                       print it and end
-        """,
-    )
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        type=path_or_url,
-        nargs="+",
-        help="runs' folders, or their recipes",
-    )
-    parser.add_argument("--once", action="store_true", help="print it and end")
-
-
-def run(runs: list[str], once: bool) -> int:
-    """Show the runs until all are done, or Ctrl-C; once if the output is not a terminal."""
-    folders = [folder_of(place) for place in runs]
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED_WIDTH
-    if once or not console.is_terminal:
-        for folder in folders:
-            console.print(Group(*view(Run(folder), console)))
-        return 0
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            started = time.monotonic()
-            shown = [Run(folder) for folder in folders]
-            parts = [part for each in shown for part in view(each, console)]
-            live.update(Group(*parts), refresh=True)
-            if all(each.state == "DONE" for each in shown):
-                break
-            time.sleep(max(LOOK_SECONDS, 4 * (time.monotonic() - started)))
-    return 0
 
 
 def view(run: Run, console: Console) -> Iterator[RenderableType]:

@@ -67,6 +67,29 @@ def test_the_help_of_the_command_imports_no_verb():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_help_of_each_verb_imports_no_torch():
+    """Nor what else takes long; a mistake in the arguments is found by the same parser."""
+    slow = "{'torch', 'numpy', 'PIL', 'rich', 'clip_train.recipe.recipe'}"
+    code = (
+        "import sys; from launcher.cli.main import VERBS, verb_parser; "
+        f"print({{verb: sorted({slow} & set(sys.modules)) for verb in VERBS "
+        "if verb_parser(verb).format_help()})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    imported = ast.literal_eval(done.stdout)
+    assert len(imported) == 20 and not any(imported.values()), imported
+
+
+def test_the_completion_script_is_made_without_torch():
+    code = "import sys; sys.modules['torch'] = None; from launcher.cli.main import main; main(['completion', 'bash'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "complete -o default -F _clip_train clip-train" in done.stdout
+
+
 def test_a_run_starts_without_what_only_some_runs_need():
     """Each takes a good part of a second of every start, on every rank."""
     heavy = (

@@ -1,7 +1,5 @@
-"""`clip-train index`: read whole shards in several processes and write their index, or compare them
-with an existing one."""
+"""Read whole shards in several processes and write their index, or compare them with it."""
 
-import argparse
 import contextlib
 import hashlib
 import io
@@ -30,57 +28,10 @@ from clip_train.processes import fork_server, usable_cores
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_storage
-from launcher.cli.arguments import add_help, add_shards
-from launcher.cli.process import Process
 
 SHOWN = 20  # shards named in a message
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order (write the tar again with `tar --sort=name`)"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        "Read shards once and write clip_train_index.json beside them, on disk or on S3.",
-        """
-        clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
-        clip-train index shards/*.tar --check                   check for changes and damage
-        """,
-    )
-    add_shards(parser)
-    parser.add_argument(
-        "--caption-key",
-        metavar="NAMES",
-        help="as data.caption_key: samples with one of these can be used (default: txt)",
-    )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=int,
-        help="processes (default: one for each CPU, 2 to 16)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="read again and compare with the index; write nothing",
-    )
-
-
-def run(
-    shards: list[str],
-    caption_key: str | None,
-    workers: int | None,
-    check: bool,
-    process: Process,
-) -> int:
-    run_index(
-        shards,
-        caption_key=caption_key.split(",") if caption_key else None,
-        workers=workers,
-        check=check,
-        quiet=process.quiet,
-    )
-    return 0
 
 
 def run_index(

@@ -2,7 +2,7 @@
 verb's exit status.
 
 A verb is a module of `VERBS`: `add_arguments(parser)` declares its arguments, and `run` gets them by
-name. Only the verb of this line is imported, so `clip-train --help` appears at once.
+name. `run` imports what takes long, so `--help` and mistakes in arguments are answered at once.
 """
 
 import argparse
@@ -39,42 +39,44 @@ class Verb:
 
 
 VERBS = {
-    "train": Verb("launcher.runtime.launch", "train, or resume training"),
-    "keys": Verb("clip_tools.keys", "every key that a recipe can hold"),
-    "plan": Verb("clip_tools.plan", "batch arithmetic, memory and length, without a GPU"),
-    "submit": Verb("launcher.slurm.submit", "render, check and submit a SLURM job"),
-    "doctor": Verb("clip_tools.doctor", "check this machine, the recipe and the cluster"),
+    "train": Verb("launcher.cli.train", "train, or resume training"),
+    "keys": Verb("clip_tools.verbs.keys", "every key that a recipe can hold"),
+    "plan": Verb("clip_tools.verbs.plan", "batch arithmetic, memory and length, without a GPU"),
+    "submit": Verb("launcher.cli.submit", "render, check and submit a SLURM job"),
+    "doctor": Verb("clip_tools.verbs.doctor", "check this machine, the recipe and the cluster"),
     "evaluate": Verb(
-        "clip_tools.evaluate",
+        "clip_tools.verbs.evaluate",
         "zero-shot, retrieval and validation loss of a run or of any weights",
     ),
-    "embed": Verb("clip_tools.embed", "the features of a data set, as .npy files"),
+    "embed": Verb("clip_tools.verbs.embed", "the features of a data set, as .npy files"),
     "reinforce": Verb(
-        "clip_tools.reinforce",
+        "clip_tools.verbs.reinforce",
         "shards with teachers' features, augmentations and synthetic captions",
     ),
-    "caption": Verb("clip_tools.caption", "captions of the images in a folder, by a CoCa"),
-    "export": Verb("clip_tools.export", "weights for OpenCLIP or transformers, as safetensors"),
+    "caption": Verb("clip_tools.verbs.caption", "captions of the images in a folder, by a CoCa"),
+    "export": Verb(
+        "clip_tools.verbs.export", "weights for OpenCLIP or transformers, as safetensors"
+    ),
     "branch": Verb(
-        "clip_tools.branch",
+        "clip_tools.verbs.branch",
         "a new run that starts from another run's checkpoint and cools down",
     ),
-    "average": Verb("clip_tools.average", "the mean of checkpoints' weights, as an export"),
+    "average": Verb("clip_tools.verbs.average", "the mean of checkpoints' weights, as an export"),
     "shards": Verb(
-        "clip_tools.shards.command", "a table or a folder of images with captions as shards"
+        "clip_tools.verbs.shards", "a table or a folder of images with captions as shards"
     ),
     "index": Verb(
-        "clip_tools.shards.index",
+        "clip_tools.verbs.index",
         "count and checksum shards, so that epochs are exact and damage is seen",
     ),
     "checkpoints": Verb(
-        "clip_tools.checkpoints", "list checkpoints, their state, and which will be kept"
+        "clip_tools.verbs.checkpoints", "list checkpoints, their state, and which will be kept"
     ),
-    "report": Verb("clip_tools.report", "write an HTML report of a run"),
-    "watch": Verb("clip_tools.watch", "runs in the terminal, live"),
-    "import-args": Verb("clip_tools.openclip.command", "an OpenCLIP command line as a recipe"),
-    "demo": Verb("clip_tools.demo", "train a small CLIP in minutes and see it work"),
-    "completion": Verb("clip_tools.completion", "shell completion for this command"),
+    "report": Verb("clip_tools.verbs.report", "write an HTML report of a run"),
+    "watch": Verb("clip_tools.verbs.watch", "runs in the terminal, live"),
+    "import-args": Verb("clip_tools.verbs.import_args", "an OpenCLIP command line as a recipe"),
+    "demo": Verb("clip_tools.verbs.demo", "train a small CLIP in minutes and see it work"),
+    "completion": Verb("clip_tools.verbs.completion", "shell completion for this command"),
 }
 
 OF_EVERY_VERB = ("verb", "quiet", "verbose")  # arguments that this module uses itself
@@ -155,12 +157,11 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     verb = arguments[0] if arguments else ""
     configure(trains=verb == "train")  # until the line is parsed
     try:
-        if verb in VERBS:  # its module imports torch
-            check_machine()
         args = parse(arguments)
         trains = verb == "train" and not args.dry_run
         configure(quiet=args.quiet, verbose=args.verbose, trains=trains)
         quiet_pillow()
+        check_machine()  # before `run` imports torch
         run = VERBS[verb].load().run
         named = {key: value for key, value in vars(args).items() if key not in OF_EVERY_VERB}
         if "process" in inspect.signature(run).parameters:

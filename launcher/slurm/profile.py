@@ -17,7 +17,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from clip_train.errors import UserError
 from clip_train.places import expanded
-from clip_train.recipe.recipe import read_recipe
 from clip_train.settings import Place, Settings, explain, validated
 
 ENV = "CLIP_TRAIN_SITE"
@@ -123,6 +122,8 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
 
     options: the arguments of `submit`; those that are not None override keys of the same name.
     """
+    from clip_train.recipe.recipe import read_recipe
+
     named = path or os.environ.get(ENV)
     file = Path(expanded(named or HOME))
     raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}

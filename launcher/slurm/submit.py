@@ -1,15 +1,12 @@
-"""`clip-train submit`: check the job, copy recipe and code beside the batch script, and give the
-script to sbatch.
+"""Check a job, render its batch script, and copy recipe and code beside it.
 
 The script is a template of slurm/ with this job's #SBATCH lines and one additional block of lines.
 """
 
-import argparse
 import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,18 +16,16 @@ from typing import Any
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
 from clip_train.places import shipped
-from clip_train.recipe.recipe import Recipe, load_config, with_samples
+from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import resolve
 from clip_train.settings import broken
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.yaml_text import dump_yaml
 from launcher.checks import check_places, require_places
-from launcher.cli.arguments import add_help, add_overrides, add_recipe, path_or_url
 from launcher.runtime.environment import check_restarts
-from launcher.runtime.log import warn
 from launcher.runtime.rendezvous import ROOT, SOURCES, code_version, commit
-from launcher.slurm.profile import Site, add_site_options, load_site
-from launcher.slurm.scheduler import NO_ARRAY, OUTAGE, run_command
+from launcher.slurm.profile import Site
+from launcher.slurm.scheduler import NO_ARRAY
 
 FROZEN = (*SOURCES, "clip_tools")
 
@@ -170,103 +165,7 @@ def absolute(value: str, base: Path) -> str:
     return "::".join(parts)
 
 
-# -- submit
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_help(
-        parser,
-        """
-        Check everything that would fail after hours in the queue, freeze recipe and code beside the
-        batch script, and hand it to sbatch. The job requeues itself until it is done, or gives up:
-        docs/slurm.md. Options after -- are sbatch's own.
-        """,
-        """
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --time 24:00:00 --dry-run   look first
-        clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
-        clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100
-        """,
-    )
-    add_recipe(parser)
-    add_overrides(parser)
-    add_site_options(parser)
-    parser.add_argument(
-        "--site",
-        metavar="FILE",
-        type=path_or_url,
-        help="the site's defaults (default: $CLIP_TRAIN_SITE, ~/.config/clip-train/site.yaml)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check, print the batch script, and submit nothing",
-    )
-    parser.add_argument(
-        "--offline",
-        action="store_true",
-        help="skip the checks of shards and checkpoint.remote",
-    )
-
-
-def run(
-    recipe: str,
-    overrides: list[str],
-    site: str | None,
-    dry_run: bool,
-    offline: bool,
-    sbatch_options: list[str],
-    **options: Any,
-) -> int:
-    """Print the script (--dry-run), or write, freeze and submit it.
-
-    sbatch_options: what follows `--` on the command line. options: those of `add_site_options`.
-    """
-    config = with_samples(load_config(recipe, overrides))
-    job = load_site(site, options)
-    run_dir, base = config.run_dir.absolute(), Path.cwd()
-    number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
-    folder = run_dir / "submit" / f"{number:04d}"
-    template = (shipped("slurm") / f"{job.template}.sbatch").read_text()
-    script = render(template, job, name=config.run.name, folder=folder, options=sbatch_options)
-    if dry_run:
-        print(script, end="", flush=True)  # also if a check refuses it
-    check_submission(config, job, offline=offline)
-    if dry_run:
-        error = ""
-        if shutil.which("sbatch") is not None:
-            error = run_command("sbatch", "--test-only", stdin=script).error
-        if error and not OUTAGE.search(error):
-            raise UserError(f"sbatch --test-only refuses this script: {error}")
-        if error:
-            warn(f"sbatch --test-only could not ask the cluster: {' '.join(error.split())}")
-        return 0
-    if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch was not found on this machine: run submit on a login node, or show the "
-            "script with --dry-run"
-        )
-    described = freeze(folder, script, frozen_recipe(config, base), job)
-    sent = subprocess.run(
-        ["sbatch", "--parsable", str(folder / "job.sbatch")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    if sent.returncode:
-        raise UserError(f"sbatch refused {folder / 'job.sbatch'}: {sent.stderr.strip()}")
-    identity = sent.stdout.strip().split(";")[0]
-    (folder / "submit.json").write_text(json.dumps(described | {"job": identity}, indent=2) + "\n")
-    log = f"{folder}/{config.run.name}-{identity}*.log"
-    print(
-        f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}",
-        f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {log}",
-        f"history: {run_dir / 'attempts.jsonl'}",
-        f"stop:    touch {run_dir / 'STOP'}   (saves first)",
-        f"cancel:  scancel {identity}   (saves if Slurm lets it)",
-        sep="\n",
-    )
-    return 0
+# -- freeze
 
 
 def freeze(folder: Path, script: str, recipe: str, job: Site) -> dict[str, Any]:

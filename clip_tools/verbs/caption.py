@@ -4,9 +4,6 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
-
-from clip_tools.embed import load
 from clip_train.data.formats import SkippedFiles, is_image, walk_files
 from clip_train.errors import UserError, unreadable
 from launcher.cli.arguments import (
@@ -59,6 +56,10 @@ def run(
 ) -> int:
     """Print a line of JSON for each image of `images`, and of the folders in it, by name: its
     file and its caption. 1 if one cannot be read."""
+    import torch
+
+    from clip_tools.embed import load
+
     try:
         paths = [Path(images, name) for name in walk_files(images)]
     except OSError as e:

@@ -4,12 +4,6 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-from rich.table import Table
-
-from clip_train.checkpoint.restore import list_checkpoints
-from clip_train.engines.config import describe_sharding
-from clip_train.recipe.weights import find_run
 from launcher.cli.arguments import add_help, add_json, add_overrides, add_place
 
 
@@ -37,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(place: str, overrides: list[str], verify: bool, as_json: bool) -> int:
     """Print a run's committed checkpoints, here and in the remote store. 1 if one is not whole."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from clip_train.checkpoint.restore import list_checkpoints
+    from clip_train.engines.config import describe_sharding
+    from clip_train.recipe.weights import find_run
+
     _, places, _ = find_run(place, overrides)
     lines = list_checkpoints(places, verify=verify)
     status = 1 if any(line["problem"] for line in lines) else 0

@@ -3,17 +3,16 @@ keys. The script contains all of these, so pressing Tab does not start Python.
 """
 
 import argparse
+from collections.abc import Mapping
 
-from clip_train.recipe.recipe import SECTIONS, known_keys
 from launcher.cli.arguments import add_help
 from launcher.cli.main import VERBS, verb_parser
 
 SHELLS = ("bash", "zsh")
-# What is offered for positional arguments that are no files.
+# What is offered for positional arguments that are not files. `prefix`: the sections of a recipe.
 OFFERED = {
     "overrides": ["$keys"],
     "shell": [*SHELLS],
-    "prefix": [f"{name}." for name in SECTIONS],
 }
 BASH = """\
 # clip-train's completion: verbs, options, keys of a recipe
@@ -54,23 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(shell: str) -> int:
     """Print the script."""
+    from clip_train.recipe.recipe import SECTIONS, known_keys
+
+    offered = {**OFFERED, "prefix": [f"{name}." for name in SECTIONS]}
     script = (ZSH if shell == "zsh" else BASH).format(
         keys=" ".join(f"{key}=" for key, _ in known_keys()),
         verbs=" ".join(VERBS),
-        cases="\n".join(f"            {case}" for verb in VERBS for case in cases(verb)),
+        cases="\n".join(f"            {case}" for verb in VERBS for case in cases(verb, offered)),
     )
     print(script, end="")
     return 0
 
 
-def cases(verb: str) -> list[str]:
-    """The lines of the script for one verb: the choices of its options, then the verb itself."""
+def cases(verb: str, offered: Mapping[str, list[str]]) -> list[str]:
+    """The lines of the script for one verb: the choices of its options, then the verb itself.
+
+    offered: by the name of a positional argument that is not a file, its words."""
     lines, words = [], []
     takes_files = False
     for action in verb_parser(verb)._actions:
         if not action.option_strings:
-            words += OFFERED.get(action.dest, [])
-            takes_files = takes_files or action.dest not in OFFERED
+            words += offered.get(action.dest, [])
+            takes_files = takes_files or action.dest not in offered
             continue
         option = action.option_strings[-1]  # --help, not -h
         words.append(option)

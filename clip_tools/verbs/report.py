@@ -4,8 +4,6 @@ import argparse
 from pathlib import Path
 
 from clip_train.errors import UserError
-from clip_train.metrics.report import write_report
-from clip_train.recipe.recipe import load_config
 from launcher.cli.arguments import add_help, path_or_url
 from launcher.runtime.log import log
 
@@ -30,12 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(place: str) -> int:
     """Write the page anew."""
+    from clip_train.metrics.report import write_report
+
     log(f"written: {write_report(folder_of(place))}")
     return 0
 
 
 def folder_of(place: str) -> Path:
     """The folder of a run, or of a recipe's run. UserError if it contains no run."""
+    from clip_train.recipe.recipe import load_config
+
     path = Path(place).expanduser()
     folder = load_config(place).run_dir if path.is_file() else path
     if not any((folder / name).exists() for name in ("recipe.yaml", "metrics.jsonl")):

@@ -4,14 +4,7 @@ import argparse
 import json
 from functools import partial
 
-from clip_tools.place import weights_at
-from clip_train import dist
-from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
-from clip_train.evaluate.sets import evaluation
-from clip_train.models.clip import build_model
-from clip_train.recipe.resolve import check_place
-from clip_train.recipe.tokenizer import tokenizer_of
 from launcher.cli.arguments import (
     add_ema,
     add_help,
@@ -59,6 +52,14 @@ def run(
     """Print the metrics of `clip_train.evaluate`; under torchrun the samples are split over the
     ranks.
     """
+    from clip_tools.place import weights_at
+    from clip_train import dist
+    from clip_train.engines.base import PlainEngine
+    from clip_train.evaluate.sets import evaluation
+    from clip_train.models.clip import build_model
+    from clip_train.recipe.resolve import check_place
+    from clip_train.recipe.tokenizer import tokenizer_of
+
     with process.as_rank() as device:
         found = weights_at(place, overrides, weights, step, ema)
         config = found.config

@@ -6,22 +6,8 @@ import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.progress import track
-
-from clip_tools.shards.convert import (
-    NO_DIGEST,
-    STATS_SUFFIX,
-    make_shards,
-    read_rows,
-    same_settings,
-)
-from clip_tools.shards.index import run_index
 from clip_train.data.formats import SkippedFiles
 from clip_train.errors import DataError, UserError
 from clip_train.processes import usable_cores
@@ -32,9 +18,6 @@ RECIPE = "recipes/small.yaml"
 LARGE_RECIPE = "recipes/vit_b32.yaml"
 LARGE = 1_000_000  # samples
 INSTALLED = Path(__file__).resolve().parents[2]  # a checkout, or site-packages
-CLASSES = "classes.json"
-MOST = 7  # templates, as in evaluate.templates=simple
-TEMPLATE = "a photo of a {}."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +88,25 @@ def run(
     workers: int | None,
     process: Process,
 ) -> int:
-    source_path, folder = Path(source).expanduser(), Path(out).expanduser()
     per_shard, workers = per_shard or 1000, workers or usable_cores()
     if per_shard < 1 or workers < 1:
         raise UserError(f"--per-shard ({per_shard}) and --workers ({workers}) must be at least 1")
+
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import track
+
+    from clip_tools.shards.convert import (
+        NO_DIGEST,
+        STATS_SUFFIX,
+        make_shards,
+        read_rows,
+        same_settings,
+    )
+    from clip_tools.shards.index import run_index
+    from clip_tools.shards.summary import describe_labels, describe_repeats
+
+    source_path, folder = Path(source).expanduser(), Path(out).expanduser()
     caption_keys = caption_key.split(",") if caption_key else []
     keep = keep_columns.split(",") if keep_columns else []
     skipped = SkippedFiles()
@@ -164,7 +162,7 @@ def run(
             "put them into a table as a list (docs/your_data.md)"
         )
     again = read_rows(source_path, image_key, caption_keys, None, [], out=folder)
-    _describe_repeats(np.frombuffer(digests, np.uint64), (row.image for row in again))
+    describe_repeats(np.frombuffer(digests, np.uint64), (row.image for row in again))
     run_index(
         [*map(str, paths)], caption_key=None, workers=workers, check=False, quiet=process.quiet
     )
@@ -172,7 +170,7 @@ def run(
         labels = sum((Counter(shard.get("labels", {})) for shard in stats), Counter[str]())
         found = sum((Counter(shard.get("templates", {})) for shard in stats), Counter[str]())
         named = first[0].label_key is not None
-        _describe_labels(label_key, labels, found, folder, named=named)
+        describe_labels(label_key, labels, found, folder, named=named)
     samples = sum(shard["successes"] for shard in stats)
     name = RECIPE if samples < LARGE else LARGE_RECIPE
     recipe = name if Path(name).is_file() else INSTALLED / name
@@ -180,57 +178,3 @@ def run(
     names = f"{{{paths[0].stem}..{paths[-1].stem}}}" if len(paths) > 1 else "00000"
     print(f"next: clip-train train {recipe} data.train='{folder}/{names}.tar'{length}")
     return 0
-
-
-def _describe_repeats(digests: np.ndarray, images: Iterator[Any]) -> None:
-    """Print how many rows have the image and captions of an earlier one, and an example.
-
-    Args:
-        digests: uint64 [rows], 0 for a row that is left out.
-        images: of the same rows; read up to the example, if there is one.
-    """
-    order = np.argsort(digests, kind="stable")
-    ordered = digests[order]
-    repeats = order[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)]
-    if not repeats.size:
-        return
-    again = int(repeats.min())
-    first = int(np.flatnonzero(digests == digests[again])[0])
-    names = []
-    for number, image in enumerate(itertools.islice(images, again + 1)):
-        if number in (first, again):
-            place = f" ({image})" if isinstance(image, str) else ""
-            names.append(f"{number:09d}{place}")
-    print(
-        f"{repeats.size:,} rows are identical to an earlier one, such as {names[1]} to "
-        f"{names[0]}: they would be negatives of each other; remove them from SOURCE, or "
-        "train with loss.groups=caption"
-    )
-
-
-def _describe_labels(
-    key: str, labels: Counter[str], found: Counter[str], folder: Path, *, named: bool
-) -> None:
-    """Print the settings that evaluation needs for the labels; write names to the file of classes,
-    with the found templates that are frequent.
-    """
-    missing = labels.pop("", 0)
-    if missing:
-        print(f"{missing:,} samples have no label in {key}: they are trained on, and not scored")
-    if labels and not named:
-        print(
-            f"labels: numbers from {min(map(int, labels))} to {max(map(int, labels))} as .cls; "
-            "evaluate.zero_shot_classes needs the names in this order: docs/evaluation.md"
-        )
-    elif labels:
-        file = folder / CLASSES
-        if not file.exists():
-            fewest = max(2, labels.total() / 100)
-            templates = [text for text, n in found.most_common(MOST) if n >= fewest] or [TEMPLATE]
-            classes = {"classnames": sorted(labels), "templates": templates, "label_key": key}
-            file.write_text(json.dumps(classes, indent=1, ensure_ascii=False), encoding="utf-8")
-            print(
-                f"templates: {len(templates)}, such as {templates[0]!r}; edit them in {file} if "
-                "your captions differ"
-            )
-        print(f"labels: {len(labels):,} names in {key}; evaluate.zero_shot_classes={file}")

@@ -3,9 +3,7 @@
 import argparse
 import re
 
-from clip_tools.export import add_format, write_export
-from clip_train.checkpoint.restore import open_read_only
-from clip_train.recipe.weights import find_run
+from clip_tools.verbs.export import add_format
 from launcher.cli.arguments import add_ema, add_help, path_or_url, paths_or_urls
 
 
@@ -40,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(checkpoints: str, output: str, library: str, ema: bool) -> int:
     """Write the mean of checkpoints' weights as `export` writes one's."""
+    from clip_tools.export import write_export
+    from clip_train.checkpoint.restore import open_read_only
+    from clip_train.recipe.weights import find_run
+
     found = []
     for checkpoint in checkpoints.split(","):
         run_place, *step = re.split(r"@(?=\d+$)", checkpoint)
