@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from clip_train import dist
@@ -29,6 +28,15 @@ from clip_train.models.blocks import at_least_float32
 from clip_train.settings import broken
 from clip_train.step import two_pass
 from clip_train.task import Context, Features, Objective, is_scalar, named_features
+from clip_train.torch_internals import (
+    compiled_module,
+    has_backward_hooks,
+    own_modules,
+    own_parameters,
+    reduce_missed,
+    stays_whole,
+    tree_leaves,
+)
 
 MicroSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 # as OpenCLIP's dictionaries have them
@@ -276,7 +284,7 @@ class Parts:
         for module in sharded:
             module.reshard()
         parameters = dict.fromkeys(
-            p for module in modules for p in module._parameters.values() if p is not None
+            p for module in modules for p in own_parameters(module).values() if p is not None
         )
         meshed = {kind for kind in {type(p) for p in parameters} if hasattr(kind, "device_mesh")}
         reducing = {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
@@ -293,7 +301,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     """As `model.modules()`, level by level: it takes 0.08 ms instead of 0.2 for 400 modules."""
     modules, seen = [model], {id(model)}
     for module in modules:
-        for child in module._modules.values():
+        for child in own_modules(module).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
@@ -309,7 +317,7 @@ def parameters_left(model: Any, num_inputs: int) -> set[str]:
         ):
             inner: Any = getattr(model, "module", None)
         else:
-            inner = getattr(model, "_orig_mod", None)  # inside torch.compile's wrapper
+            inner = compiled_module(model)
         if not isinstance(inner, nn.Module):
             model = model.forward
             break
@@ -464,10 +472,7 @@ class ModuleEngine:
         """
         module.set_requires_gradient_sync(not deferred, recurse=False)
         module.set_is_last_backward(not deferred)
-        # private: only fully_shard's caller knows its reshard_after_forward
-        groups = module._get_fsdp_state()._fsdp_param_groups
-        stays_whole = not any(group._reshard_after_forward for group in groups)
-        module.set_reshard_after_backward(not (deferred and stays_whole), recurse=False)
+        module.set_reshard_after_backward(not (deferred and stays_whole(module)), recurse=False)
 
     def forward(self, micro_batch: Arguments, cached: Features | None = None) -> Features:
         """Always both towers, because either may draw from torch's generators."""
@@ -478,7 +483,7 @@ class ModuleEngine:
             outputs = self.model(*micro_batch.args, **micro_batch.kwargs)
         self.in_checkpoints = set()
         for module, checkpoints in called.items():
-            trained = self.inside.intersection(module._parameters.values())
+            trained = self.inside.intersection(own_parameters(module).values())
             self.in_checkpoints |= trained
             if trained and len(checkpoints) > 1 and dist.world_size() > 1:
                 raise ValueError(
@@ -582,14 +587,7 @@ class ModuleEngine:
         Modules below one sharded module are reduced by it. Several of them do not know each other.
         """
         for module in self.sharded:
-            state = module._get_fsdp_state()
-            if not state._is_root:
-                continue
-            units = [
-                group for each in state._state_ctx.all_states for group in each._fsdp_param_groups
-            ]
-            if any(has_unreduced(p) for group in units for p in group.fsdp_params):
-                state._root_post_backward_final_callback()
+            reduce_missed(module)
 
 
 class Reaching(torch.autograd.Function):
@@ -600,20 +598,12 @@ class Reaching(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.hooked = [p if p._backward_hooks else None for p in parameters]
+        ctx.hooked = [p if has_backward_hooks(p) else None for p in parameters]
         return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return (*gradients, *[None if p is None else torch.zeros_like(p) for p in ctx.hooked])
-
-
-def has_unreduced(parameter: Any) -> bool:
-    """Whether a parameter of `fully_shard` has a gradient that this rank alone has added up."""
-    whole = getattr(parameter, "_unsharded_param", None)
-    return parameter.unsharded_accumulated_grad is not None or (
-        whole is not None and whole.grad is not None
-    )
 
 
 @contextlib.contextmanager

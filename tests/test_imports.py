@@ -44,6 +44,60 @@ def test_nothing_but_its_own_package_knows_an_engine():
     assert all("engine.kind=deepspeed" in line for line in messages)
 
 
+# Private names that are not torch's or DeepSpeed's: of Python's library, fsspec, transformers and open_clip.
+OTHERS = {
+    "_actions", "_config", "_current_frames", "_exit", "_fields", "_gradient_checkpointing_func", "_parent",
+    "_pipe_file", "_replace",
+}  # fmt: skip
+# Torch's names that attributes of ours could have.
+TORCH = {"_apply", "_buffers", "_modules", "_parameters", "_state", "_workers"}
+DOORS = ("clip_train/torch_internals.py", "clip_train/engines/deepspeed/internals.py")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names(tree: ast.AST, ours: set[str]) -> list[tuple[int, str]]:
+    """Line and name of each private name of another package: imported, read from an object, or overridden."""
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in OURS:
+            names = [*(node.module or "").split("."), *(each.name for each in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for each in node.names for part in each.name.split(".")]
+        elif isinstance(node, ast.Attribute) and node.attr not in OTHERS:
+            of_self = ast.unparse(node.value) in ("self", "cls")
+            if node.attr not in ours or (node.attr in TORCH and not of_self):
+                names = [node.attr]
+        elif isinstance(node, ast.FunctionDef) and node.name in TORCH:
+            names = [node.name]
+        found += [(node.lineno, name) for name in names if is_private(name)]
+    return found
+
+
+def test_private_names_of_torch_have_one_module():
+    """And those of DeepSpeed: what a new version changes is found by the tests of these two modules."""
+    trees = {
+        file.relative_to(ROOT).as_posix(): ast.parse(file.read_text())
+        for package in OURS
+        for file in (ROOT / package).rglob("*.py")
+    }
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    ours = {node.name for node in nodes if isinstance(node, functions)}
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                ours.add(node.id)
+            elif ast.unparse(node.value) in ("self", "cls"):
+                ours.add(node.attr)
+    found = {place: private_names(tree, ours) for place, tree in trees.items()}
+    assert all(found.pop(door) for door in DOORS)
+    assert {place: names for place, names in found.items() if names} == {}
+
+
 def test_the_checkpoint_writer_runs_without_torch():
     """It starts beside every run: torch would cost a second of that start, and 200 MiB on each node."""
     code = "import sys; sys.modules['torch'] = None; import clip_train.checkpoint.writer"

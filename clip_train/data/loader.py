@@ -42,6 +42,7 @@ from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
 from clip_train.task import Batch, text_lengths
+from clip_train.torch_internals import end_loader_workers, loader_workers
 
 WAIT_SECONDS = 2.0  # between looks whether the loader was closed, while it waits for a worker
 CLOSE_SECONDS = 4.0  # for the prefetching thread to end
@@ -273,12 +274,12 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         atexit.unregister(self.close)
         pieces, self._pieces = self._pieces, None
         if self._workers and pieces is not None:
-            workers = pieces._workers  # type: ignore[attr-defined]
+            workers = loader_workers(pieces)
             # torch waits up to 10 s for each, one after the other
             killer = threading.Timer(WORKER_SECONDS, _kill, [workers])
             killer.daemon = True
             killer.start()
-            pieces._shutdown_workers()  # type: ignore[attr-defined]
+            end_loader_workers(pieces)
             killer.cancel()
 
     def __exit__(self, *error: object) -> None:

@@ -34,6 +34,7 @@ from clip_train.errors import ClipTrainError, DataError, RankError
 from clip_train.processes import usable_cores
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
+from clip_train.torch_internals import shared_storage
 
 # The shards of this many streams stay open in a worker. With more streams, shards are opened for
 # each block, so that there are few open files and buffers.
@@ -66,8 +67,7 @@ def shared_images(shape: tuple[int, ...]) -> Tensor:
     clear: a quarter of the whole cost of a 256 px image.
     """
     try:
-        # torch's own collate function allocates in the same way
-        storage = torch.UntypedStorage._new_shared(torch.Size(shape).numel())
+        storage = shared_storage(torch.Size(shape).numel())
     except RuntimeError as e:
         raise RankError(
             f"data.workers ({shape[0]}) and data.prefetch ({shape[1] - 1}) need "

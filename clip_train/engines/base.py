@@ -31,6 +31,7 @@ from clip_train.task import (
     Task,
     groups,
 )
+from clip_train.torch_internals import foreach_lerp_, foreach_mul_, foreach_norm
 
 # the remedy if memory runs out in the loss
 LOSS_REMEDY = "Set batch.kept_graphs=1 or a smaller loss.tile"
@@ -63,9 +64,7 @@ class MovingAverage:
     def update(self, step: int) -> None:
         """After optimizer step `step`, from 1."""
         decay = min(self.decay, 1 - step ** (-2 / 3)) if self.warmup else self.decay
-        torch._foreach_lerp_(
-            [*self.of.values()], [local(each).view(-1) for each in self.of], 1 - decay
-        )
+        foreach_lerp_([*self.of.values()], [local(each).view(-1) for each in self.of], 1 - decay)
 
     def exchange(self) -> None:
         """Swap the weights and their averages."""
@@ -271,7 +270,7 @@ class Engine(abc.ABC):
         # A CPU adds up a large fp32 tensor in fp32: the norm of 2^25 elements would be 1e-3 off,
         # and would depend on how the tensor is sharded. A GPU sums in blocks.
         wide = torch.float64 if flat[0].device.type == "cpu" else None
-        norms = torch._foreach_norm(flat, 2, dtype=wide)
+        norms = foreach_norm(flat, 2, dtype=wide)
         squares = torch.stack(norms).double().square()
         return torch.stack([part.sum() for part in squares.split([*map(len, gradients)])])
 
@@ -297,7 +296,7 @@ class Engine(abc.ABC):
         scaled = [local(gradient) for gradient in gradients]
         if self.grad_clip_norm is not None and scaled:
             factor = (self.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(scaled, factor.to(scaled[0]))
+            foreach_mul_(scaled, factor.to(scaled[0]))
         return torch.cat([norm.view(1), squares.sqrt()])
 
     def _clip_with_flags(self, squares: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:

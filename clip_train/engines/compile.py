@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from clip_train.models.blocks import Block, PatchEmbedding, Transformer
 from clip_train.task import Task
+from clip_train.torch_internals import (
+    is_view,
+    mark_first_size_dynamic,
+    treat_sizes_as_independent,
+    tree_leaves,
+    tree_map,
+)
 
 # Graphs of one block's code, beyond which dynamo falls back to eager; its own limit is 8. With a
 # gradient and without, in training and in evaluation, frozen and not: 8. Rates of stochastic depth
@@ -93,9 +99,9 @@ def compile_units(model: nn.Module, own_kernels: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.own_kernels = module.attn.own_kernels = own_kernels and not module.recomputes
-    # sizes that happen to be equal need not stay so
-    torch.fx.experimental._config.use_duck_shape = False
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    treat_sizes_as_independent()
+    limits: Any = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
     modules = [*model.modules()]
     one_token = {m.resblocks[-1] for m in modules if isinstance(m, Transformer)}
     patches = [m for m in modules if isinstance(m, PatchEmbedding)]
@@ -142,13 +148,13 @@ def _compiled(
         if isinstance(tensor, torch.Tensor):
             if tensor.shape[:1] == (1,):
                 return eager(*args, **named)
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            mark_first_size_dynamic(tensor)
     return compiled(*args, **named)
 
 
 def _owned(value: Any) -> Any:
     """A view that passed through an engine's hooks no longer counts as one, but it starts inside
     its memory."""
-    if isinstance(value, torch.Tensor) and (value._is_view() or value.storage_offset()):
+    if isinstance(value, torch.Tensor) and (is_view(value) or value.storage_offset()):
         return value.clone()
     return value

@@ -175,6 +175,7 @@ class EngineConfig(Settings):
         import torch
 
         from clip_train.engines import linear
+        from clip_train.torch_internals import computes_fp16
 
         gpu = torch.cuda.is_available()
         no_fp16 = (
@@ -244,16 +245,6 @@ class EngineConfig(Settings):
                 for tower, count in towers_without_units(engine.module, engine.task).items()
             ]
         return engine
-
-
-def computes_fp16() -> bool:
-    """Whether this CPU does, as DeepSpeed asks."""
-    import torch
-
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):  # torch without oneDNN
-        return False
 
 
 def describe_sharding(engine: Mapping[str, Any]) -> str:

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from clip_train.engines.base import surrogate
 from clip_train.memory.plan import Profile
 from clip_train.task import IMAGE_TEXT, MicroBatch
+from clip_train.torch_internals import DispatchMode, FakeTensorMode, storage_key, tree_leaves
 
 # In samples: so many that constant parts (gradients of the weights) are negligible.
 FAKE_SIZE = 2**30
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """While this mode is on, counts the bytes of all new tensors that are still alive."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
@@ -33,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
             self._add(tensor.untyped_storage(), 0)
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._seen:
             return
 
@@ -59,8 +58,6 @@ def fake_profile(
     make_model: Callable[[], torch.nn.Module], micro_batch: Callable[[int], MicroBatch]
 ) -> Profile:
     """The profile of `make_model()` in training, on fake tensors: allocates nothing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with torch.random.fork_rng(devices=[]), FakeTensorMode():
         model, inputs = make_model().train(), micro_batch(FAKE_SIZE)
         batch = (inputs.images, inputs.texts, inputs.sample_seeds)

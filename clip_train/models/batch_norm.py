@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from clip_train import dist
 from clip_train.errors import UserError
+from clip_train.torch_internals import AnyBatchNorm, FakeTensor, KeepsPrecision
 
 Update = Callable[[], None]
 _updates: list[Update] | None = None  # None: updates are not collected
@@ -91,7 +90,7 @@ class _Normalise(torch.autograd.Function):
         return out.to(x.dtype), own[1] * deviation, own[0], None
 
 
-class BatchNorm2d(nn.BatchNorm2d):
+class BatchNorm2d(KeepsPrecision, nn.BatchNorm2d):
     """`nn.BatchNorm2d`, in training by the statistics of a micro-batch on all ranks.
 
     The ranks' micro-batches may differ in length.
@@ -100,6 +99,8 @@ class BatchNorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
+    # `model.to(bfloat16)` does not round statistics: they move by a tenth of a difference
+    kept = ("running_mean", "running_var")
     frozen = False  # normalises by the running statistics in training too, and leaves them alone
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,19 +126,11 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var), self.momentum)
         self.num_batches_tracked += 1
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "BatchNorm2d":
-        """`model.to(bfloat16)` does not round statistics: they move by a tenth of a difference."""
-        before = {name: getattr(self, name) for name in ("running_mean", "running_var")}
-        super()._apply(fn, recurse)
-        for name, kept in before.items():
-            now = getattr(self, name)
-            if now.dtype.itemsize < kept.dtype.itemsize:
-                setattr(self, name, kept.to(now.device))
-        return self
-
 
 def adopt(
-    model: nn.Module, where: str, more: Mapping[type[_BatchNorm], type[_BatchNorm]] | None = None
+    model: nn.Module,
+    where: str,
+    more: Mapping[type[AnyBatchNorm], type[AnyBatchNorm]] | None = None,
 ) -> None:
     """Replace the batch norms of a foreign model by ones over all ranks, and let its first
     convolution take fp32 pixels in any precision.
@@ -147,7 +140,7 @@ def adopt(
     """
     ours: dict[type, Any] = {nn.BatchNorm2d: BatchNorm2d, **(more or {})}
     for name, each in model.named_modules():
-        if isinstance(each, _BatchNorm):
+        if isinstance(each, AnyBatchNorm):
             if (
                 type(each) not in ours
                 or each.momentum is None

@@ -30,12 +30,13 @@ from clip_train.models.one_pass import (
     linear_split,
 )
 from clip_train.settings import Recompute
+from clip_train.torch_internals import has_forward_hooks, has_onednn_linear, onednn_linear
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 _HAS_ONEDNN = (
     torch.backends.cpu.get_cpu_capability() == "AVX512"
     and torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and has_onednn_linear()
 )
 # The return value of a model: see `CLIP.forward`.
 Outputs = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
@@ -131,24 +132,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _OneDNN.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[r, c], [n, c], [n] -> a b^T + bias, [r, n]; a and b may be transposed."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-
-
 class _OneDNN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
         return (
-            _product(gradient, weight.t()) if of_x else None,
-            _product(gradient.t(), x.t()) if of_weight else None,
+            onednn_linear(gradient, weight.t()) if of_x else None,
+            onednn_linear(gradient.t(), x.t()) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
 
@@ -372,7 +368,7 @@ class Block(nn.Module):
             not (self.training and (self.drop_1.dropped or self.drop_2.dropped))
             and type(self.attn) is Attention
             and all(type(layer) is Linear for layer in linears)
-            and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+            and not any(map(has_forward_hooks, layers))
         )
 
     def with_joined_passes(self, x: Tensor, packing: Packing | None) -> Tensor:

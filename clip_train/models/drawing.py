@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from clip_train.torch_internals import DispatchMode, storage_key, tree_leaves
 
 LARGE = 1 << 20  # bytes; smaller tensors keep their memory until the model is built
 OVERWRITING = ("normal_", "uniform_", "zero_", "fill_")
@@ -22,7 +22,7 @@ OVERWRITING = ("normal_", "uniform_", "zero_", "fill_")
 Uses = list[tuple[int, bool]]
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Records the operations on large tensors. Without `done` it executes none that changes them.
 
     record: the uses of the first run. done: called with a place in it and the tensor's memory,
@@ -40,20 +40,16 @@ class _Operations(TorchDispatchMode):
         self._places: dict[int, int] = {}  # by address, which no other tensor has while it is held
         self.held: list[tuple[torch.UntypedStorage, mmap.mmap, Uses]] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # it would import torch._dynamo, which takes seconds
-
     def find(self, values: Any) -> list[int]:
         """The places in `held` of the tensors in a tree of values."""
         tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
-        found = (self._places.get(x.untyped_storage()._cdata) for x in tensors)
+        found = (self._places.get(storage_key(x.untyped_storage())) for x in tensors)
         return [*dict.fromkeys(place for place in found if place is not None)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().removeprefix("aten::").partition(".")[0]
         skipped = self._done is None and name.endswith("_") and self.find(args[:1])
         out = args[0] if skipped else func(*args, **(kwargs or {}))
         if func.is_view:
@@ -64,7 +60,7 @@ class _Operations(TorchDispatchMode):
                 pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
                 storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
                 out.set_(storage, 0, out.shape, out.stride())
-                self._places[storage._cdata] = len(self.held)
+                self._places[storage_key(storage)] = len(self.held)
                 self.held.append((storage, pages, [(size, True)]))
         self._count += 1
         for place in self.find((args, kwargs, out)):

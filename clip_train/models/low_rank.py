@@ -19,6 +19,7 @@ from clip_train.models.blocks import Attention, Block
 from clip_train.models.dropout import LOW_RANK_ID, draw_by, drop_rows
 from clip_train.models.lora import Lora, covers
 from clip_train.settings import shown
+from clip_train.torch_internals import own_parameters
 
 NAMES = ("lora_A", "lora_B")  # of the parameters, beside the weight's
 PACKED = "in_proj_weight"  # of queries, keys and values
@@ -68,7 +69,7 @@ class AdaptedWeight(LowRank):
     """Before a class whose weight is read by other code, which finds W + B A under its name."""
 
     def merged(self, name: str) -> Tensor:
-        weight: Any = self._parameters[name]
+        weight: Any = own_parameters(self)[name]
         return weight + product(self.lora_A, self.lora_B) * self.factor
 
 
@@ -118,7 +119,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
                 "model.lora.on"
             )
         name = weight.split(".")[-1]
-        p = module._parameters[name]
+        p: Any = own_parameters(module)[name]
         rows, columns = getattr(p, "ds_shape", p.shape)  # ZeRO 3 holds none of it here
         pairs, bound = (3 if weight.endswith(PACKED) else 1), columns**-0.5
         A = torch.empty(pairs * lora.rank, columns).uniform_(-bound, bound)

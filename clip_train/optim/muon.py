@@ -14,25 +14,15 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-# Private: torch.optim.Muon itself takes whole matrices only.
-from torch.optim._muon import (
-    DEFAULT_A,
-    DEFAULT_B,
-    DEFAULT_C,
-    DEFAULT_NS_STEPS,
-    EPS,
-    _zeropower_via_newtonschulz,
-)
-
 from clip_train import dist
 from clip_train.engines.base import Piece
+from clip_train.torch_internals import orthogonalize
 
 T = TypeVar("T")
 Matrices = Mapping[str, tuple[int, ...]]  # name -> shape
 # On one rank, for each element of the largest matrix: two rounds being gathered, two being
 # scattered, and the temporaries of Newton-Schulz.
 BUFFER_BYTES = 20
-COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 MOMENTUM = 0.95
 RMS = 0.2  # AdamW's updates have about this root mean square (arXiv 2502.16982)
 
@@ -149,6 +139,6 @@ class MuonAdamW(torch.optim.Optimizer):
         name = names[self._group_rank]
         if name:
             matrix = matrix.view(self._pieces[name].shape)
-            matrix = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, DEFAULT_NS_STEPS, EPS)
+            matrix = orthogonalize(matrix)
         to_receive, to_send = self._counts(names)  # the way back
         return dist.exchange(matrix.flatten(), to_send, to_receive, self._group)

@@ -27,6 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 from clip_train import dist
 from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserError
 from clip_train.processes import node_name
+from clip_train.torch_internals import backends
 from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
 from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
 from launcher.runtime.log import log
@@ -353,9 +354,6 @@ def set_timeout(seconds: float) -> None:
     which keeps its first timeout: see `form_group`.
     """
     timeout = datetime.timedelta(seconds=seconds)
-    for group in list(torch_dist.distributed_c10d._world.pg_map):
-        for device in group._device_types:
-            backend: Any = group._get_backend(device)
-            # torch's `_set_pg_timeout` does nothing for a wrapped backend
-            backend = getattr(backend, "wrapped_pg", backend)
-            backend.set_timeout(timeout)
+    for backend in backends():
+        # under TORCH_DISTRIBUTED_DEBUG=DETAIL each backend is wrapped
+        getattr(backend, "wrapped_pg", backend).set_timeout(timeout)

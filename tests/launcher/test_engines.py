@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from clip_train.data.config import resolve_workers
-from clip_train.engines.config import EngineConfig, computes_fp16
+from clip_train.engines.config import EngineConfig
 from clip_train.optim.config import OptimConfig
 from clip_train.recipe.recipe import check_config
+from clip_train.torch_internals import computes_fp16
 from launcher.cli.main import main
 from tests.documents import ROOT
 

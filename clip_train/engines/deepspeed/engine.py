@@ -1,5 +1,5 @@
-"""DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and that knows its
-flat partitions.
+"""DeepSpeed, ZeRO 0 to 3, as an engine. The only module that imports DeepSpeed, and the only one
+beside `internals` that knows its flat partitions.
 
 DeepSpeed's own count of micro-batches is not used: each backward says whether it is the last one,
 so their number is free. The two factors that DeepSpeed would add are undone here.
@@ -26,6 +26,7 @@ from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import LOSS_REMEDY, Engine, Piece
 from clip_train.engines.compile import compile_units, units
 from clip_train.engines.deepspeed.config import build_ds_config
+from clip_train.engines.deepspeed.internals import delay_loss_scale, forget_gradients, fragment_of
 from clip_train.engines.linear import convert
 from clip_train.errors import UserError
 from clip_train.optim.optimizer import ALIGNED
@@ -158,8 +159,8 @@ def find_pieces(engine: Any, stage: int) -> Iterator[Piece]:
             yield Piece(name, tuple(p.shape), 0, p.numel(), p, saved_here=i % W == here)
         elif stage < 3:
             # (also DeepSpeed's BF16_Optimizer) the parameter's fragment of this rank's partition
-            mapping = p._hp_mapping
-            if mapping is not None:  # otherwise other ranks hold all of it
+            mapping = fragment_of(p)
+            if mapping is not None:
                 flats = (
                     getattr(wrapper, "single_partition_of_fp32_groups", None)
                     or wrapper.fp32_groups_flat_partition
@@ -198,29 +199,6 @@ def hand_over_gradients(wrapper: Any) -> None:
             flat = wrapper.flatten_dense_tensors_aligned(reduced, held.numel())
         held.grad = flat
         wrapper.averaged_gradients[i] = None
-
-
-def forget_gradients(optimizer: Any) -> None:
-    """Reset a ZeRO optimizer to the start of a step; at stages 1 and 2, even in the middle of a
-    backward.
-
-    DeepSpeed has no function for this: its clearing after an overflow expects complete backwards.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    if hasattr(optimizer, "extra_large_param_to_reduce"):  # stages 1 and 2, but for BF16_Optimizer
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-        optimizer.extra_large_param_to_reduce.clear()
-        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-        for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            for group in held:
-                held[group] = None
-        optimizer._release_ipg_buffers()
-        optimizer.micro_step_id = -1
-    state = optimizer._backward_hook_state
-    state.backward_active_depth = 0  # an interrupted backward has not left
-    state.remaining_grad_acc_hooks = 0
-    state.reset_for_new_step()
 
 
 class DeepSpeedEngine(Engine):
@@ -267,12 +245,7 @@ class DeepSpeedEngine(Engine):
         elif stage:
             engine.optimizer.step = self._step_directly
         if engine.fp16_enabled():
-            # DeepSpeed raises the loss scale before it divides this step's gradients by it, which
-            # halves them.
-            self._update_scale = update_scale = engine.optimizer._update_scale
-            engine.optimizer._update_scale = lambda overflow: (
-                update_scale(True) if overflow else None
-            )
+            self._update_scale = delay_loss_scale(engine.optimizer)
 
     def _backward(self, total: Tensor, last: bool) -> None:
         if self.stage >= 2 and self.reduce_once and self._reduction is None:

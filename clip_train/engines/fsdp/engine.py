@@ -31,6 +31,7 @@ from clip_train.engines.linear import convert
 from clip_train.errors import UserError
 from clip_train.models.drawing import fill_buffers
 from clip_train.task import Phase
+from clip_train.torch_internals import discard_unreduced
 
 if TYPE_CHECKING:
     from clip_train.engines.config import EngineConfig
@@ -208,14 +209,8 @@ class FSDPEngine(Engine):
     def discard_gradients(self) -> None:
         # Ends an interrupted forward or backward, and shards every unit again.
         cast(FSDPModule, self.model).reset_iter_state()
-        # Private: before torch 2.15, reset_iter_state() keeps gradients that were not reduced yet.
         for module in fsdp_modules(self.module):
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                for p in group.fsdp_params:
-                    if "unsharded_accumulated_grad" in vars(p):  # newer: a property over `.grad`
-                        p.unsharded_accumulated_grad = None
-                    if hasattr(p, "_unsharded_param"):
-                        p._unsharded_param.grad = None
+            discard_unreduced(module)
         self.module.zero_grad()
         super().discard_gradients()
 

@@ -19,6 +19,7 @@ from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import Engine, Piece
 from clip_train.engines.compile import compile_units
 from clip_train.engines.linear import convert
+from clip_train.torch_internals import foreach_add_, foreach_copy_
 
 if TYPE_CHECKING:
     from clip_train.engines.config import EngineConfig
@@ -178,11 +179,11 @@ class UnshardedEngine(Engine):
                 gradients.append(p.grad)
                 p.grad = None
         if self._is_empty and len(sums) == len(self._parameters):
-            torch._foreach_copy_(sums, gradients)
+            foreach_copy_(sums, gradients)
         else:
             if self._is_empty:
                 self._clear_sums()
-            torch._foreach_add_(sums, gradients)
+            foreach_add_(sums, gradients)
         self._is_empty = False
 
     def _clear_sums(self) -> None:
@@ -227,7 +228,7 @@ class UnshardedEngine(Engine):
     @torch.no_grad()
     def _refresh_copies(self) -> None:
         if self.low_precision:
-            torch._foreach_copy_(self._parameters, self._masters_of)
+            foreach_copy_(self._parameters, self._masters_of)
 
     def _copies(self) -> Iterator[tuple[str, Tensor]]:
         """The model's frozen parameters, which no update refreshes."""

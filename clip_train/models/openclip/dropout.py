@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from open_clip.transformer import PatchDropout as OpenCLIPPatchDropout
 from timm.layers import DropPath, PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
-from torch.fx.experimental import _config as shapes
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from clip_train.models.dropout import MODULE_ID, current_seeds, drop_elements, keep_patches
+from clip_train.torch_internals import READ_SCALAR, DispatchMode, argument_names, assume_all_nonzero
 
 
 def dropped(x: Tensor, p: float, layer_id: int | Tensor) -> Tensor:
@@ -143,7 +142,7 @@ def intercept(module: nn.Module, number: int) -> None:
     module.forward = partial(seeded, module.forward)
 
 
-class Draws(TorchDispatchMode):
+class Draws(DispatchMode):
     """Which modules draw random numbers, by name, and by which operator."""
 
     def __init__(self) -> None:
@@ -154,11 +153,10 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is READ_SCALAR:
             # a meta tensor has no values, so no layer is dropped and no mask is left out
             return False
-        names = [argument.name for argument in function._schema.arguments]
-        arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+        arguments = dict(zip(argument_names(function), args, strict=False)) | (kwargs or {})
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if is_random and arguments.get("dropout_p", arguments.get("p", 1)) != 0:
             innermost = max(self.modules.parents, key=len)
@@ -171,7 +169,6 @@ def find_draws(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
     """Names of the modules that draw in a forward in training, with the operator's name."""
     draws = Draws()
     # a meta tensor has no zeros either
-    without_data: Any = shapes
-    with without_data.patch(meta_nonzero_assume_all_nonzero=True), draws.modules, draws:
+    with assume_all_nonzero(), draws.modules, draws:
         model.train().requires_grad_(False)(*inputs)  # the tracker looks for graphs
     return draws.found

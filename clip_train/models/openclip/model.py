@@ -18,11 +18,7 @@ import open_clip
 import torch
 from timm.layers import BatchNormAct2d as TimmBatchNormAct2d
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import _disable_current_modes
 
 from clip_train.errors import UserError
 from clip_train.models.batch_norm import BatchNorm2d, adopt
@@ -38,6 +34,13 @@ from clip_train.models.files import TOKENIZER_FILES
 from clip_train.models.hub import described_at
 from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
 from clip_train.models.openclip.dropout import find_draws, intercept, seed_modules
+from clip_train.torch_internals import (
+    AnyBatchNorm,
+    detect_fake_mode,
+    disable_current_modes,
+    replace_tensors,
+    unset_fake_temporarily,
+)
 
 Tokenize = Callable[[list[str]], Tensor]
 
@@ -154,8 +157,9 @@ def build(
         with unset_fake_temporarily(), torch.device("meta"):
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
-            return model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype))
-    with _disable_current_modes():  # a constructor may be recorded: models/drawing.py
+            replace_tensors(model, lambda x: torch.empty(x.shape, dtype=x.dtype))
+            return model
+    with disable_current_modes():  # a constructor may be recorded: models/drawing.py
         intercepted = drawing_modules(architecture)
     return assemble(architecture, activation_checkpointing, intercepted)
 
@@ -259,7 +263,7 @@ def _dtype(model: Contrastive) -> torch.dtype:
 def _use_group_norms(tower: Any) -> None:
     """Make each batch norm a group norm of 32 groups, or as many as divide its channels."""
     for name, each in [*tower.named_modules()]:
-        if isinstance(each, _BatchNorm):
+        if isinstance(each, AnyBatchNorm):
             group = nn.GroupNorm(math.gcd(32, each.num_features), each.num_features)
             group.weight, group.bias = each.weight, each.bias
             tower.set_submodule(name, group)
