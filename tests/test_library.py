@@ -247,9 +247,7 @@ def reduce_and_count(
     [("plain", *layout) for layout in ((6, 1, 0.0), (2, 1, 0.0), (2, 3, 0.0), (2, 2, 0.4))]
     + [(kind, 2, 2, 0.0) for kind in ("compiled inside", "compiled", "adapter", "apart")],
 )
-def test_under_ddp_gradients_are_the_global_batchs_and_cross_the_network_once(
-    kind, micro_size, kept, dropout
-):
+def test_ddp_gradients_are_the_global_batchs_sent_once(kind, micro_size, kept, dropout):
     reference, inputs = Towers(dropout), samples(12)
     pieces = []
     for rank in range(2):
@@ -325,7 +323,7 @@ def counted(calls: Counter[str], name: str, original: Callable[..., Any]) -> Cal
         (4, "copies", 2, 1, 2),
     ],
 )
-def test_under_fsdp_gradients_are_the_global_batchs_and_are_reduced_once(
+def test_fsdp_gradients_are_the_global_batchs_reduced_once(
     world_size, kind, stage, micro_size, kept
 ):
     reference, inputs, n = Towers(0.4), samples(12), 12 // world_size
@@ -399,7 +397,7 @@ def test_a_function_around_ddp_is_refused(compiled):
         assert name == "ValueError" and "give an nn.Module that holds it" in message
 
 
-def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a_function():
+def test_a_function_replays_randomness_on_its_inputs_device():
     def function(i, t):
         return i, t
 
@@ -417,7 +415,7 @@ def test_randomness_is_replayed_on_the_device_of_the_inputs_where_the_model_is_a
 
 
 @pytest.mark.parametrize("micro_size, kept", [(2, 1), (6, 1), (4, 2)])
-def test_a_gradient_scaler_multiplies_the_gradients_and_not_the_loss(micro_size, kept):
+def test_a_gradient_scaler_scales_the_gradients_and_not_the_loss(micro_size, kept):
     plain, scaled = Towers(), Towers()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     losses = [

@@ -90,7 +90,7 @@ def with_unused_towers(kind: str, pictured: list[int], kept: int):
         ("sharded, stage 3", FIRST_ALONE, 3),
     ],
 )
-def test_a_tower_that_some_micro_batches_do_not_use_has_its_gradient(kind, pictured, kept):
+def test_a_tower_unused_in_some_micro_batches_has_its_gradient(kind, pictured, kept):
     reference = Documents()
     expected = textbook(*reference(*documents(pictured)))
     expected.backward()
@@ -149,7 +149,7 @@ def test_activation_checkpoints_under_ddp(shared, reentrant, micro_size):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("micro_size", [2, 6])
-def test_reentrant_checkpoints_of_one_tower_for_both_sides_are_rejected_under_ddp(micro_size):
+def test_reentrant_checkpoints_of_a_shared_tower_fail_under_ddp(micro_size):
     with pytest.raises(RankFailedError) as e:
         run_ranks(checkpointed, 2, True, True, micro_size)
     assert len(e.value.errors) == 2
@@ -255,7 +255,7 @@ class Tokens(Towers):
 @pytest.mark.parametrize(
     "bind", [lambda m: m, lambda m: functools.partial(Identified().forward, ids=None)]
 )
-def test_an_argument_that_the_model_gets_otherwise_is_not_swallowed(bind):
+def test_an_argument_that_the_model_already_has_reaches_the_loss(bind):
     """By its place, or by functools.partial."""
     equal = torch.tensor([0, 1, 0, 3])
     losses = [

@@ -79,7 +79,7 @@ def on_unequal_ranks(shares: list[int], micro_size: int, loss: object, ids: Tens
     "shares, micro_size, loss",
     [([5, 3], 2, None), ([2, 5, 1], 2, None), ([3, 5], 2, one_direction)],
 )
-def test_ranks_may_hold_unequally_many_and_copies_are_found_on_all(shares, micro_size, loss):
+def test_ranks_may_hold_unequal_shares_and_find_copies_on_all(shares, micro_size, loss):
     reference, ids = Towers(), IDS if loss is None else None
     features = reference(samples(8)[0], samples(16)[1])
     expected = masked(*features, IDS) if loss is None else loss(*features, None, slice(0, 8))
@@ -91,7 +91,7 @@ def test_ranks_may_hold_unequally_many_and_copies_are_found_on_all(shares, micro
 
 
 @pytest.mark.distributed
-def test_shares_that_do_not_fit_are_refused_on_the_rank_that_sees_it():
+def test_unfitting_shares_are_refused_on_the_rank_that_sees_them():
     with pytest.raises(RankFailedError) as e:
         run_ranks(on_unequal_ranks, 2, [9, 3], 2, None, None)
     assert "and 8 for rank 0" in e.value.errors[0][1]
@@ -138,7 +138,7 @@ def test_three_towers_with_the_pairs_that_the_loss_names(inner, micro_size, kept
     assert_same_gradients(model, reference)
 
 
-def test_documents_outnumber_queries_in_one_pair_and_not_in_another():
+def test_documents_may_outnumber_queries_in_one_pair_alone():
     model, reference = ThreeTowers(), ThreeTowers()
     g = torch.Generator().manual_seed(4)
     inputs = {

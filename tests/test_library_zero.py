@@ -119,7 +119,7 @@ def under_zero(stage: int, precision: str, accumulation: int, micro_size: int, k
         (3, 3, "fp32", 1, 2, 1),
     ],
 )
-def test_an_engines_gradients_are_the_global_batchs_and_are_reduced_once(
+def test_engine_gradients_are_the_global_batchs_reduced_once(
     world_size, stage, precision, accumulation, micro_size, kept
 ):
     reference, inputs = OneTower(), samples(12)

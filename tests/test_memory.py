@@ -55,7 +55,7 @@ def test_the_least_work_that_fits(limit, profiles):
     )  # never both
 
 
-def test_more_memory_is_never_slower_and_enough_is_the_full_batch():
+def test_more_memory_is_never_slower_and_enough_fits_the_batch():
     costs = [
         cheapest_layout(N, 1, Room(limit, 0), {False: CACHE}).cost for limit in range(64, 5000, 37)
     ]

@@ -106,9 +106,7 @@ def test_a_fault_replaces_its_place_and_nothing_else(function, old, new, before,
         ("", "self.close()", "holds 2 times"),
     ],
 )
-def test_a_place_that_is_gone_or_one_of_several_is_an_error_with_what_is_near(
-    function, old, message
-):
+def test_a_missing_or_ambiguous_place_names_the_nearest(function, old, message):
     with pytest.raises(LookupError, match=message):
         mutations.Mutation("fault", "box", function, old, "", ()).planted(SOURCE)
 

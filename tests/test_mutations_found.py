@@ -75,7 +75,7 @@ class DyingStorage(LocalStorage):
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
-def test_a_save_killed_between_any_two_writes_leaves_nothing_damaged(tmp_path: Path, writes: int):
+def test_a_save_killed_between_two_writes_damages_nothing(tmp_path: Path, writes: int):
     """The marker comes last. Random kills (checkpoint/test_kill.py) seldom hit the moment before it."""
     first = CheckpointManager(CheckpointConfig(), tmp_path)
     assert first.save(1, [], {}, {}, wait=True) is Saved.COMMITTED

@@ -132,7 +132,7 @@ def computed(world_size: int):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind, world_size, micro_size", CASES)
-def test_ranks_and_micro_batches_that_do_not_divide_are_invisible(kind, world_size, micro_size):
+def test_uneven_ranks_and_micro_batches_are_invisible(kind, world_size, micro_size):
     expected, told = oracle(kind)
     for ours, numbers in computed(world_size)[kind, micro_size]:
         assert numbers == pytest.approx(told, rel=1e-10)

@@ -63,7 +63,7 @@ def put(storage: LocalStorage, ranks: range) -> None:
         put_rank_manifest(storage, request(rank))
 
 
-def test_of_many_ranks_only_the_manifests_that_are_there_are_asked_for(tmp_path: Path) -> None:
+def test_commit_reads_each_manifest_once_when_it_exists(tmp_path: Path) -> None:
     storage = Shop(tmp_path)
     held = acquire(storage)
     put(storage, range(100))
@@ -92,9 +92,7 @@ def test_another_ranks_error_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token, fenced", [("mine", False), ("theirs", True)])
-def test_the_marker_of_an_earlier_attempt_of_ones_own_is_no_other_process(
-    tmp_path: Path, token: str, fenced: bool
-) -> None:
+def test_own_earlier_commit_marker_does_not_fence(tmp_path: Path, token: str, fenced: bool) -> None:
     """A checkpoint writer committed it, and died before it could say so; its rank has taken another snapshot since."""
     storage = LocalStorage(tmp_path)
     earlier = manifest.attempt_prefix(0, 7, 2)

@@ -125,7 +125,7 @@ def test_the_listing_tells_everything_apart(tmp_path: Path, capsys: pytest.Captu
     assert status == 0 and set(lines) == {6} and lines[6]["problem"] is None
 
 
-def test_looking_writes_nothing_and_takes_the_copy_that_is_complete(tmp_path: Path) -> None:
+def test_read_only_open_writes_nothing_and_reads_a_complete_copy(tmp_path: Path) -> None:
     here, store = tmp_path / "run", tmp_path / "store"
     run = Run(here, remote=str(store))
     run.save(1, 2)

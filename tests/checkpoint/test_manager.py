@@ -242,7 +242,7 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     assert set(committed(tmp_path)) == {12, 13, 15}  # resumed from, best, newest
 
 
-def test_the_end_of_a_run_names_the_disk_if_the_last_upload_failed(tmp_path: Path) -> None:
+def test_end_of_run_names_the_disk_if_the_last_upload_failed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     run = Run(tmp_path / "local", remote=str(store))
     run.manager.begin()
@@ -294,7 +294,7 @@ def test_a_second_snapshot_of_a_step_has_a_folder_of_its_own(tmp_path: Path) -> 
     assert committed(tmp_path)[2] != first.parent and first.read_bytes() == content
 
 
-def test_what_another_run_left_under_the_same_name_is_not_taken_for_this_one_s(
+def test_checkpoint_of_another_run_of_the_same_name_is_ignored(
     tmp_path: Path,
 ) -> None:
     """The bucket and rank 0's folder were emptied, another node's disk was not: numbers begin anew."""

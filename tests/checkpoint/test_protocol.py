@@ -58,7 +58,7 @@ def epoch_0(folder: Path, **settings: Any) -> WriterSettings:
 
 
 @pytest.mark.parametrize("call,name", [("list", "ckpt"), ("delete", "commit")])
-def test_a_zombie_that_wakes_up_in_its_retention_removes_nothing_of_its_successor(
+def test_zombie_in_retention_removes_nothing_of_its_successor(
     tmp_path: Path, call: str, name: str
 ) -> None:
     """It has listed the commits and asked for its lease, and then slept while another took over."""

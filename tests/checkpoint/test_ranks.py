@@ -257,9 +257,7 @@ def fetched_twice(root: Path, disks: list[int], bank: int) -> list[dict[str, Any
         pytest.param([0, 0, 1], 20_000_000, id="several blocks", marks=pytest.mark.full),
     ],
 )
-def test_a_block_is_fetched_once_by_ranks_on_one_disk_and_once_by_each_on_its_own(
-    tmp_path: Path, disks: list[int], bank: int
-) -> None:
+def test_a_block_is_fetched_once_for_each_disk(tmp_path: Path, disks: list[int], bank: int) -> None:
     world_size = len(disks)
     empty, again = zip(*run_ranks(fetched_twice, world_size, tmp_path, disks, bank), strict=True)
     store = tmp_path / "store"

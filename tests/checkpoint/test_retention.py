@@ -29,7 +29,7 @@ def marker_of(epoch: int, step: int, prefix: str) -> bytes:
     return manifest.add_checksum(asdict(Commit(epoch, step, prefix, "0" * 64)))
 
 
-def test_a_disk_of_ones_own_is_cleared_of_what_earlier_processes_left(tmp_path: Path) -> None:
+def test_leftovers_of_earlier_processes_are_removed(tmp_path: Path) -> None:
     """Files written or fetched before go; saves under way and committed ones stay."""
     storage = LocalStorage(tmp_path)
     committed_there, left, under_way = attempt(1, "a"), attempt(2, "b"), attempt(3, "c", epoch=1)

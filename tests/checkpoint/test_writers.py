@@ -391,7 +391,7 @@ def test_uploads_that_are_slower_than_saves_are_no_failures(
     assert_whole(store, {1, 4})
 
 
-def test_a_save_that_is_under_way_is_waited_for_and_not_made_again(
+def test_a_running_save_is_awaited_and_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop request during an evaluation: the step was saved before it."""
@@ -437,7 +437,7 @@ def test_a_store_that_is_down_does_not_fill_the_disk(tmp_path: Path) -> None:
     assert_whole(tmp_path / "store", {8})
 
 
-def test_a_store_that_hangs_in_its_retention_does_not_hold_up_local_commits(tmp_path: Path) -> None:
+def test_a_store_that_hangs_in_retention_delays_no_local_commit(tmp_path: Path) -> None:
     run, held = held_run(tmp_path, "hold-removals")
     for step in range(2, 6):
         save_on_disk(run, step)

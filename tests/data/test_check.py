@@ -144,7 +144,7 @@ def test_remote_urls_are_read_through_the_storage(tmp_path):
         check("memory://shards/999.tar")
 
 
-def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
+def test_a_folder_missing_on_one_node_is_not_a_recipe_mistake(tmp_path):
     """So a job tries again, perhaps elsewhere; a shard that is missing from its folder is one."""
     with pytest.raises(
         RankError,
@@ -156,7 +156,7 @@ def test_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
     assert not isinstance(e.value, RankError)
 
 
-def test_a_pattern_in_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(tmp_path):
+def test_a_pattern_missing_on_one_node_is_not_a_recipe_mistake(tmp_path):
     with pytest.raises(
         RankError, match=r"its folder .*/missing does not exist either. .* mount it on \w"
     ):
@@ -166,7 +166,7 @@ def test_a_pattern_in_a_folder_that_one_node_lacks_is_no_mistake_of_the_recipe(t
     assert not isinstance(found.value, RankError)
 
 
-def test_a_disk_that_is_away_for_a_minute_is_no_mistake_of_the_recipe(tmp_path):
+def test_a_disk_away_for_a_minute_is_not_a_recipe_mistake(tmp_path):
     (tmp_path / "0.tar").symlink_to("/proc/self/mem")  # an OSError: neither missing nor forbidden
     with pytest.raises(RankError, match=r"data\.train .* cannot be opened \(OSError"):
         check_source(DataConfig(train=f"{tmp_path}/0.tar", verify="off"))

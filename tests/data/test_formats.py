@@ -38,7 +38,7 @@ def make_folder(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_every_format_goes_from_a_folder_through_shards_to_a_batch(tmp_path, capsys):
+def test_every_format_passes_from_folder_through_shards_to_batch(tmp_path, capsys):
     make_folder(tmp_path / "photos")
     assert main(["shards", str(tmp_path / "photos"), str(tmp_path / "out"), "--workers", "1"]) == 0
     assert f"{len(WRITTEN)} samples" in capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_every_format_goes_from_a_folder_through_shards_to_a_batch(tmp_path, cap
     assert len(batch.keys) == len(WRITTEN) and not loader.invalid
 
 
-def test_every_extension_is_read_in_shards_and_folders_of_classes(tmp_path):
+def test_every_extension_is_read_in_shards_and_class_folders(tmp_path):
     members = []
     for number, (extension, kind) in enumerate(WRITTEN.items()):
         content = picture(number, kind)
@@ -87,7 +87,7 @@ def test_skipped_files_of_a_folder_are_counted_and_named(tmp_path, capsys):
             assert f"1 {one}" in printed
 
 
-def test_images_that_the_metadata_does_not_list_are_counted_and_named(tmp_path, capsys):
+def test_images_missing_from_the_metadata_are_counted_and_named(tmp_path, capsys):
     photos = tmp_path / "photos"
     (photos / "more").mkdir(parents=True)
     for name in ("0.jpg", "1.jpg", "2.jpg", "more/3.jpg", "logo.svg"):

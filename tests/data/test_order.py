@@ -96,7 +96,7 @@ WEIGHTS = ([1.0], [1, 1], [3, 1.5], [0.001, 5, 2], [7, 1, 1, 1])
 
 
 @pytest.mark.parametrize("weights, streams", pairwise(WEIGHTS, (1, 3, 64)))
-def test_how_many_samples_a_source_has_given_is_known_without_counting(weights, streams):
+def test_samples_given_by_a_source_are_computed_not_counted(weights, streams):
     sources = [Source([50], streams, n, 8) for n in range(len(weights))]
     order = Order(sources, weights, 3)
     for stream in {0, streams // 2, streams - 1}:
@@ -361,7 +361,7 @@ def test_auto_streams(global_size, expected):
     assert resolve_streams("auto", BatchSizes((global_size,))) == expected
 
 
-def test_auto_streams_of_a_schedule_divide_all_sizes_where_they_can():
+def test_auto_streams_divide_all_sizes_of_a_schedule_if_possible():
     def streams(*stages, last):
         return resolve_streams("auto", BatchConfig(global_size=last, schedule=stages).sizes)
 

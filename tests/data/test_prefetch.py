@@ -64,7 +64,7 @@ def number(batch: Batch) -> int:
     return int(batch.images[0, 0, 0, 0])
 
 
-def test_the_next_batch_is_taken_while_this_one_is_in_use_and_no_other():
+def test_exactly_one_batch_is_taken_ahead():
     source = Source()
     with_prefetch = Prefetcher(source, CPU)
     for step in range(20):

@@ -110,7 +110,7 @@ class Source:
     def close(self) -> None: ...
 
 
-def test_the_copy_of_the_next_batch_waits_for_no_step_and_each_step_for_its_own_copy(monkeypatch):
+def test_a_copy_waits_for_no_step_and_a_step_for_its_own_copy(monkeypatch):
     device = Device(monkeypatch)
     batches = Prefetcher(Source(device), GPU)
     for step in range(STEPS):

@@ -111,7 +111,7 @@ def counted(folder: Path, *sizes: int) -> ShardIndex:
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_a_shard_with_fewer_samples_than_its_count_has_invalid_ones(tmp_path, lanes):
+def test_samples_missing_from_a_shard_count_as_invalid(tmp_path, lanes):
     """Each place that it cannot fill is counted once an epoch, and filled by another sample: batches stay full."""
     write_dataset(tmp_path, [10, 14])
     loader = loader_of(tmp_path, lanes, 27, index=counted(tmp_path, 13, 14))
@@ -123,7 +123,7 @@ def test_a_shard_with_fewer_samples_than_its_count_has_invalid_ones(tmp_path, la
         }
 
 
-def test_what_a_shard_has_beyond_its_count_is_left_over_and_logged(tmp_path, caplog):
+def test_samples_beyond_a_shards_count_are_skipped_and_logged(tmp_path, caplog):
     write_dataset(tmp_path, [10, 14])
     loader = loader_of(tmp_path, 1, 17, index=counted(tmp_path, 3, 14))
     with caplog.at_level(logging.WARNING):
@@ -138,7 +138,7 @@ def test_what_a_shard_has_beyond_its_count_is_left_over_and_logged(tmp_path, cap
     )
 
 
-def test_a_shard_that_is_invalid_throughout_is_replaced_by_what_follows(tmp_path):
+def test_a_wholly_invalid_shard_is_replaced_by_the_next_samples(tmp_path):
     """Over many blocks, the same on every layout."""
     write_shard(tmp_path / "0.tar", [(f"mute{i}.jpg", jpeg(1)) for i in range(200)])
     write_shard(tmp_path / "1.tar", [m for i in range(40) for m in sample(f"k{i}", i)])

@@ -50,7 +50,7 @@ def members(number: int) -> dict[str, bytes]:
     }
 
 
-def test_features_are_of_the_augmentation_and_the_caption_that_were_chosen(tmp_path):
+def test_features_match_the_chosen_augmentation_and_caption(tmp_path):
     samples = {f"s{number}": members(number) for number in range(12)}
     named = [(f"{key}.{ext}", data) for key, each in samples.items() for ext, data in each.items()]
     shard = write_shard(tmp_path / "0.tar", named)
@@ -156,7 +156,7 @@ def test_what_cannot_be_used(change, error, said):
 
 
 @pytest.mark.parametrize("stored", [b"", b'{"param_aug": []}', b'{"param_aug": [[[9, 9, 8, 8]]]}'])
-def test_an_augmentation_that_does_not_fit_makes_the_sample_invalid(tmp_path, stored):
+def test_a_misfit_augmentation_makes_the_sample_invalid(tmp_path, stored):
     named = [
         (f"s{number}.{ext}", stored if ext == "paug.json" and not number else data)
         for number in range(8)

@@ -125,7 +125,7 @@ def test_the_first_samples_can_be_passed_over_without_reading():
 
 
 @pytest.mark.parametrize("at", range(0, 9000, 100))
-def test_the_same_damage_is_found_whether_members_are_read_or_not(at):
+def test_damage_is_found_whether_members_are_read_or_not(at):
     """A count has to be that of the samples that are read later."""
     data = tar_bytes([(f"{i}.{ext}", b"x" * 700) for i in range(3) for ext in ("jpg", "txt")])[:at]
     found = []

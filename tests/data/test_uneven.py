@@ -106,7 +106,7 @@ def test_resume_anywhere_on_another_layout(folder: Path, reference, lanes, stop,
     assert resumed == whole[stop:]
 
 
-def test_data_that_begins_anew_in_mid_schedule_goes_on_with_its_sizes(folder: Path):  # noqa: F811
+def test_restarted_data_continues_the_batch_size_schedule(folder: Path):  # noqa: F811
     """In another order, by seeds that no sample has had."""
     config = config_of(folder, lanes=5)
     with loader_of(config, global_size=SIZES) as loader:

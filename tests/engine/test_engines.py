@@ -268,7 +268,7 @@ def go_on(layout, precision, state, extra):
         ("fsdp 0", "fp32", "zero 1"), ("fsdp 2", "fp32", "zero 3"), ("fsdp 3", "bf16", "zero 1"),
     ],
 )  # fmt: skip
-def test_resuming_is_bitwise_on_the_same_layout_and_close_on_another(layout, precision, other):
+def test_resume_is_bitwise_on_the_same_layout_close_on_another(layout, precision, other):
     saved = run_ranks(save_half, 2, layout, precision)
     state, extra = assemble([s[0][0] for s in saved]), saved[0][0][1]
     assert set(next(iter(state.values()))) == {"param", "exp_avg", "exp_avg_sq"}

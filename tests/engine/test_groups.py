@@ -153,9 +153,7 @@ OPTIONS = {"torch.optim.RMSprop": {"alpha": 0.5}, LION: {"betas": [0.9, 0.98]}}
         ("torch.optim.RMSprop", "zero 2", 2, "fsdp 2"), ("torch.optim.RMSprop", "fsdp 3", 2, "zero 1"),
     ],
 )  # fmt: skip
-def test_every_optimizer_equals_its_definition_and_goes_on_elsewhere(
-    name, layout, world_size, other
-):
+def test_every_optimizer_equals_its_definition_and_moves(name, layout, world_size, other):
     if name == LION:
         pytest.importorskip("lion_pytorch")
     options = OPTIONS.get(name, {})

@@ -86,7 +86,7 @@ FEW = [("plain 0", 1), ("fsdp 2", 2), ("zero 1", 2)]
         for case in [(layout, w) for layout in ALL for w in (1, 2, 8) if layout != "fsdp 3"]
     ],
 )
-def test_the_norm_of_a_large_tensor_does_not_depend_on_its_shards(layout, world_size):
+def test_norm_of_a_large_tensor_does_not_depend_on_its_shards(layout, world_size):
     """A sum of 2^25 squares in fp32 would be 1e-3 off, and by how much depends on the shards."""
     model, batch = with_table().double(), toy_batch(8)
     oracle_loss(*model(batch.images, batch.texts)[:3]).backward()

@@ -259,7 +259,7 @@ def noted() -> list[list[str]]:
     return [list(build(16, **section).notes) for section in sections]
 
 
-def test_a_tower_without_blocks_is_named_and_a_large_one_refused_at_stage_3():
+def test_a_tower_without_blocks_is_named_or_refused_at_stage_3():
     said = "no blocks repeat in the image tower (480 parameters): it is one unit of FSDP's"
     assert run_ranks(noted, 1) == [[[f"{said} and not compiled"], [said], []]]
     with pytest.raises(UserError, match=r"engine.zero_stage \(3\).*image tower.*zero_stage=2, or"):

@@ -99,7 +99,7 @@ def test_two_ranks_record_the_same(tmp_path: Path, ends: tuple[int, ...]):
     check(tmp_path)
 
 
-def test_a_resumed_run_forgets_evaluations_that_its_checkpoint_does_not_know(tmp_path: Path):
+def test_resume_forgets_evaluations_after_its_checkpoint(tmp_path: Path):
     for step in (2, 4, 6):
         run_evaluation(tmp_path, (NUM,), step, EvaluateConfig())
     Examples(tmp_path, 4, Skipped())

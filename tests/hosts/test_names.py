@@ -73,9 +73,7 @@ def train(
             kill(rank)
 
 
-def test_a_name_that_one_host_cannot_resolve_is_named_there_and_the_missing_rank_here(
-    hosts, recipe, tmp_path
-):
+def test_an_unresolved_host_name_and_the_missing_rank_are_named(hosts, recipe, tmp_path):
     right = addresses(hosts)
     (first, here), (second, there) = train(hosts, recipe, [right, {"h2": right["h2"]}])
     assert [first, second] == [1, 1], here + there
@@ -97,7 +95,7 @@ def test_a_disk_of_its_own_on_one_host_is_refused_at_the_start(hosts, recipe, tm
     assert metrics(tmp_path / "run") == []
 
 
-def test_a_host_whose_own_name_is_a_loopback_address_needs_an_interface(hosts, recipe, tmp_path):
+def test_a_host_that_resolves_to_loopback_needs_an_interface(hosts, recipe, tmp_path):
     """Debian writes `127.0.1.1 <own name>` into /etc/hosts, and gloo publishes that address."""
     right = addresses(hosts)
     names = [{**right, own: "127.0.1.1"} for own in ("h1", "h2")]

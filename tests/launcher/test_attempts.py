@@ -55,7 +55,7 @@ def end(
     }  # fmt: skip
 
 
-def test_the_history_is_read_again_and_a_torn_line_does_not_matter(tmp_path):
+def test_a_torn_line_of_the_history_does_not_matter(tmp_path):
     history = History(tmp_path)
     history.append("begin", attempt=1, nodes=["n1"], step=0)
     history.append("end", **end(1, blamed=("n2",)))

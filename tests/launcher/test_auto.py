@@ -60,7 +60,7 @@ def test_mistakes_are_told(recipe, overrides, told):
     assert "Traceback" not in out
 
 
-def test_as_many_graphs_as_fit_are_kept_unless_the_recipe_says_otherwise(recipe, tmp_path):
+def test_as_many_graphs_as_fit_are_kept_by_default(recipe, tmp_path):
     def planned(*overrides):
         status, out = run(recipe, "--json", *MICRO, *overrides, verb="plan")
         assert status == 0, out
@@ -89,7 +89,7 @@ def test_as_many_graphs_as_fit_are_kept_unless_the_recipe_says_otherwise(recipe,
     assert metrics(tmp_path / "run")[0]["kept_graphs"] == 2
 
 
-def test_after_out_of_memory_on_ranks_another_attempt_has_half_the_activations(recipe, tmp_path):
+def test_after_out_of_memory_an_attempt_has_half_the_activations(recipe, tmp_path):
     """One that FSDP cannot recover from. What the recipe fixes stays: then no attempt follows."""
     fsdp = ("engine.kind=fsdp", "run.steps=7", "schedule.warmup_steps=0")
     auto = (*fsdp, "batch.micro_size=auto", "batch.memory_limit=400MiB")

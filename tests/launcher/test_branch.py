@@ -88,7 +88,7 @@ def saved_run(tmp_path: Path, model: Path, **schedule: object) -> tuple[Path, di
     return tmp_path / "run", saved
 
 
-def test_a_branch_has_a_place_of_its_own_and_changes_what_the_cooldown_needs(tmp_path, model):
+def test_a_branch_has_its_own_folder_and_changes_the_cooldown(tmp_path, model):
     source, _ = saved_run(tmp_path, model)
     assert main(["branch", str(source), "schedule.cooldown_power=2"]) == 0  # the newest; a fifth
     then = load_config(str(source / "recipe.yaml")).model_dump()

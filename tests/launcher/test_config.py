@@ -207,7 +207,7 @@ def test_plan_prints_the_arithmetic(tmp_path, capsys):
     assert "512 = 4 ranks x 128, in 2 micro-batches of 100 with 1 graphs kept" in out
 
 
-def test_the_folder_of_an_older_run_is_read_whatever_its_removed_keys(tmp_path):
+def test_a_run_folder_with_removed_keys_is_still_read(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -110,9 +110,7 @@ def test_a_torn_history_and_a_torn_verdict_do_not_stop_it(recipe, bin, tmp_path)
     assert History(run_dir).failures() == 1
 
 
-def test_the_verdict_of_an_attempt_that_the_history_has_lost_is_not_this_ones(
-    recipe, bin, tmp_path
-):
+def test_a_verdict_of_an_unknown_attempt_is_ignored(recipe, bin, tmp_path):
     (tmp_path / "run").mkdir()
     write_verdict(tmp_path / "run", "FATAL", 1, "of last week")
     status, out = supervise(recipe, bin, "false")
@@ -210,7 +208,7 @@ def test_a_requeue_outlasts_an_outage_of_the_controller(recipe, bin, tmp_path):
     assert out.count("the requeue failed and is tried again in") == 4
 
 
-def test_a_requeue_that_slurm_refuses_is_given_up_with_its_reason(recipe, bin, tmp_path):
+def test_a_requeue_refused_by_slurm_ends_with_the_reason(recipe, bin, tmp_path):
     refused = "echo 'Requested operation is presently disabled' >&2; exit 1"
     ping = "echo 'Slurmctld(primary) at n0 is UP'"
     play(bin, scontrol=f'case "$*" in requeue*) {refused};; ping) {ping};; esac')
@@ -349,14 +347,14 @@ def test_the_ranks_are_told_what_an_epoch_has(recipe, bin, tmp_path):
     assert process.communicate(timeout=PATIENCE)[0].count("ranks: data.num_samples=600\n") == 1
 
 
-def test_a_command_that_cannot_be_started_is_an_attempt_that_failed(recipe, bin, tmp_path):
+def test_a_command_that_cannot_start_is_a_failed_attempt(recipe, bin, tmp_path):
     status, out = supervise(recipe, bin, "/nowhere/srun")
     assert status == 0 and requeued(bin), out
     assert "/nowhere/srun cannot be started" in out
     assert history(tmp_path / "run")[-1]["event"] == "end"
 
 
-def test_a_run_directory_that_cannot_be_written_is_told_and_not_requeued(recipe, bin, tmp_path):
+def test_an_unwritable_run_directory_is_reported_not_requeued(recipe, bin, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "attempts.jsonl").mkdir()  # root may write anywhere, but not into a folder
     status, out = supervise(recipe, bin, "true")
@@ -364,7 +362,7 @@ def test_a_run_directory_that_cannot_be_written_is_told_and_not_requeued(recipe,
     assert not requeued(bin)
 
 
-def test_ranks_that_write_the_verdict_together_do_not_disturb_each_other(tmp_path):
+def test_ranks_may_write_the_verdict_at_the_same_time(tmp_path):
     code = (
         "import sys; from pathlib import Path; from launcher.runtime.verdict import write_verdict\n"
         "for step in range(300): write_verdict(Path(sys.argv[1]), 'PREEMPTED', step, 'r')"

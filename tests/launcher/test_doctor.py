@@ -256,7 +256,7 @@ def test_many_shards_are_read_from_the_whole_list(recipe, tmp_path):
     assert told(found.message) == pytest.approx([counted(captions, size)], rel=0.3)
 
 
-def test_shards_without_equal_captions_and_those_that_are_not_read(recipe, tmp_path):
+def test_captions_that_differ_or_are_not_read_are_no_warning(recipe, tmp_path):
     write_texts(tmp_path / "0.tar", ["another"])
     assert "few samples" in findings(recipe, "captions", f"data.train={tmp_path}/0.tar").message
     assert findings(recipe, "captions", "data.train=synthetic://999") is None

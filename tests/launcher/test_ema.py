@@ -30,7 +30,7 @@ def exported(run_dir, *options):
 
 
 @pytest.mark.engine
-def test_a_killed_run_goes_on_with_its_average_under_another_engine(recipe, tmp_path, data):
+def test_a_killed_run_resumes_its_average_under_another_engine(recipe, tmp_path, data):
     status, out = run(recipe, *EMA, f"run.dir={tmp_path / 'whole'}")
     assert status == 0, out
     process = start(

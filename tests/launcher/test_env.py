@@ -87,7 +87,7 @@ MPI = {
 @pytest.mark.parametrize(
     "nodes", ["GROUP_WORLD_SIZE", "CROSS_SIZE"]
 )  # torchrun's and the deepspeed launcher's
-def test_a_launcher_on_each_node_wins_over_the_srun_or_mpirun_that_started_it(nodes):
+def test_a_launcher_on_each_node_wins_over_srun_and_mpirun(nodes):
     assert detect({**SLURM, **TORCHRUN, nodes: "8"}).world_size == 16
     assert detect({**MPI, **TORCHRUN, nodes: "4"}).rank == 5
 

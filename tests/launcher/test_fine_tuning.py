@@ -34,7 +34,7 @@ def plan(engine, optim=None, **model):
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
-def test_a_frozen_parameter_has_neither_gradient_nor_moments_in_the_plan(kind):
+def test_the_plan_has_no_gradient_of_frozen_parameters(kind):
     sizes = parameter_sizes(load_architecture("tiny"))
     P, trained = (
         sum(sizes.values()),
@@ -85,9 +85,7 @@ def test_muon_has_one_moment_for_a_matrix_in_the_plan():
         ("deepspeed", 3, 2, "torch.optim.RMSprop", ""),
     ],
 )
-def test_an_update_that_needs_whole_parameters_is_refused_where_they_are_cut(
-    kind, stage, world_size, name, said
-):
+def test_an_update_of_whole_parameters_is_refused_if_sharded(kind, stage, world_size, name, said):
     config = EngineConfig(kind=kind, zero_stage=stage, precision="fp32")
     told = config.package.mistakes(config, OptimConfig(name=name), world_size=world_size)
     assert len(told) == bool(said) and all(said in line for line in told)

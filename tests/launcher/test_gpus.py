@@ -30,7 +30,7 @@ def test_what_is_usable_of_a_gpu(capsys):
     assert 0 < plan["usable_bytes"] < 141e9 * 0.9
 
 
-def test_graphs_that_are_only_faster_leave_more_memory_free_where_none_recovers(capsys):
+def test_optional_graphs_leave_memory_free_without_recovery(capsys):
     limits = [
         planned(capsys, "--gpu", "A100-40", "batch.micro_size=64", *ANY_GRAPHS, *more)
         for more in ((), ("batch.micro_size=auto",))

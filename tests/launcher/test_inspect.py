@@ -281,7 +281,7 @@ def test_what_a_place_says_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_models_json_in_place_of_a_recipe_gets_the_line_to_type(tmp_path, model, wrapped, capsys):
+def test_a_model_json_given_as_recipe_gets_the_line_to_type(tmp_path, model, wrapped, capsys):
     file = tmp_path / "model.json"
     content = json.loads(model.read_text())
     file.write_text(json.dumps({"model_cfg": content} if wrapped else content))

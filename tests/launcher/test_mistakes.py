@@ -284,9 +284,7 @@ def test_an_epoch_of_other_data_is_a_mistake(recipe, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("key", ["model.teacher", "model.init_from", "evaluate.zero_shot_classes"])
-def test_what_lies_in_a_folder_that_is_not_there_may_be_a_mount_of_another_node(
-    key, recipe, tmp_path
-):
+def test_a_missing_folder_blames_the_node_not_the_recipe(key, recipe, tmp_path):
     """So a job tries again, perhaps elsewhere; what is missing from its folder is a mistake."""
     for folder, kind in ((tmp_path / "unmounted", RankError), (tmp_path, UserError)):
         config = load_config(str(recipe), [f"{key}={folder}/x.json"])

@@ -20,7 +20,7 @@ BANKS = ("loss.kind=memory_bank", "loss.bank_size=80", "loss.bank_warmup_steps=3
 
 
 @pytest.mark.engine
-def test_banks_resume_to_the_bit_and_on_other_ranks_within_rounding(recipe, tmp_path):
+def test_banks_resume_bitwise_and_on_other_ranks_within_rounding(recipe, tmp_path):
     constant = "schedule.name=constant"  # does not depend on run.steps
     overrides = (*BANKS, "loss.bank_mode=contaccum", constant, "schedule.warmup_steps=2")
     for place, steps in (("straight", 9), ("same", 5)):

@@ -43,7 +43,7 @@ def layout(name: str) -> tuple[str, ...]:
     ],
     ids=["adamw", "sgd", "lion", "muon", "lamb", "torch.optim.RMSprop"],
 )
-def test_a_killed_run_goes_on_under_another_engine_on_other_ranks(
+def test_a_killed_run_resumes_on_another_engine_and_other_ranks(
     recipe, tmp_path, name, optim, before, ranks, after, then
 ):
     if name == "lion_pytorch.Lion":

@@ -550,7 +550,7 @@ class Thermometer(Callback):
 
 
 @pytest.mark.engine
-def test_a_callback_ends_a_run_by_an_error_that_says_what_follows(recipe, tmp_path):
+def test_the_error_of_a_callback_decides_how_the_run_ends(recipe, tmp_path):
     """It blames the node, and Slurm requeues; or it is an error that another attempt may not have."""
     thermometer = f"log.callbacks=[{__name__}.Thermometer]"
     status, out = finish(start(recipe, thermometer, ranks=2))

@@ -213,7 +213,7 @@ def test_both_packages_log_alike(monkeypatch, capsys):
             ]
 
 
-def test_a_tracker_without_its_package_is_a_mistake_before_training(recipe, capsys, monkeypatch):
+def test_a_tracker_without_its_package_stops_before_training(recipe, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["train", str(recipe), "--dry-run", "log.wandb=true"]) == 2
     assert "log.wandb (true): wandb is not installed; pip install wandb" in capsys.readouterr().err

@@ -45,9 +45,7 @@ def test_a_run_killed_with_sigkill_goes_on_bitwise(recipe, tmp_path, uninterrupt
     assert told(metrics(tmp_path / "run")) == told(uninterrupted)
 
 
-def test_other_ranks_stage_workers_and_micro_batches_change_nothing_but_rounding(
-    recipe, tmp_path, uninterrupted
-):
+def test_other_ranks_stage_workers_and_b_change_only_rounding(recipe, tmp_path, uninterrupted):
     process = start(recipe, fault="hold:0:33")
     wait_for_step(tmp_path / "run", 9, process)
     kill(process)
@@ -136,7 +134,7 @@ def test_another_recipe_is_not_gone_on_with(recipe, tmp_path):
     assert (tmp_path / "run" / "recipe.yaml").read_text() == before
 
 
-def test_a_loss_that_diverges_stops_all_ranks_and_names_the_last_good_checkpoint(recipe, tmp_path):
+def test_a_diverging_loss_stops_all_ranks_and_names_a_checkpoint(recipe, tmp_path):
     status, out = run(
         recipe, "optim.lr=1e17", "optim.grad_clip_norm=null", "checkpoint.every_steps=1", ranks=2
     )

@@ -97,7 +97,7 @@ def test_the_same_recipe() -> None:
     )
 
 
-def test_bits_are_claimed_on_gpus_only_where_kernels_are_deterministic(monkeypatch) -> None:
+def test_bitwise_on_gpus_is_claimed_only_with_deterministic(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert (
         "fp32): equal within rounding to an uninterrupted run; bitwise with "

@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_on_ranks_that_divide_nothing(
 
 
 @pytest.mark.engine
-def test_a_loader_that_fails_where_the_batch_grows_ends_both_ranks(recipe, tmp_path):
+def test_a_loader_failing_as_the_batch_grows_ends_both_ranks(recipe, tmp_path):
     """Rank 1 has no batch of step 5, which is larger than that of step 4: the last one, repeated, stands in."""
     fault = "loader:1:1"  # of its samples 3 are in each of four steps, and 9 in the next
     status, out = finish(start(recipe, *VARYING, "data.workers=1", ranks=2, fault=fault))

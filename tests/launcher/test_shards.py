@@ -61,7 +61,7 @@ def test_one_rank_of_a_node_lists_the_shards_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_the_second", [0, 1], ids=["no shard", "another shard"])
-def test_a_node_without_the_validation_set_costs_the_evaluation_and_says_why(
+def test_a_node_without_the_validation_set_skips_evaluation(
     tmp_path: Path, recipe: Path, data, on_the_second: int
 ) -> None:
     """Two nodes: a relative path, of which each rank sees what its own folder has."""

@@ -182,7 +182,7 @@ def test_several_captions_are_kept(tmp_path, capsys):
     }
 
 
-def test_it_goes_on_after_an_interruption_and_refuses_what_is_not_its_own(tmp_path, capsys):
+def test_it_continues_after_a_stop_and_refuses_other_files(tmp_path, capsys):
     names = images(tmp_path, 6)
     table = write_table(tmp_path / "x.csv", [{"filepath": name, "title": name} for name in names])
     line = ["shards", str(table), str(tmp_path / "out"), "--per-shard", "2", "--workers", "1"]
@@ -225,7 +225,7 @@ def typed(line: list[str], capsys) -> tuple[str, str]:
     return capsys.readouterr()
 
 
-def test_labels_that_are_names_become_a_field_and_a_file_of_classes(tmp_path, capsys):
+def test_label_names_become_a_field_and_a_file_of_classes(tmp_path, capsys):
     names = images(tmp_path, 5)
     kinds = ["911", " owl ", "", "red fox", "red fox"]
     rows = [
@@ -346,7 +346,7 @@ def test_rows_that_are_not_utf8_are_left_out_and_reported(options, tmp_path, cap
     assert texts == ["a café", "a \ufffd"]
 
 
-def test_a_caption_that_is_too_long_is_left_out_where_the_index_would_not_use_it(tmp_path, capsys):
+def test_a_caption_too_long_for_the_index_is_left_out(tmp_path, capsys):
     names = images(tmp_path, 3)
     texts = ["ä" * 16_384, "ä" * 16_385, "x" * 54_000]
     rows = [{"image": n, "caption": t} for n, t in zip(names, texts, strict=True)]
@@ -376,7 +376,7 @@ def test_rows_that_are_identical_are_counted_and_one_is_named(tmp_path, capsys):
     assert "rows were left out" in out and "rows are identical" not in out
 
 
-def test_the_example_of_identical_images_in_a_folder_names_their_files(tmp_path, capsys):
+def test_the_example_of_identical_images_names_their_files(tmp_path, capsys):
     """The first image that repeats another one, whatever its contents are."""
     photos, out = tmp_path / "photos", tmp_path / "out"
     for folder in ("a", "b", "c"):
@@ -538,7 +538,7 @@ def test_classes_of_a_parquet_have_their_names(listed, tmp_path, capsys):
     assert json.loads((out / "classes.json").read_text())["classnames"] == sorted(label["names"])
 
 
-def test_transparent_images_are_counted_and_warnings_of_pillow_are_not_shown(tmp_path, capfd):
+def test_transparent_images_are_counted_without_pillows_warnings(tmp_path, capfd):
     images(tmp_path, 1)
     Image.new("RGBA", (8, 8), (200, 0, 0, 90)).save(tmp_path / "1.png")
     Image.new("RGBA", (8, 8), (200, 0, 0, 255)).save(tmp_path / "2.png")

@@ -70,7 +70,7 @@ def test_a_label_that_is_not_a_class_is_found_before_training(recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluation_data_without_labels_are_a_warning_before_training(recipe, tmp_path):
+def test_evaluation_data_without_labels_warn_before_training(recipe, tmp_path):
     classes = labelled(tmp_path, ["0", "1", "2"])[1]
     val = write_shard(
         tmp_path / "plain.tar", [each for i in range(3) for each in sample(f"{i:06d}", i)]

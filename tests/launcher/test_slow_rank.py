@@ -38,7 +38,7 @@ def words(means: Means, windows: int, ranks: int = 8) -> Iterator[str | None]:
 @pytest.mark.parametrize(
     ("wait", "encode", "cause"), [(4.0, 0.0, "waits for data"), (0.0, 4.0, "computes")]
 )
-def test_a_slow_rank_is_named_in_the_fifth_window_and_not_when_it_is_well(wait, encode, cause):
+def test_a_slow_rank_is_named_in_its_fifth_slow_window(wait, encode, cause):
     def means(window: int, rank: int) -> tuple[float, float]:
         slow = rank == 5 and 2 <= window < 10
         return 0.2 + wait * slow, 6.0 + encode * slow

@@ -250,7 +250,7 @@ def test_a_manifest_names_no_negative_size():
         Manifest(-1, 0, 1, [], "", {})
 
 
-def test_a_recipe_with_another_mistake_runs_no_code_of_its_optimizer(recipe, tmp_path, monkeypatch):
+def test_a_recipe_with_a_mistake_does_not_run_its_optimizer(recipe, tmp_path, monkeypatch):
     """`optim.name` is imported last, and not at all beside another mistake."""
     marker = tmp_path / "imported"
     (tmp_path / "stranger.py").write_text(

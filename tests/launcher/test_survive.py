@@ -122,7 +122,7 @@ class DoesNotCloseOnRank1(Callback):
             raise ClipTrainError("it does not close, on purpose")
 
 
-def test_an_error_while_rank_1_closes_a_trained_run_is_the_verdict(recipe, tmp_path):
+def test_an_error_while_rank_1_closes_a_run_is_the_verdict(recipe, tmp_path):
     own = (f"log.callbacks=[{__name__}.DoesNotCloseOnRank1]", "run.steps=6")
     process = start(recipe, *own, ranks=2, cwd=tmp_path)
     _, out = finish(process)
@@ -148,9 +148,7 @@ def test_a_rank_that_waits_and_writes_a_profile_ends(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raise:1:60", "evaluate:1:60", "loader:1:60"])
-def test_an_error_is_published_before_a_pending_checkpoint_is_finished(
-    recipe, tmp_path, data, fault
-):
+def test_an_error_is_published_before_pending_saves_finish(recipe, tmp_path, data, fault):
     """An error in a step, an evaluation or the loader, while uploads are pending: the checkpoint
     writers stand still until the verdict names the error, and what was pending is committed all the
     same. If the rank closed first, the watchdog of rank 0 would report a hang."""
@@ -242,7 +240,7 @@ def test_a_notice_names_the_rank_and_the_node(recipe, tmp_path):
     assert said == f"FAILED: rank 1 on {node_name()}: RuntimeError: broken on purpose\n", out
 
 
-def test_an_error_in_a_save_is_published_while_uploads_are_pending(recipe, tmp_path):
+def test_an_error_in_a_save_is_published_during_uploads(recipe, tmp_path):
     """Uploads hang until the verdict names the error, while local commits go on. What was pending is
     uploaded then."""
     run_dir, store = tmp_path / "run", tmp_path / "store"
@@ -285,9 +283,7 @@ def blamed(run_dir: Path) -> tuple[str, tuple[str, ...]]:
     return reason, nodes
 
 
-def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank_on_rank_0(
-    recipe, tmp_path, monkeypatch
-):
+def test_an_unresolved_node_name_and_the_missing_rank_are_named(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     first, environ, line = by_hand(
         recipe, "launch.rendezvous_seconds=20", MASTER_ADDR="no-such-node.invalid"
@@ -304,7 +300,7 @@ def test_a_name_that_one_node_cannot_resolve_is_named_there_and_the_missing_rank
     assert "cannot resolve MASTER_ADDR" in reason and nodes == (node_name(),)
 
 
-def test_a_process_group_that_does_not_form_names_ranks_and_nodes(recipe, tmp_path, monkeypatch):
+def test_a_failed_process_group_names_ranks_and_nodes(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     status, out = finish(start(recipe, "launch.group_seconds=2", ranks=2, fault="group:1"))
     assert status == 1 and "(launch.group_seconds is 2); missing: rank 0 on" in out, out
@@ -335,9 +331,7 @@ def test_a_port_that_is_taken_is_its_own_cause(recipe, tmp_path, monkeypatch):
     assert f"cannot listen at MASTER_PORT ({port})" in reason and nodes == ()
 
 
-def test_a_run_directory_that_nodes_do_not_share_is_refused_at_the_start(
-    recipe, tmp_path, monkeypatch
-):
+def test_a_run_directory_not_shared_by_nodes_is_refused_at_start(recipe, tmp_path, monkeypatch):
     """As two nodes with a disk each: the same relative path in two folders. The batch script's controller reads the
     verdict on rank 0's."""
     monkeypatch.setenv(RUN_DIR, "run")
@@ -365,7 +359,7 @@ def writers(process) -> list[int]:
 
 
 @pytest.mark.full
-def test_an_error_that_all_were_to_have_is_printed_where_one_has_it_alone(recipe, tmp_path):
+def test_an_error_of_one_rank_is_printed_there_and_by_rank_0(recipe, tmp_path):
     process = start(recipe, *ENDLESS, ranks=2, fault="alone:1")
     status, out = finish(process)
     assert status == 1

@@ -18,7 +18,7 @@ STEP = {"accum_steps": 1, "kept_graphs": 1, "rounds": 1, "text_tokens": 50.0}
 FLOPS = ForwardFlops(image=15e9, text=5e9, text_per_token=1e8, text_per_square=1e6)
 
 
-def test_a_run_has_mfu_and_a_trace_of_the_steps_that_are_asked_for(recipe, tmp_path):
+def test_a_run_has_mfu_and_a_trace_of_the_requested_steps(recipe, tmp_path):
     """Also where the run directory is from somebody else, with links in place of the traces."""
     (tmp_path / "run" / "profile").mkdir(parents=True)
     for ending in ("json.gz", "txt"):

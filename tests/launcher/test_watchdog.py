@@ -149,7 +149,7 @@ def test_a_rank_that_reads_the_result_of_a_collective_waits(wait_in_c, monkeypat
         )
 
 
-def test_a_rank_that_does_its_own_work_under_an_agreement_hangs_by_itself(wait_in_c):
+def test_a_rank_busy_inside_an_agreement_hangs_by_itself(wait_in_c):
     def read_a_disk_that_does_not_answer() -> None:
         wait_in_c()
 

@@ -57,9 +57,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_gives_its_newest_committed_checkpoint_or_the_one_that_is_named(
-    tmp_path: Path, model: Path, monkeypatch
-):
+def test_a_run_gives_its_newest_or_the_named_checkpoint(tmp_path: Path, model: Path, monkeypatch):
     run, spool = tmp_path / "run", tmp_path / "spool"
     spool.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(spool))

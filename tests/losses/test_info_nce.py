@@ -45,7 +45,7 @@ def test_float32_is_exact_to_rounding(aligned):
         assert relative(ours, theirs) < 2e-5
 
 
-def test_logits_so_spread_that_every_exponential_underflows_fall_back_to_a_running_maximum():
+def test_underflowing_logits_fall_back_to_a_running_maximum():
     """Unnormalised features of very different lengths: the Cauchy-Schwarz shift is far above most rows."""
     image, text = features(40, 8, torch.float32)
     image = image * torch.logspace(-2, 2, 40)[:, None]
@@ -104,7 +104,7 @@ def test_float32_keeps_the_digits_of_a_tiny_loss():
 @pytest.mark.parametrize(
     "n, N", [(1, 1), (7, 7), (1000, 1000), (1025, 1025), (300, 9000), (16384, 16384), (3, 5000)]
 )
-def test_the_automatic_tile_covers_the_matrix_in_nearly_equal_pieces(n, N):
+def test_the_automatic_tile_cuts_the_matrix_nearly_equally(n, N):
     side = auto_side(n, N)
     pieces = list(tiles(n, N, AUTO_SIDE))
     widths = [cols.stop - cols.start for _, cols in pieces]
@@ -202,7 +202,7 @@ def with_the_wrong_size():
 
 
 @pytest.mark.distributed
-def test_samples_dealt_out_otherwise_are_refused_before_anything_is_sent():
+def test_wrong_shares_of_samples_are_refused_before_sending():
     with pytest.raises(
         RankFailedError, match="holds 3 samples of a global batch of 7, and must hold 4"
     ):

@@ -144,7 +144,7 @@ def test_without_ids_nothing_is_left_out():
     assert relative(outcome.gradients["image"], I.grad) < 1e-11
 
 
-def test_ids_are_the_same_everywhere_and_different_for_different_samples():
+def test_ids_are_equal_on_all_ranks_and_differ_between_samples():
     ids = sample_ids(f"shard-{i % 7}/{i}" for i in range(5000))
     assert ids.dtype == torch.int64 and len(set(ids.tolist())) == 5000 and (ids >= 0).all()
 

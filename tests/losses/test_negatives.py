@@ -56,7 +56,7 @@ def on_a_rank(N: int):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("W, N", [(1, 1), (1, 7), (2, 7), (3, 7)])
-def test_each_image_competes_with_the_texts_of_all_ranks_and_finds_its_own(W, N):
+def test_an_image_finds_its_own_among_the_texts_of_all_ranks(W, N):
     results = run_ranks(on_a_rank, W, N) if W > 1 else [on_a_rank(N)]
     for name, (_, textbook, spread) in LOSSES.items():
         image, text = (x.requires_grad_() for x in inputs(N, spread))

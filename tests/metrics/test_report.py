@@ -133,7 +133,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     assert "step 1" in page_of(tmp_path).text
 
 
-def test_a_long_run_is_read_record_by_record_and_drawn_with_its_extremes(tmp_path: Path) -> None:
+def test_a_long_run_is_streamed_and_drawn_with_its_extremes(tmp_path: Path) -> None:
     write_run(tmp_path / "short")
     write_report(tmp_path / "short")  # so that imports and caches do not count
     odd = {1456: 100.0, 4345: -100.0}
@@ -166,7 +166,7 @@ def test_the_samples_that_cannot_be_used_are_counted_on_the_page(tmp_path: Path)
     assert "3 invalid samples" in page_of(tmp_path).sections[""]
 
 
-def test_the_first_step_of_each_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:
+def test_the_first_step_of_an_attempt_does_not_count_in_the_eta(tmp_path: Path) -> None:
     """It holds the start of workers, allocators, compiled kernels."""
     seconds = {1: 600.0, 2: 2.0, 3: 900.0, 4: 2.0}
     write_jsonl(
@@ -358,7 +358,7 @@ def test_damaged_files_do_not_stop_the_page(tmp_path: Path) -> None:
     assert "step 1" in page_of(tmp_path).text
 
 
-def test_a_batch_script_that_starts_another_attempt_is_no_dead_run(tmp_path: Path) -> None:
+def test_a_batch_script_starting_an_attempt_is_not_a_dead_run(tmp_path: Path) -> None:
     """Its `begin` comes before the ranks' `start`: the process of the attempt before is gone."""
     run = write_run(tmp_path / "run")
     gone = start(60, process=this_process() | {"started": "1"})

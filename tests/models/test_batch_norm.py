@@ -65,7 +65,7 @@ def test_batch_norm_over_ranks_is_torchs_over_all_samples(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_agrees_with_torchs_batch_norm_in_training_and_evaluation(dtype: torch.dtype):
+def test_the_model_agrees_with_torchs_batch_norm(dtype: torch.dtype):
     ours, plain = (small_convolutional().to(dtype) for _ in range(2))
     for name, each in [*plain.named_modules()]:
         if isinstance(each, BatchNorm2d):
@@ -105,9 +105,7 @@ def step(kept: int, checkpointing: bool, norm: str = "batch", micro_size: int = 
 
 
 @pytest.mark.parametrize("kept, checkpointing", [(3, False), (1, True), (2, True)])
-def test_a_step_updates_running_statistics_once_however_it_is_replayed(
-    kept: int, checkpointing: bool
-):
+def test_replays_update_running_statistics_once_a_step(kept: int, checkpointing: bool):
     loss, gradients, buffers = step(1, False)
     assert {int(b) for name, b in buffers.items() if name.endswith("tracked")} == {
         3
@@ -117,7 +115,7 @@ def test_a_step_updates_running_statistics_once_however_it_is_replayed(
     torch.testing.assert_close(again, (loss, gradients, buffers), rtol=1e-10, atol=1e-14)
 
 
-def test_a_step_that_fails_and_forwards_beside_it_leave_running_statistics_alone():
+def test_failed_steps_and_other_forwards_keep_running_statistics():
     model = small_convolutional().train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parts = inputs(4)

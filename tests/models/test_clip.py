@@ -258,7 +258,7 @@ def test_every_dropout_of_the_model_has_random_bits_of_its_own():
     assert len({*ids, PATCH_DROPOUT_ID}) == 2 * 2 * 2 + 1
 
 
-def test_dropout_sleeps_in_evaluation_and_asks_for_seeds_in_training():
+def test_dropout_is_off_in_evaluation_and_seeded_in_training():
     model = small_model(dropout=0.2)
     images, texts, seeds = inputs(2)
     with pytest.raises(ValueError, match=r"dropout needs sample_seeds in training: int64 \[b\]"):

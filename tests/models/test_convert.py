@@ -43,7 +43,7 @@ def test_an_export_comes_back_equal(tmp_path: Path, dtype: torch.dtype):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tmp_path: Path):
+def test_fitting_weights_take_settings_from_their_description(tmp_path: Path):
     """Activation and statistics of pixels, of a teacher whose architecture is named; a line is logged of others."""
     theirs = ARCHITECTURE.model_copy(
         update={
@@ -85,9 +85,7 @@ def test_what_fits_by_every_name_and_shape_is_as_the_weights_description_says(tm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_teachers_temperature_keeps_its_digits_in_every_precision(
-    tmp_path: Path, dtype: torch.dtype
-):
+def test_a_teachers_temperature_is_exact_in_every_precision(tmp_path: Path, dtype: torch.dtype):
     model = small_model(architecture=ARCHITECTURE)
     model.logit_scale.data.fill_(math.log(100))
     folder = export_openclip(model.state_dict(), ARCHITECTURE, tmp_path / "export")
@@ -278,7 +276,7 @@ def test_a_tower_that_does_not_fit_is_refused_by_its_key(tmp_path: Path):
         _started(config.model_copy(update={"init_text_from": str(tmp_path / "nothing")}))
 
 
-def test_a_torchscript_archive_is_refused_with_the_same_weights_on_the_hub(tmp_path: Path):
+def test_a_torchscript_archive_is_refused_and_the_hub_named(tmp_path: Path):
     archive = tmp_path / "ViT-B-32.pt"
     torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)), archive)
     with pytest.raises(CheckpointError, match=r"ViT-B-32\.pt .*a TorchScript archive") as e:

@@ -90,7 +90,7 @@ def test_one_tensor_at_a_time_is_in_memory():
     assert len(seen) == 1 + 24 and max(seen) - before < 12 * 4 * MIB
 
 
-def test_a_constructor_that_does_not_repeat_itself_is_drawn_whole():
+def test_a_constructor_that_differs_between_runs_is_drawn_whole():
     calls = count()
 
     def build() -> nn.Module:
@@ -111,7 +111,7 @@ def test_buffers_are_computed_whatever_their_size():
         assert torch.equal(buffers["mask"], Redrawn().mask) and not buffers["mean"].any()
 
 
-def test_a_rank_reads_its_part_of_what_is_loaded_and_of_what_is_drawn(tmp_path: Path):
+def test_a_rank_reads_only_its_part_of_loaded_and_drawn_weights(tmp_path: Path):
     state = whole(partial(build_model, ModelConfig(name="tiny").architecture()), 1)
     image = {name: t.half() for name, t in state.items() if name.startswith("visual.")}
     save_file(image, tmp_path / "image.safetensors")

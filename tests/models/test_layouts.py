@@ -213,9 +213,7 @@ LOADED = (
 
 
 @pytest.mark.parametrize("case", LOADED, ids=lambda case: case.write.__name__)
-def test_a_layout_is_loaded_with_its_features_and_each_repair_is_logged(
-    case: Loaded, tmp_path: Path
-):
+def test_a_layout_loads_with_equal_features_and_logs_each_repair(case: Loaded, tmp_path: Path):
     model = source(case.of)
     lines: list[str] = []
     place = case.write(model.state_dict(), tmp_path)
@@ -372,7 +370,7 @@ def test_a_layout_that_is_not_loaded_is_named_with_a_remedy(name: str, tmp_path:
         assert part in str(e.value)
 
 
-def test_a_misfit_names_the_preset_that_fits_and_nothing_is_said_of_positions(tmp_path: Path):
+def test_a_misfit_names_the_preset_that_fits_but_no_positions(tmp_path: Path):
     state = source(load_architecture("tiny")).state_dict()
     place = plain(state, tmp_path)
     lines: list[str] = []
@@ -392,7 +390,7 @@ def test_a_misfit_names_the_preset_that_fits_and_nothing_is_said_of_positions(tm
         load_openclip(plain(other, tmp_path), small_architecture(), lines.append)
 
 
-def test_a_description_of_transformers_says_the_activation_and_the_pixels(tmp_path: Path):
+def test_a_transformers_description_gives_activation_and_pixels(tmp_path: Path):
     quick = small_architecture(text_cfg=TEXT, quick_gelu=True, image_mean=(0.5,) * 3)
     export = export_transformers(source(quick).state_dict(), quick, tmp_path / "export")
     with pytest.raises(UserError, match="was trained with QuickGELU"):

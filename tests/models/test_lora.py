@@ -103,7 +103,7 @@ def test_mistakes_name_what_is_near():
         adapted(Lora(train=("projj",)))
 
 
-def test_a_checkpoint_holds_what_is_trained_and_is_laid_over_the_base():
+def test_a_checkpoint_holds_trained_weights_to_lay_over_the_base():
     lora = Lora(rank=2, train=("*proj",))
     model, other = adapted(lora), adapted(lora, learned=False)
     engines = [PlainEngine(each, torch.optim.AdamW(each.parameters())) for each in (model, other)]

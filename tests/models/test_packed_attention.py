@@ -70,7 +70,7 @@ def transformed(packed, lora=None, checkpointing=False):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, on=("attention", "mlp"))])
-def test_packed_texts_give_the_features_and_gradients_of_padded_ones(lora, checkpointing):
+def test_packed_texts_have_the_features_and_gradients_of_padded(lora, checkpointing):
     padded = transformed(False, lora, checkpointing)
     assert not calls
     packed = transformed(True, lora, checkpointing)

@@ -83,7 +83,7 @@ def test_what_a_named_model_cannot_follow_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changed", [{}, {"proj_bias": False}, {"quick_gelu": True}])
-def test_a_siglip_that_transformers_cannot_hold_is_not_taken_for_one(changed: dict[str, bool]):
+def test_a_siglip_that_transformers_cannot_hold_is_not_a_siglip(changed: dict[str, bool]):
     """OpenCLIP's ViT-SO400M-16-SigLIP-i18n-256 projects texts without a bias."""
     config = {
         "embed_dim": 768,

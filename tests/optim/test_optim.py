@@ -72,7 +72,7 @@ def factors(**keys) -> dict[str, tuple[float, float]]:
     return {name: found[id(p)] for name, p in model.named_parameters()}
 
 
-def test_the_first_pattern_that_matches_multiplies_the_learning_rate():
+def test_the_first_matching_pattern_scales_the_learning_rate():
     found = factors(lr_multipliers={"visual.proj": 2.0, "visual.*": 0.1, "*proj*": 7.0})
     assert found["visual.proj"] == (2.0, 0.2) and found["visual.conv1.weight"] == (0.1, 0.2)
     assert found["visual.transformer.resblocks.0.attn.out_proj.bias"] == (0.1, 0.0)
@@ -121,7 +121,7 @@ def test_build_optimizer(name, kind):
     assert all(group["lr"] == 0.3 for group in optimizer.param_groups)
 
 
-def test_adamw_is_fused_on_a_gpu_but_not_where_its_masters_are_on_the_cpu(monkeypatch):
+def test_adamw_is_fused_on_a_gpu_but_not_with_masters_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for offloaded in (False, True):
         named = nn.Linear(2, 2).named_parameters()

@@ -138,9 +138,7 @@ def test_openclips_checkpoint_loads_in_ours(tmp_path: Path, variant: str, wrappe
 
 
 @pytest.mark.parametrize("sizes", [(224, 336), (336, 224), (224, 256)], ids=str)
-def test_positions_of_another_size_are_interpolated_as_openclip_does(
-    tmp_path: Path, sizes: tuple[int, int]
-):
+def test_positions_are_interpolated_as_openclip_does(tmp_path: Path, sizes: tuple[int, int]):
     """ViT-B-32's grids, 7 x 7 and 10 x 10 (or 8 x 8), and contexts of 77 and 48, both ways."""
     before, after = (_small() for _ in sizes)
     for content, size, context in ((before, sizes[0], 77), (after, sizes[1], 48)):

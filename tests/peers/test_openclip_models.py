@@ -174,7 +174,7 @@ def test_four_micro_batches_give_the_step_of_one(name: str, tmp_path: Path):
     )
 
 
-def test_a_resnets_step_is_that_of_all_graphs_kept_and_with_group_norm_that_of_one_micro_batch(
+def test_a_resnet_step_equals_all_graphs_kept_or_one_micro_batch(
     tmp_path: Path,
 ):
     """The rule of batch norms itself has its oracle in tests/engine/test_batch_statistics.py."""
@@ -198,7 +198,7 @@ def test_resnets_have_the_published_number_of_parameters():
 @pytest.mark.parametrize(
     "name, vision", [("mobileclip", {"timm_drop_path": 0.3}), ("convnext", {"timm_drop_path": 0.5})]
 )
-def test_replays_draw_the_same_and_leave_running_statistics_alone(
+def test_replays_draw_the_same_and_keep_running_statistics(
     name: str, vision: dict[str, Any], tmp_path: Path
 ):
     """Batch norms see a micro-batch, and stochastic depth draws for it: the step of as many, all graphs kept."""

@@ -88,7 +88,7 @@ def test_so_do_text_towers_of_hugging_face(config: Any, tmp_path: Path, monkeypa
     check(architecture, of_text=True)
 
 
-def test_a_dropped_element_is_as_likely_as_it_should_be_and_the_mean_stays(tmp_path: Path):
+def test_dropout_has_the_right_rate_and_keeps_the_mean(tmp_path: Path):
     from clip_train.models.dropout import draw_by
     from clip_train.models.openclip.dropout import SeededDropPath, seed_modules
 

@@ -47,7 +47,7 @@ def test_every_stage_runs_and_every_check_passes(tmp_path):
     assert sum(row["ranks"] == 2 for row in rows) >= 8
 
 
-def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path):
+def test_a_stage_that_takes_too_long_ends_and_the_next_runs(tmp_path):
     """The first one's limit is over before it has a row."""
     out, rows = dry_run(tmp_path, "loss", "--ranks", "1")
     assert "all checks passed" in out, out

@@ -52,7 +52,7 @@ def test_a_store_that_is_down_does_not_hold_up_training(
     assert view.incomplete("run") == []
 
 
-def test_an_upload_outlasts_an_outage_in_which_other_requests_give_up(
+def test_an_upload_outlasts_an_outage_that_ends_other_requests(
     tmp_path: Path, url: str, view: Bucket, proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default it is repeated for as long as a save may take."""
@@ -87,7 +87,7 @@ def test_an_upload_outlasts_an_outage_in_which_other_requests_give_up(
 
 
 @pytest.mark.full
-def test_an_upload_that_fails_is_a_failed_save_and_the_next_one_counts(
+def test_a_failed_upload_fails_its_save_and_the_next_one_counts(
     tmp_path: Path, url: str, view: Bucket, proxy
 ) -> None:
     run = Run(tmp_path, url)

@@ -77,7 +77,7 @@ def test_the_answer_to_the_commit_is_lost(tmp_path: Path, url: str, view: Bucket
 
 
 @pytest.mark.full
-def test_a_zombie_cut_off_from_the_store_sees_its_successor_on_the_disk(
+def test_a_zombie_without_the_store_sees_its_successor_on_disk(
     tmp_path: Path, url: str, proxy: FaultyProxy
 ) -> None:
     """They share the run's folder; the zombie's own newest may not push out what the successor goes on from."""
@@ -133,7 +133,7 @@ def test_a_marker_that_a_listing_hides_keeps_its_data(
 
 
 @pytest.mark.full
-def test_saves_that_come_faster_than_one_is_uploaded_are_no_failures(
+def test_saves_faster_than_uploads_are_not_failures(
     tmp_path: Path, url: str, view: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload goes on, slowly; those that wait are superseded before they begin, and the run lives."""

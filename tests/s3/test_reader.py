@@ -116,9 +116,7 @@ def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:
             file.read(BLOCK)
 
 
-def test_an_object_of_another_length_is_refused_before_a_byte_is_used(
-    url: str, server: Server
-) -> None:
+def test_an_object_of_another_length_is_refused_before_reading(url: str, server: Server) -> None:
     server.put(url.removeprefix("s3://"), DATA[:-512])
     with pytest.raises(
         StorageError, match=rf"0\.tar has {len(DATA) - 512} bytes, and its index says {len(DATA)}"
