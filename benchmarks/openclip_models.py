@@ -46,11 +46,19 @@ from tests.toy import columns_of
 
 CREATE = timm.create_model
 TEXTS = {  # what Hugging Face's hub would say of a text tower, with few layers
-    "roberta": transformers.RobertaConfig(vocab_size=50265, num_hidden_layers=2),
-    "xlm-roberta": transformers.XLMRobertaConfig(vocab_size=50265, num_hidden_layers=2),
+    "roberta": transformers.RobertaConfig(
+        vocab_size=50265, num_hidden_layers=2, attention_probs_dropout_prob=0.0
+    ),
+    "xlm-roberta": transformers.XLMRobertaConfig(
+        vocab_size=50265, num_hidden_layers=2, attention_probs_dropout_prob=0.0
+    ),
     "google/mt5": transformers.MT5Config(vocab_size=50265, num_layers=2, num_decoder_layers=1),
     "facebook/nllb": transformers.M2M100Config(
-        vocab_size=50265, encoder_layers=2, decoder_layers=1
+        vocab_size=50265,
+        encoder_layers=2,
+        decoder_layers=1,
+        attention_dropout=0.0,
+        encoder_layerdrop=0.0,
     ),
 }
 

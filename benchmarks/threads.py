@@ -39,7 +39,7 @@ ENDLESS = (
     "run.steps=1000000",
     "checkpoint.every_steps=1000000",
     "log.progress=false",
-    "launch.hang_step_seconds=36000",
+    "launch.hang_seconds=36000",
 )
 RUNS = {
     "a thread for each core": ({"OMP_NUM_THREADS": str(CORES)}, ["data.workers=0"]),

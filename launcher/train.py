@@ -74,7 +74,7 @@ from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
 from launcher.runtime.slow_rank import SlowRank
 from launcher.runtime.verdict import ROOM, RUN_DIR, VERDICT_FILE, read_verdict
-from launcher.runtime.watchdog import Watchdog
+from launcher.runtime.watchdog import Watchdog, longest_limit
 from launcher.slurm.attempts import History
 
 
@@ -107,6 +107,8 @@ def train(
         read_data=env.rank == 0,
         is_rank=True,
     )
+    # a waiting rank must not give up before the watchdog of the hanging rank fires
+    collective_seconds = 2 * longest_limit(config.launch.hang_seconds)
     device, workers = environment.take_device(env, config.data.workers)
     if env.rank == 0:
         through = f" through {env.master_addr}:{env.master_port}" if env.world_size > 1 else ""
@@ -123,8 +125,7 @@ def train(
         recipe=resolved.config.model_dump(mode="json"),
         rendezvous_seconds=config.launch.rendezvous_seconds,
         group_seconds=config.launch.group_seconds,
-        # a waiting rank must not give up before the watchdog of the hanging rank fires
-        timeout_seconds=2 * config.launch.longest_limit,
+        timeout_seconds=collective_seconds,
     )
     with explain_write_errors(config.run_dir):  # before minutes are spent on loading a model
         dist.on_main(partial(config.run_dir.mkdir, parents=True, exist_ok=True))
@@ -144,7 +145,7 @@ def train(
         heartbeat=heartbeat,
         given_callbacks=callbacks,
     )
-    rendezvous.set_timeout(2 * config.launch.longest_limit)  # also of groups that the engine made
+    rendezvous.set_timeout(collective_seconds)  # also of groups that the engine made
     stop.listen()  # again: a library may have replaced the signal handlers
     metrics = trainer.run()
     outcome.succeed()

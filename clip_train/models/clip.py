@@ -213,6 +213,16 @@ def build_model(
     return model
 
 
+def random_mistakes(architecture: AnyArchitecture) -> list[str]:
+    """Random draws in training that would not belong to a sample. UserError as of `build_model`."""
+    if not isinstance(architecture, OpenCLIPArchitecture):
+        return []
+    library(architecture.open_clip)
+    from clip_train.models.openclip.model import random_draws
+
+    return random_draws(architecture).mistakes
+
+
 def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
     """The shape of one sample in `Batch.images`, uint8."""
     return row_shape(architecture.inputs, architecture.vision_cfg.image_size)

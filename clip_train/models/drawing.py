@@ -3,6 +3,9 @@
 The constructor runs twice. The first run draws nothing into large tensors: it records which
 operation on each of them is the last. The second run draws in the constructor's own order, so the
 numbers are those of a whole model. It drops each large tensor's memory after the last operation.
+
+Both runs are on the CPU. On the meta device some constructors initialize nothing (transformers 5),
+and a small tensor whose value decides what a constructor does has no value there.
 """
 
 import mmap
@@ -43,8 +46,8 @@ class _Operations(DispatchMode):
     def find(self, values: Any) -> list[int]:
         """The places in `held` of the tensors in a tree of values."""
         tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
-        found = (self._places.get(storage_key(x.untyped_storage())) for x in tensors)
-        return [*dict.fromkeys(place for place in found if place is not None)]
+        places = (self._places.get(storage_key(x.untyped_storage())) for x in tensors)
+        return [*dict.fromkeys(place for place in places if place is not None)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,11 +69,12 @@ class _Operations(DispatchMode):
         for place in self.find((args, kwargs, out)):
             storage, pages, uses = self.held[place]
             uses.append((self._count, name in OVERWRITING and args[0].nbytes == len(pages)))
-            recorded = next(iter(self._record[place : place + 1]), [])
+            recorded = self._record[place] if place < len(self._record) else []
             if uses == recorded and self._done is not None:
                 self._done(place, storage)
-            # unless the next operation reads it
-            if all(overwritten for _, overwritten in recorded[len(uses) : len(uses) + 1]):
+            later = recorded[len(uses) :]
+            # the next operation overwrites it, or there is none
+            if not later or later[0][1]:
                 pages.madvise(mmap.MADV_DONTNEED)
         return out
 
@@ -88,8 +92,9 @@ class Drawn:
         ]
         self._record = [uses for *_, uses in operations.held]
 
-    def whole(self, operations: Any = nullcontext()) -> dict[str, Tensor]:  # noqa: B008
-        with torch.random.fork_rng(devices=[]), operations:
+    def whole(self, operations: _Operations | None = None) -> dict[str, Tensor]:
+        """The state in memory, drawn under `operations`."""
+        with torch.random.fork_rng(devices=[]), operations or nullcontext():
             torch.manual_seed(self._seed)
             return self._build().state_dict()
 

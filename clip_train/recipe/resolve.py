@@ -26,7 +26,7 @@ from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
 from clip_train.losses.config import LossConfig
 from clip_train.memory.plan import StepLayout
-from clip_train.models.clip import own_mistakes, parameter_sizes
+from clip_train.models.clip import own_mistakes, parameter_sizes, random_mistakes
 from clip_train.models.config import (
     AnyArchitecture,
     Architecture,
@@ -191,6 +191,7 @@ def resolve(
             problems += map(UserError, mistakes)
         problems += place_mistakes(model, must_exist=look_for_weights)
         problems += map(UserError, vocabulary_mistakes(model.name, architecture))
+        problems += map(UserError, collect(random_mistakes, architecture) or [])
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
         collect(lr_factors, config.optim, names)

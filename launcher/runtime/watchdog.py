@@ -70,16 +70,16 @@ class Phase(str, enum.Enum):
     FINISH = "finish"  # an error is being reported
 
 
-# The key of the `launch` section that says after how many seconds a phase counts as a hang.
+# Seconds until a phase other than a step counts as a hang. A larger `launch.hang_seconds` extends
+# them. A smaller one does not shorten them: compiling or saving may take longer than a step.
 LIMITS = {
-    Phase.START: "hang_start_seconds",
-    Phase.STEP: "hang_step_seconds",
-    Phase.SAVE: "hang_save_seconds",
-    Phase.EVALUATE: "hang_evaluate_seconds",
-    Phase.END: "hang_save_seconds",
-    Phase.CLOSE: "hang_save_seconds",
+    Phase.START: 3600.0,
+    Phase.SAVE: 3600.0,
+    Phase.EVALUATE: 7200.0,
+    Phase.END: 3600.0,
+    Phase.CLOSE: 3600.0,
 }
-FINISH_SECONDS = 300.0  # until FINISH counts as a hang
+FINISH_SECONDS = 300.0  # until FINISH counts as a hang, whatever `launch.hang_seconds` is
 
 
 class Watchdog(Callback):
@@ -113,8 +113,9 @@ class Watchdog(Callback):
         self._main_ends = self._leaving = False
         self._launcher = launcher_pid(environ)
         self._phase, self._since = Phase.START, time.monotonic()
-        self.limit = config.hang_start_seconds  # of the phase: from then on it counts as a hang
         self._steps: deque[float] = deque(maxlen=50)  # seconds; the latest
+        # seconds until the phase counts as a hang
+        self.limit = phase_limit(config.hang_seconds, self._phase, self._steps)
         self._begun = False  # the first step
         self._progress: int | None = None  # the step in PROGRESS
         self._asked: float | None = None  # when a stop was asked for
@@ -155,7 +156,7 @@ class Watchdog(Callback):
         if phase is self._phase is Phase.STEP:
             self._steps.append(now - self._since)
         self._phase, self._since = phase, now
-        self.limit = phase_limit(self.config, phase, self._steps)
+        self.limit = phase_limit(self.config.hang_seconds, phase, self._steps)
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -284,14 +285,21 @@ class Watchdog(Callback):
             self._exit(abort)  # it hangs while it closes the run
 
 
-def phase_limit(config: LaunchConfig, phase: Phase, steps: Sequence[float]) -> float:
-    """Seconds until a phase counts as a hang. steps: seconds of the latest."""
+def phase_limit(hang_seconds: float | None, phase: Phase, steps: Sequence[float]) -> float:
+    """Seconds until a phase counts as a hang.
+
+    hang_seconds: `launch.hang_seconds`. steps: seconds of the latest.
+    """
     if phase is Phase.FINISH:
         return FINISH_SECONDS
-    limit: float | None = getattr(config, LIMITS[phase])
-    if limit is None:  # of a step
-        return max(300.0, 20 * statistics.median(steps or [0.0]))
-    return limit
+    if phase is Phase.STEP:
+        return hang_seconds or max(300.0, 20 * statistics.median(steps or [0.0]))
+    return max(hang_seconds or 0.0, LIMITS[phase])
+
+
+def longest_limit(hang_seconds: float | None) -> float:
+    """Seconds: the longest limit of all phases, except of a step that is limited by the steps."""
+    return max(hang_seconds or 0.0, *LIMITS.values())
 
 
 # A rank whose innermost frames are in these files waits for others: torch's own, an engine's layer

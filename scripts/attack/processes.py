@@ -34,7 +34,7 @@ from tests.s3.server import Server, chosen
 
 LONG = (*lab.SMALL, "run.steps=60", "data.workers=1", "log.progress=false")
 GLOBAL = {1: (), 2: (), 3: ("batch.global_size=24",)}
-PROMPT = ("checkpoint.grace_seconds=20", "launch.hang_step_seconds=20")
+PROMPT = ("checkpoint.grace_seconds=20", "launch.hang_seconds=20")
 STORES = ("disk", "S3")
 TARGETS = ("rank", "writer", "worker")
 
@@ -329,7 +329,7 @@ CASES = [
         Case(
             f"{target} {way}, {ranks} rank{'s' * (ranks > 1)}, {store}",
             hit(target, way, ranks, store),
-            waits="launch.hang_step_seconds" if "stopped" in way else "a second start",
+            waits="launch.hang_seconds" if "stopped" in way else "a second start",
             prepare=functools.partial(ready, ranks, store),
         )
         for target in TARGETS

@@ -79,7 +79,7 @@ def litter(end: Callable) -> Callable[[Path], str]:
     def attack(folder: Path) -> str:
         temporary, before = folder / "tmp", set(os.listdir("/dev/shm"))
         temporary.mkdir()
-        limits = ("launch.hang_step_seconds=15", "checkpoint.grace_seconds=10", "run.steps=100000")
+        limits = ("launch.hang_seconds=15", "checkpoint.grace_seconds=10", "run.steps=100000")
         environ = {"TMPDIR": str(temporary)}
         fault = FAULTS.get(end, "")  # cold: a warm process shares the one that clears up
         run = start_cold(lab.recipe(folder), *LINE, *limits, environ=environ, fault=fault)

@@ -64,7 +64,7 @@ def left_on(hosts: Path, host: str) -> list[str]:
 
 def test_it_trains_and_a_cut_link_ends_it_everywhere(hosts, recipe, tmp_path):
     process = deepspeed(
-        hosts, recipe, *ENDLESS, "launch.hang_step_seconds=30", "checkpoint.every_steps=3"
+        hosts, recipe, *ENDLESS, "launch.hang_seconds=30", "checkpoint.every_steps=3"
     )
     try:
         wait_for_step(tmp_path / "run", 5, process)

@@ -188,7 +188,7 @@ def test_a_killed_trainer_leaves_nothing_running(recipe, tmp_path):
 @pytest.mark.full
 def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
     """Ctrl-Z and fg, a suspended job: the watchdog's clock stands still meanwhile. The limit is above a stall's."""
-    process = start_cold(recipe, *ENDLESS, "launch.hang_step_seconds=20")
+    process = start_cold(recipe, *ENDLESS, "launch.hang_seconds=20")
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(
         signal.SIGSTOP
@@ -210,7 +210,7 @@ def test_a_pause_of_all_is_no_hang(recipe, tmp_path):
 def test_a_rank_that_hangs_is_found_and_shows_its_stack(recipe, tmp_path):
     """The limit is above a stall's. Both ranks show where they stand, and the one that does not wait is named."""
     process = start_cold(
-        recipe, *ENDLESS, "launch.hang_step_seconds=20", module=TORCHRUN, fault="sleep:1"
+        recipe, *ENDLESS, "launch.hang_seconds=20", module=TORCHRUN, fault="sleep:1"
     )
     status, out = finish(process)
     assert gone(recipe)

@@ -186,7 +186,12 @@ def test_each_argument_is_a_parameter_of_its_verb(verb):
 
 def test_a_removed_key_is_a_mistake_unless_it_changes_nothing(recipe):
     config = load_config(str(recipe))
-    same = ["log.strict_callbacks=false", "checkpoint.orphan_grace_minutes=60"]
+    same = [
+        "log.strict_callbacks=false",
+        "checkpoint.orphan_grace_minutes=60",
+        "launch.hang_start_seconds=3600.0",
+        "launch.hang_step_seconds=null",
+    ]
     assert load_config(str(recipe), same) == config
     with pytest.raises(
         UserError, match=r"storage\.read_ahead \(9\) was removed: leave it out, and"

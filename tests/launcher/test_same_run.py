@@ -113,7 +113,7 @@ def test_what_the_curve_cannot_tell_passes_in_silence() -> None:
         "log": {"batch_digest": True},
         "data": {"workers": 3},
         "run": {"name": "b"},
-        "launch": {"hang_save_seconds": 9},
+        "launch": {"hang_seconds": 9},
     }
     config = recipe(**silent, checkpoint={"keep_last": 9})
     assert told(config) == told(recipe())

@@ -153,7 +153,7 @@ def test_an_error_is_published_before_pending_saves_finish(recipe, tmp_path, dat
     writers stand still until the verdict names the error, and what was pending is committed all the
     same. If the rank closed first, the watchdog of rank 0 would report a hang."""
     store = f"checkpoint.remote={tmp_path / 'store'}"
-    limits = ("launch.hang_step_seconds=25", "checkpoint.grace_seconds=600", store)
+    limits = ("launch.hang_seconds=25", "checkpoint.grace_seconds=600", store)
     evaluated = (f"data.val={data.val}", "evaluate.every_steps=30")
     process = start(recipe, *ENDLESS, *evaluated, "data.workers=1", *limits, ranks=2, fault=fault)
     wait_for(lambda: len(writers(process)) == 2, "there are no checkpoint writers", process)
@@ -244,7 +244,7 @@ def test_an_error_in_a_save_is_published_during_uploads(recipe, tmp_path):
     """Uploads hang until the verdict names the error, while local commits go on. What was pending is
     uploaded then."""
     run_dir, store = tmp_path / "run", tmp_path / "store"
-    limits = ("launch.hang_step_seconds=25", "checkpoint.grace_seconds=600")
+    limits = ("launch.hang_seconds=25", "checkpoint.grace_seconds=600")
     remote = f"checkpoint.remote=tests.checkpoint.held.HeldStore://{store}"
     process = start(recipe, *ENDLESS, *limits, remote, ranks=2, fault="snapshot:1:60")
     wait_for(lambda: len(writers(process)) == 2, "there are no checkpoint writers", process)
@@ -381,7 +381,7 @@ def test_a_rank_outside_of_any_collective_learns_of_a_death(recipe, tmp_path):
 
 def test_a_hang_in_a_save_is_found(recipe, tmp_path):
     """Its own watchdog finds it; the other rank stands elsewhere, and has a longer limit."""
-    process = start(recipe, *ENDLESS, "launch.hang_save_seconds=4", ranks=2, fault="save:1")
+    process = start(recipe, *ENDLESS, ranks=2, fault="save:1")
     status, out = finish(process)
     assert status == 1
     assert "in phase save" in out and "in faults/sitecustomize.py" in out, out

@@ -31,6 +31,7 @@ from launcher.runtime.watchdog import (
     LaunchConfig,
     Phase,
     Watchdog,
+    longest_limit,
     phase_limit,
     position,
 )
@@ -38,12 +39,26 @@ from tests.launcher.conftest import PATIENCE, ROOT, free_port, until
 
 
 def test_the_limit_of_a_step_follows_the_steps():
-    config = LaunchConfig()
-    assert phase_limit(config, Phase.STEP, deque()) == 300
-    assert phase_limit(config, Phase.STEP, deque([1.0] * 9)) == 300
-    assert 20 * 40 <= phase_limit(config, Phase.STEP, deque([40.0] * 9)) <= 40 * 40
-    assert phase_limit(LaunchConfig(hang_step_seconds=7), Phase.STEP, deque([40.0])) == 7
-    assert phase_limit(config, Phase.SAVE, deque([40.0])) == config.hang_save_seconds
+    assert phase_limit(None, Phase.STEP, deque()) == 300
+    assert phase_limit(None, Phase.STEP, deque([1.0] * 9)) == 300
+    assert 20 * 40 <= phase_limit(None, Phase.STEP, deque([40.0] * 9)) <= 40 * 40
+    assert phase_limit(7, Phase.STEP, deque([40.0])) == 7
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds"),
+    [("start", 3600), ("save", 3600), ("evaluate", 7200), ("end", 3600), ("close", 3600)],
+)
+def test_hang_seconds_extends_the_limits_of_other_phases_and_shortens_none(phase, seconds):
+    assert phase_limit(None, Phase(phase), deque([400.0])) == seconds
+    assert phase_limit(7, Phase(phase), deque([400.0])) == seconds
+    assert phase_limit(9000, Phase(phase), deque([400.0])) == 9000
+
+
+@pytest.mark.parametrize(("hang_seconds", "longest"), [(None, 7200), (7, 7200), (9000, 9000)])
+def test_no_phase_has_more_than_the_longest_limit(hang_seconds, longest):
+    """Collectives time out after twice as long: the watchdog of the rank that hangs is first."""
+    assert longest_limit(hang_seconds) == longest
 
 
 def test_the_stop_file_and_progress(tmp_path):
@@ -91,13 +106,11 @@ def test_a_disk_that_does_not_answer_ends_no_watch(tmp_path):
 
 
 def test_the_first_step_belongs_to_the_start():
-    config = LaunchConfig()
-    watchdog = Watchdog(config, StopRequest(), environ={})
+    watchdog = Watchdog(LaunchConfig(), StopRequest(), environ={})
     try:
         for phase, limit in (("step", 3600), ("step", 300), ("save", 3600), ("step", 300)):
             watchdog.phase(phase)
             assert watchdog.limit == limit
-        assert config.hang_start_seconds == config.hang_save_seconds == config.longest_limit / 2
     finally:
         watchdog.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
+from clip_tools.embed import load
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.sigmoid import SigmoidLoss
 from clip_train.models.clip import build_model
 from clip_train.models.config import load_architecture
+from clip_train.models.weights import export_openclip
+from clip_train.recipe.recipe import check_config
+from clip_train.recipe.resolve import resolve
 from clip_train.step import two_pass
 from clip_train.task import Batch, Context
 from tests.peers.test_openclip_models import MODELS, architecture_of, inputs, model_of
@@ -33,19 +38,20 @@ DROPS: dict[str, dict[str, Any]] = {
     "coca": {"patch_dropout": 0.5},
 }
 SIZES = {"vocab_size": 49408, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-BERT = transformers.RobertaConfig(**SIZES, num_hidden_layers=2)
+BERT = transformers.RobertaConfig(**SIZES, num_hidden_layers=2, attention_probs_dropout_prob=0.0)
 T5 = transformers.MT5Config(
     vocab_size=49408, d_model=32, d_kv=16, d_ff=64, num_heads=2, num_layers=2, num_decoder_layers=1
 )
 NLLB = transformers.M2M100Config(
     vocab_size=49408, d_model=32, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64,
-    decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=64, encoder_layerdrop=0.5,
+    decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=64, attention_dropout=0.0,
+    encoder_layerdrop=0.0,
 )  # fmt: skip
 
 
 def with_text_tower(config: Any, folder: Path, monkeypatch: Any) -> Any:
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: config)
-    text = {"hf_model_name": config.model_type, "hf_tokenizer_name": "none", "context_length": 16}
+    text = {"hf_model_name": config.model_type, "context_length": 16}
     text |= {"hf_pooler_type": "mean_pooler", "hf_proj_type": "linear"}
     (folder / "model.json").write_text(json.dumps({**MODELS["convnext"], "text_cfg": text}))
     return load_architecture(f"open_clip:{folder / 'model.json'}")
@@ -103,6 +109,42 @@ def test_dropout_has_the_right_rate_and_keeps_the_mean(tmp_path: Path):
     assert plain(torch.ones(4000, 50)).mean().item() == pytest.approx(1.0, abs=0.01)
 
 
+def training_error(architecture: Any) -> str:
+    """The message for a recipe that trains this model."""
+    sections = {
+        "data": {"train": "x.tar"},
+        "batch": {"global_size": 8},
+        "run": {"dir": "run", "steps": 9999},
+        "model": {"name": f"open_clip:{architecture.open_clip}"},
+    }
+    with pytest.raises(UserError) as error:
+        resolve(check_config(sections, "r"), 1, read_data=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (BERT, "attention_probs_dropout_prob", 0.1),
+        (NLLB, "attention_dropout", 0.1),
+        (NLLB, "encoder_layerdrop", 0.5),
+    ],
+)
+def test_attention_dropout_and_layer_drop_are_refused_in_training_only(
+    config: Any, key: str, value: float, tmp_path: Path, monkeypatch
+):
+    config = type(config)(**{**config.to_dict(), key: value})
+    architecture = with_text_tower(config, tmp_path, monkeypatch)
+    message = training_error(architecture)
+    assert f"has {key} ({value}) in its config.json" in message
+    assert f"set {key} to 0 in a copy of that file" in message
+    model = build_model(architecture)
+    export_openclip(model.state_dict(), architecture, tmp_path / "out")
+    images, texts, seeds = inputs(architecture)
+    loaded = load(str(tmp_path / "out"))  # as `evaluate` and `embed` do
+    assert torch.equal(loaded.model(None, texts)[1], loaded.model(None, texts, seeds)[1])
+
+
 def test_a_tower_that_draws_otherwise_is_refused_by_name(tmp_path: Path, monkeypatch):
     import timm.models.vision_transformer as vit
 
@@ -112,5 +154,6 @@ def test_a_tower_that_draws_otherwise_is_refused_by_name(tmp_path: Path, monkeyp
     plain = vit.Block.forward
     monkeypatch.setattr(vit.Block, "forward", noisy)
     architecture = architecture_of("siglip", tmp_path)
-    with pytest.raises(UserError, match=r"visual\.trunk\.blocks\.\d+ draws .* by aten::rand"):
-        build_model(architecture)
+    message = training_error(architecture)
+    assert re.search(r"visual\.trunk\.blocks\.\d+ draws .* by aten::rand", message), message
+    build_model(architecture)

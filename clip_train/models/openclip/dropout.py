@@ -1,9 +1,9 @@
 """The dropouts of OpenCLIP's models, drawn by the sample's seed.
 
-Modules of known classes get another forward. Other random draws, such as in the attention of a
-Hugging Face tower, are found by one forward on the meta device and intercepted. A model with
-unknown draws is rejected. `b` samples in a micro-batch; the rows of a tensor, [b m, ...], belong to
-samples in their order.
+Modules of known classes get another forward. Modules that draw by functions, such as a layer of a
+Hugging Face tower, are found by one forward on the meta device, and their `F.dropout` is
+intercepted. A model that draws in another way is not trained. `b` samples in a micro-batch; the
+rows of a tensor, [b m, ...], belong to samples in their order.
 """
 
 from __future__ import annotations
@@ -99,11 +99,6 @@ class SeededFunctions(TorchFunctionMode):
     ) -> Any:
         if function is F.dropout:
             return self.dropout(*args, **(kwargs or {}))
-        if function is F.scaled_dot_product_attention:
-            return self.attention(*args, **(kwargs or {}))
-        if function is torch.rand and args == ([],):
-            # LayerDrop of Hugging Face would drop a layer for a whole micro-batch: it keeps all
-            return torch.ones([])
         return function(*args, **(kwargs or {}))
 
     def dropout(
@@ -111,18 +106,6 @@ class SeededFunctions(TorchFunctionMode):
     ) -> Tensor:
         self.layer_id += 1 << 32  # of the module's next draw
         return dropped(x, p, self.layer_id) if training and p else x
-
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **more: Any,
-    ) -> Tensor:  # fmt: skip
-        plain = partial(F.scaled_dot_product_attention, query, key)
-        if not dropout_p:
-            return plain(value, attn_mask, 0.0, is_causal, scale=scale, **more)
-        identity = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device)
-        identity = identity.expand(*value.shape[:-2], -1, -1)
-        weights = plain(identity, attn_mask, 0.0, is_causal, scale=scale, **more)
-        return self.dropout(weights, dropout_p) @ value
 
 
 def intercept(module: nn.Module, number: int) -> None:
@@ -154,7 +137,7 @@ class Draws(DispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is READ_SCALAR:
-            # a meta tensor has no values, so no layer is dropped and no mask is left out
+            # a meta tensor has no values: no layer is dropped, and no mask is left out
             return False
         arguments = dict(zip(argument_names(function), args, strict=False)) | (kwargs or {})
         is_random = torch.Tag.nondeterministic_seeded in function.tags

@@ -10,6 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ from clip_train.torch_internals import (
 )
 
 Tokenize = Callable[[list[str]], Tensor]
+# Keys of Hugging Face's config.json whose random draws cannot belong to a sample: torch's attention
+# makes those of the first two, and LayerDrop drops a layer for a whole micro-batch.
+UNSEEDED = ("attention_probs_dropout_prob", "attention_dropout", "encoder_layerdrop")
 
 
 class BatchNormAct2d(BatchNorm2d):
@@ -147,8 +151,7 @@ class Captioner(Contrastive, open_clip.CoCa):
 def build(
     architecture: OpenCLIPArchitecture, *, activation_checkpointing: bool = False
 ) -> Contrastive:
-    """UserError if OpenCLIP cannot build it, if a batch norm cannot see all ranks, or if random
-    numbers do not belong to a sample.
+    """UserError if OpenCLIP cannot build it, or if a batch norm cannot see all ranks.
 
     activation_checkpointing: for towers that have it; the others, ResNets too, ignore it.
     """
@@ -160,14 +163,21 @@ def build(
             replace_tensors(model, lambda x: torch.empty(x.shape, dtype=x.dtype))
             return model
     with disable_current_modes():  # a constructor may be recorded: models/drawing.py
-        intercepted = drawing_modules(architecture)
+        intercepted = random_draws(architecture).modules
     return assemble(architecture, activation_checkpointing, intercepted)
 
 
+@dataclass(frozen=True)
+class RandomDraws:
+    """Random numbers that a model draws in training by functions."""
+
+    modules: list[int]  # numbers of the modules whose `F.dropout` has to be intercepted
+    mistakes: list[str]  # draws that do not belong to a sample, which only training makes
+
+
 @cache
-def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
-    """Numbers of the modules that draw by functions which can be intercepted. UserError for
-    others.
+def random_draws(architecture: OpenCLIPArchitecture) -> RandomDraws:
+    """UserError if OpenCLIP cannot build the model.
 
     Runs a forward, which is impossible once an engine shards parameters as they are created: they
     are empty. `resolve` builds the model's shapes before any engine, and the result is cached.
@@ -182,13 +192,33 @@ def drawing_modules(architecture: OpenCLIPArchitecture) -> list[int]:
         for number in drawing:
             intercept(modules[number], number)
         remaining = find_draws(model, *inputs) if drawing else {}
-        for name, operator in remaining.items():
-            raise UserError(
-                f"model.name (open_clip:{architecture.open_clip}): {name} draws random numbers by "
-                f"{operator}, which would differ with batch.micro_size; switch them off in the "
-                "model's JSON"
-            )
-    return drawing
+    for name in list(remaining):
+        # Hugging Face's encoders draw a number for each layer, also without LayerDrop
+        if getattr(model.get_submodule(name), "layerdrop", None) == 0:
+            del remaining[name]
+    return RandomDraws(drawing, draw_mistakes(model, remaining) if remaining else [])
+
+
+def draw_mistakes(model: Contrastive, draws: dict[str, str]) -> list[str]:
+    """What to change, so that the model makes none of these draws. draws: as of `find_draws`."""
+    architecture = model.architecture
+    where = f"model.name (open_clip:{architecture.open_clip})"
+    config = getattr(getattr(model, "text", None), "config", None)
+    keys = [key for key in UNSEEDED if getattr(config, key, 0) > 0]
+    if not keys:
+        return [
+            f"{where}: {name} draws random numbers by {operator}, which would differ with "
+            "batch.micro_size, so it cannot be trained; switch them off in the model's JSON"
+            for name, operator in draws.items()
+        ]
+    tower = architecture.text_cfg.model_dump()["hf_model_name"]
+    values = ", ".join(f"{key} ({getattr(config, key)})" for key in keys)
+    return [
+        f"{where}: its text tower {tower} has {values} in its config.json. Attention dropout and "
+        "LayerDrop would differ with batch.micro_size, so it cannot be trained; set "
+        f"{' and '.join(keys)} to 0 in a copy of that file, and name the copy's folder in "
+        "text_cfg.hf_model_name of a copy of the model's JSON"
+    ]
 
 
 def assemble(

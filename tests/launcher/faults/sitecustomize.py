@@ -7,7 +7,7 @@ FAULT=loader:1    the same in a loader worker, in the sixth batch; loader:1:0: i
 FAULT=engine:1    the same while it builds its engine
 FAULT=alone:1     rank 1 raises what all ranks raise together otherwise
 FAULT=sleep:1     rank 1 stays outside of any collective from its fifth step on
-FAULT=save:1      the same within its first save, and the others outside of theirs
+FAULT=save:1      the same within its first save, and the others outside of theirs; a save counts as a hang after 4 s
 FAULT=slow:1      its saves take 13 s
 FAULT=memory:1    it runs out of memory in the first forward of its sixth step, once
 FAULT=drag:1      its forward passes take 0.2 s longer; ranks are compared every 0.5 s
@@ -127,6 +127,8 @@ def plant(trainer):
         if fault == "snapshot" and mine and self.step >= step:
             self.engine.state_fragments = broken
         if fault == "save" and mine:
+            watchdog = sys.modules["launcher.runtime.watchdog"]
+            watchdog.LIMITS[watchdog.Phase.SAVE] = 4.0
             self.call("phase", "save")
             sleep()
         if fault == "save":
