@@ -162,10 +162,10 @@ def test_places_on_the_hub():
 
 
 def test_the_tables_tags_are_openclips():
+    """Those of the installed one, and more if the table is of a newer one."""
     pytest.importorskip("open_clip", exc_type=ImportError)
     sys.path.insert(0, str(ROOT / "scripts"))
-    from openclip_tags import table
+    from openclip_tags import FILE, table
 
-    assert table() == json.loads(
-        (ROOT / "clip_train" / "models" / "openclip_tags.json").read_text()
-    )
+    tags = json.loads(FILE.read_text())["tags"]
+    assert len(table()) >= 196 and table().items() <= tags.items()
