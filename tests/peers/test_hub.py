@@ -128,6 +128,10 @@ def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
             "me/other has neither open_clip_model.safetensors nor open_clip_pytorch_model.bin",
         ),
         ("hf-hub:me/nothing", "RepositoryNotFoundError"),
+        (
+            "hf-hub:laion/CLIP-ViT-B-32-laion2b-s34b-b79k",
+            "did you mean hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+        ),
         ("hf-hub:me/clip@never", "RevisionNotFoundError"),
     ):
         _, said = fetch(hub, place, tmp_path / "home")
