@@ -365,10 +365,10 @@ def _precision(keys: Keys, notes: Notes, precision: str, given: bool) -> None:
 def _loss(keys: Keys, notes: Notes, flags: Flags, world_size: int) -> None:
     """The loss, and where OpenCLIP's gradient is another than that of the batch."""
     coca = "coca" in str(flags.get("model", "")).lower()
-    taught = "distill-model" in flags and "distill-pretrained" in flags
-    if "siglip" in flags and (coca or taught):
+    distilled = "distill-model" in flags and "distill-pretrained" in flags
+    if "siglip" in flags and (coca or distilled):
         raise UserError(
-            f"--siglip with {'--distill-model' if taught else flags['model']}: OpenCLIP's loss for "
+            f"--siglip with {'--distill-model' if distilled else flags['model']}: OpenCLIP's loss for "
             "it takes no bias; remove --siglip"
         )
     if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
@@ -379,7 +379,7 @@ def _loss(keys: Keys, notes: Notes, flags: Flags, world_size: int) -> None:
     if not coca:
         idle.append(("coca-caption-loss-weight", "a CoCa"))
         idle.append(("coca-contrastive-loss-weight", "a CoCa"))
-    if not taught:
+    if not distilled:
         idle.append(("distill-model", "--distill-pretrained"))
         idle.append(("distill-pretrained", "--distill-model"))
     for flag, needed in idle:
