@@ -352,7 +352,7 @@ def _precision(keys: Keys, notes: Notes, precision: str, given: bool) -> None:
     elif precision == "amp" and given:
         text = (
             f"{CHECK}computes in fp16 there and in bf16 here, with fp32 master weights and loss; "
-            "engine.precision=fp16, with engine.kind=deepspeed, computes in fp16"
+            "engine.precision=fp16 computes in fp16"
         )
         notes.append(("--precision amp", text))
     elif precision == "amp":
