@@ -220,7 +220,9 @@ def caption_loss(model: Any, batch: Batch) -> torch.Tensor:
     import open_clip
 
     out = open_clip.CoCa.forward(model, model.pixels(batch.images), batch.texts)
-    return F.cross_entropy(out["logits"].flatten(0, 1), out["labels"].flatten(), ignore_index=0)
+    targets = batch.texts[:, 1:]
+    logits = out["logits"][:, : targets.shape[1]]  # 3.3 has left the last ones out itself
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
 
 
 def small_towers(**vision: Any) -> Any:

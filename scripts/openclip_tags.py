@@ -2,7 +2,7 @@
 
     .venv-peers/bin/python scripts/openclip_tags.py
 
-Of models that are OpenCLIP's own (no tower of timm or of transformers, no decoder) and that lie on the hub.
+Run it with the newest OpenCLIP. The file names its version.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+FILE = ROOT / "clip_train" / "models" / "openclip_tags.json"
 
+import tests.peers.torchvision_shim  # noqa: E402, F401, I001  before open_clip
 import open_clip  # noqa: E402
-
-import tests.peers.torchvision_shim  # noqa: E402, F401  before open_clip
 
 
 def table() -> dict[str, str]:
-    """MODEL/TAG -> repository, or repository and file."""
-    found = {}
-    for model, tag in open_clip.list_pretrained():
-        config = open_clip.get_model_config(model)
-        towers = config["vision_cfg"], config["text_cfg"]
-        foreign = {
-            key for tower in towers for key in tower if key in ("timm_model_name", "hf_model_name")
-        }
-        place = open_clip.get_pretrained_cfg(model, tag).get("hf_hub", "").rstrip("/")
-        if place and not foreign and "multimodal_cfg" not in config:
-            found[f"{model}/{tag}"] = place
-    return found
+    """MODEL/TAG -> repository, or repository and file. Tags that are not on the hub are left out."""
+    repositories = {
+        f"{model}/{tag}": open_clip.get_pretrained_cfg(model, tag).get("hf_hub", "").rstrip("/")
+        for model, tag in open_clip.list_pretrained()
+    }
+    return {tag: repository for tag, repository in repositories.items() if repository}
 
 
 if __name__ == "__main__":
-    file = ROOT / "clip_train" / "models" / "openclip_tags.json"
-    file.write_text(json.dumps(table(), indent=1, sort_keys=True) + "\n")
-    print(f"{file}: {len(table())} tags of OpenCLIP {open_clip.__version__}")
+    tags = table()
+    content = {"open_clip": open_clip.__version__, "tags": dict(sorted(tags.items()))}
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{FILE}: {len(tags)} tags of OpenCLIP {open_clip.__version__}")

@@ -5,6 +5,7 @@
 #   PYTHON=python3.12 scripts/setup_peers.sh
 #
 # Run it again at any time: what is there already is left alone.
+# Another OpenCLIP, such as its main branch: PYTHONPATH=CHECKOUT/src before the command of the last line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv-peers}

@@ -22,6 +22,7 @@ from clip_tools.openclip.flags import (
     DEFAULTS,
     FLAGS,
     LISTS,
+    MAIN_ONLY,
     OLDER_KEYS,
     REASONS,
     SWITCH_KEYS,
@@ -33,22 +34,31 @@ from clip_train.data.decode import IMAGE_EXTENSIONS
 from clip_train.data.shards import TABLES, expand_braces, split_sources
 from clip_train.errors import UserError
 from clip_train.models import hub
-from clip_train.models.config import preset_names
-from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
+from clip_train.models.config import Architecture, load_architecture, preset_names
+from clip_train.models.openclip.config import PREFIX
 from clip_train.recipe.names import SAME
 
 CHECK = "CHECK: "  # begins a note on a key that may be wrong; such a note is also a warning
 PER_SHARD = 10_000  # samples that img2dataset puts into one
 PRECISIONS = dict.fromkeys(("fp16", "pure_fp16", "amp_fp16"), "fp16") | {"fp32": "fp32"}
 LOW_WEIGHTS = ("fp16", "pure_fp16", "bf16", "pure_bf16")  # whose weights are not fp32 in OpenCLIP
-NAFLEX = {"use-naflex", "force-naflex-vision"}  # without them, their options do nothing
+NAFLEX = ("use-naflex", "force-naflex-vision")
+# Names of models that OpenCLIP trains on something else than square images and their texts.
+OTHER_MODELS = {
+    "genlip": "it learns to write captions alone",
+    "genlap": "it reads audio",
+    "clap": "it reads audio",
+    "naflex": "images of native resolution (NaFlex) are not supported",
+}
+IMAGE_SUFFIXES = {"jpg", "png", "jpeg", "webp"}  # that OpenCLIP reads unless --image-key is given
+FALLBACK = 1e-9  # the weight of a caption that is read only if the sample lacks the others
 TRACKERS = ("wandb", "tensorboard")
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
 BESIDE = "-clip-train"  # our folder is beside OpenCLIP's, which holds checkpoints of its own
 AUGMENTATIONS = ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob")
 # Models whose text tower OpenCLIP starts from pretrained weights of Hugging Face's hub.
-HF_TOWER = re.compile(r"(coca_)?(xlm-)?roberta-.*|mt5-.*|nllb-.*")
+HF_TOWER = re.compile(r"(coca_)?(xlm-)?roberta-.*|mt5-.*|nllb-.*|gte-modernbert-.*")
 PER_NODE = re.compile(r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)")
 NODES = re.compile(r"--(?:nnodes?|nodes)[= ](\d+)")
 IN_ALL = re.compile(r"(?:--ntasks[= ]|\s-np? )(\d+)")
@@ -70,7 +80,9 @@ def read_command(text: str) -> tuple[dict[str, Any], int | None]:
         words = list(lexer)
     except ValueError as e:
         raise UserError(f"this is not a command line: {e}; quote it as one argument") from None
-    starts = [i + 1 for i, word in enumerate(words) if re.search(r"(^|[./])main(\.py)?$", word)]
+    starts = [
+        i + 1 for i, word in enumerate(words) if re.search(r"(^|[./])(legacy_)?main(\.py)?$", word)
+    ]
     start = starts[0] if starts else 0
     ends = [i for i, word in enumerate(words) if word[0] == "#" or not word.strip(";<>|&")]
     end = next((i for i in ends if i >= start), len(words))
@@ -114,18 +126,15 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
-    changes = _changes(flags)
-    notes = [
-        (f"--{flag}", f"{CHECK if flag in changes else ''}{REASONS[flag]}".replace("`", ""))
-        for flag in flags
-        if flag in REASONS
-    ]
-    notes += [
+    _refuse_other_inputs(flags)
+    notes: Notes = [
         (f"--{flag}", f"{CHECK}{name} is a variable of a script: replace it by its value")
         for flag, value in flags.items()
         for name in VARIABLE.findall(str(value))[:1]
     ]
     all_flags = {**DEFAULTS, **flags}
+    if MAIN_ONLY & flags.keys():  # whose default it is
+        all_flags["precision"] = flags.get("precision", "amp_bf16")
     per_rank = whole("--batch-size", all_flags["batch-size"])
     cut = whole("--accum-freq", all_flags["accum-freq"])
     keys: Keys = {"batch.global_size": per_rank * cut * world_size, "batch.micro_size": per_rank}
@@ -136,87 +145,256 @@ def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     for flag, fixed in SWITCH_KEYS.items():
         if flag in flags and ("fsdp" in flags or not flag.startswith("fsdp")):
             keys |= fixed
-    if layer_decay(flags) is not None:
-        keys["optim.layer_decay"] = layer_decay(flags)
     _widths(keys, notes, flags)
     _model(keys, notes, all_flags)
+    changes = _changes(flags, keys)
+    reasons = [
+        (f"--{flag}", f"{CHECK if flag in changes else ''}{REASONS[flag]}".replace("`", ""))
+        for flag in flags
+        if flag in REASONS
+    ]
+    notes = reasons + notes
     _overrides(keys, notes, flags)
     _data(keys, notes, flags)
     _schedule(keys, notes, all_flags)
-    keys["optim.name"] = str(flags.get("opt", "adamw")).lower().removeprefix("timm/")
+    _optimizer(keys, notes, flags)
     _places(keys, notes, flags)
     _augmentation(keys, notes, flags.get("aug-cfg", []))
-    precision = str(all_flags["precision"])
-    ours = PRECISIONS.get(precision, "bf16")
-    keys["engine.precision"] = ours
-    if precision in LOW_WEIGHTS:
-        notes.append(
-            (
-                f"--precision {precision}",
-                f"{CHECK}OpenCLIP's weights and moments are {ours} there; here they are fp32, and "
-                f"only the arithmetic is {ours}",
-            )
-        )
+    _precision(keys, notes, str(all_flags["precision"]), given="precision" in flags)
+    _loss(keys, notes, flags, world_size)
     if "data.val" in keys:  # OpenCLIP's val_loss is a mean over batches of this size
         keys["evaluate.batch_size"] = per_rank
-    if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
-        keys["loss.exchange"] = "gather"
-    remarks = [
-        (
-            cut > 1,
-            "--accum-freq",
-            f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it",
-        ),
-        (
-            ours not in precision,
-            f"--precision {precision}",
-            f"{'' if 'precision' in flags else 'the default of OpenCLIP 3.3.0; '}{ours} here, with "
-            "fp32 master weights and loss",
-        ),
-        (
-            "siglip" not in flags and "loss-dist-impl" in flags,
-            "--loss-dist-impl",
-            "for --siglip only",
-        ),
-    ]
-    return keys, notes + [(flag, text) for holds, flag, text in remarks if holds]
+    if cut > 1:
+        notes.append(
+            (
+                "--accum-freq",
+                f"{cut} micro-batches; batch.kept_graphs=all is faster where memory allows it. "
+                f"OpenCLIP's gradients of logit_scale and logit_bias are {cut} times too large",
+            )
+        )
+    return keys, notes
 
 
-def _changes(flags: Flags) -> set[str]:
+def _refuse_other_inputs(flags: Flags) -> None:
+    """UserError for a command that trains on something else than square images and their texts."""
+    kind = str(flags.get("dataset-type", "auto"))
+    if "audio" in kind:
+        raise UserError(
+            f"--dataset-type {kind}: only images and texts can be trained on; remove it"
+        )
+    given = [f"--{flag}" for flag in NAFLEX if flag in flags]
+    if any(re.fullmatch(r"naflex=(?!False).*", each) for each in flags.get("aug-cfg", [])):
+        given.append("--aug-cfg naflex")
+    if given:
+        raise UserError(
+            f"{given[0]}: images of native resolution (NaFlex) are not supported; all images have "
+            "one size here. Remove it and its options, and set the size with --force-image-size"
+        )
+    for flag in ("model", "distill-model"):
+        name = str(flags.get(flag, ""))
+        for part, reason in OTHER_MODELS.items():
+            if part in name.lower():
+                raise UserError(
+                    f"--{flag} {name} cannot be trained here: {reason}. Choose a model of square "
+                    "images and texts"
+                )
+
+
+def _changes(flags: Flags, keys: Keys) -> set[str]:
     """The flags without a key that change what is trained, so that the recipe must be checked."""
     changes = set(CHANGES & flags.keys())
-    for flag, clips in (("image-mean", IMAGE_MEAN), ("image-std", IMAGE_STD)):
-        if flag in flags and [as_value(each) for each in flags[flag]] != list(clips):
+    named = keys["model.name"] in preset_names()
+    usual_pixels: dict[str, Any] = {}
+    if named:
+        architecture = load_architecture(keys["model.name"])
+        usual_pixels["image-mean"] = architecture.image_mean
+        usual_pixels["image-std"] = architecture.image_std
+    for flag in ("image-mean", "image-std"):
+        if flag in flags and tuple(map(as_value, flags[flag])) != usual_pixels.get(flag):
             changes.add(flag)
     for flag, usual in (
         ("image-interpolation", "bicubic"),
         ("interpolation", "bicubic"),
-        ("image-resize-mode", "shortest"),
         ("resume", "latest"),
     ):
         if flags.get(flag, usual) != usual:
             changes.add(flag)
     if "square-resize-only" in flags:
         changes.add("square-resize-only")
-    if NAFLEX & flags.keys():
-        changes |= {flag for flag in flags if "naflex" in flag}
-    decays = {flag for flag in flags if flag.endswith("-layer-decay")}
-    if decays and layer_decay(flags) is None:
-        changes |= decays
-    if decays and "text-pooler-own-group" in flags:
-        changes.add("text-pooler-own-group")
-    suffixes = filter(None, re.split(r"[;,]", str(flags.get("image-key", "")).lower()))
-    if not set(suffixes) <= set(IMAGE_EXTENSIONS):
-        changes.add("image-key")
+    if "length-bucketing" in flags and not named:  # of texts that vary in length
+        changes.add("length-bucketing")
+    if flags.keys() & {"text-layer-decay", "lock-text"}:  # poolers are in other models only
+        changes |= {"text-pooler-own-group"} & flags.keys()
+    if "image-key" in flags:
+        suffixes = set(re.split(r"[;,]", str(flags["image-key"]).lower())) - {""}
+        if not IMAGE_SUFFIXES <= suffixes <= set(IMAGE_EXTENSIONS):
+            changes.add("image-key")
     return changes
 
 
-def layer_decay(flags: Flags) -> Any:
-    """The factor of both towers; None if they differ or only one is given."""
-    values = {name: as_value(flags.get(f"{name}-layer-decay")) for name in ("text", "image")}
-    if "visual-layer-decay" in flags:
-        values["image"] = as_value(flags["visual-layer-decay"])
-    return values["text"] if values["text"] == values["image"] else None
+def _optimizer(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """Its name, the rates of layers, and what does not decay."""
+    given = str(flags.get("opt", "adamw")).lower()
+    name = keys["optim.name"] = given.removeprefix("timm/")
+    if given.startswith("timm/"):
+        keys.setdefault("optim.beta2", 0.999)  # timm's defaults
+        keys.setdefault("optim.eps", 1e-8)
+        if name != "adamw":
+            notes.append(
+                (
+                    f"--opt {given}",
+                    f"{CHECK}optim.name={name} is not timm's: momentum, factors and weight decay "
+                    "differ (docs/recipe.md)",
+                )
+            )
+        if "lr" not in flags:
+            notes.append(
+                ("--lr", f"{CHECK}is not given; OpenCLIP has no default with --opt {given}")
+            )
+    vit = own_vit(keys["model.name"])
+    _layer_decay(keys, notes, flags, vit)
+    if vit is not None and MAIN_ONLY & flags.keys():
+        keys["optim.no_decay"] = [
+            "positional_embedding",
+            "visual.positional_embedding",
+            *keys.get("optim.no_decay", []),
+        ]
+    elif MAIN_ONLY & flags.keys():
+        notes.append(
+            (
+                "--wd",
+                f"{CHECK}OpenCLIP 4 does not let positional embeddings and the like decay; name "
+                f"those of {keys['model.name']} in optim.no_decay",
+            )
+        )
+
+
+def own_vit(name: str) -> Architecture | None:
+    """The model, if its blocks and embeddings have the names of clip-train's own ViTs."""
+    if name.startswith(PREFIX):
+        return None
+    try:
+        architecture = load_architecture(name)
+    except UserError:  # a JSON that does not exist yet
+        return None
+    return architecture if isinstance(architecture, Architecture) else None
+
+
+def _layer_decay(keys: Keys, notes: Notes, flags: Flags, vit: Architecture | None) -> None:
+    """The rates of layers. In OpenCLIP the norm behind the blocks has the rate of the last block;
+    `optim.layer_decay` leaves it the full one.
+
+    vit: the model; None for one whose layers are not numbered.
+    """
+    decays: dict[str, float] = {}  # by tower
+    given: list[str] = []
+    for flag, tower in (
+        ("text-layer-decay", "text"),
+        ("image-layer-decay", "image"),
+        ("visual-layer-decay", "image"),
+    ):
+        decay = as_value(flags.get(flag, 1))
+        if not isinstance(decay, int | float):
+            raise UserError(f"--{flag} ({decay}) must be a number; put the number in")
+        if decay != 1:
+            decays[tower] = decay
+            given.append(flag)
+    if not decays:
+        return
+    if vit is None:
+        for flag in given:
+            notes.append(
+                (
+                    f"--{flag}",
+                    f"{CHECK}is not translated for {keys['model.name']}: give the factors in "
+                    "optim.lr_multipliers, by the names of its parameters",
+                )
+            )
+        return
+    image, text = decays.get("image"), decays.get("text")
+    if image is not None and image == text:
+        keys["optim.layer_decay"] = image
+        keys["optim.lr_multipliers"] = {"visual.ln_post.*": image, "*ln_final.*": image}
+        return
+    multipliers: dict[str, float] = {}
+    if image is not None:
+        layers, blocks = vit.vision_cfg.layers, "visual.transformer.resblocks"
+        multipliers["visual.ln_post.*"] = image
+        multipliers |= rates_of_blocks(image, layers, blocks)
+        for name in ("conv1.*", "*_embedding", "ln_pre.*"):
+            multipliers[f"visual.{name}"] = round(image ** (layers + 1), 12)
+    if text is not None:
+        layers, blocks = vit.text_cfg.layers, "transformer.resblocks"
+        multipliers["ln_final.*"] = text
+        multipliers |= rates_of_blocks(text, layers, blocks)
+        for name in ("token_embedding.*", "positional_embedding"):
+            multipliers[name] = round(text ** (layers + 1), 12)
+    keys["optim.lr_multipliers"] = multipliers
+
+
+def rates_of_blocks(decay: float, layers: int, blocks: str) -> dict[str, float]:
+    """The factor of each block, the last one first."""
+    return {
+        f"{blocks}.{layer}.*": round(decay ** (layers - layer), 12)
+        for layer in reversed(range(layers))
+    }
+
+
+def _precision(keys: Keys, notes: Notes, precision: str, given: bool) -> None:
+    ours = PRECISIONS.get(precision, "bf16")
+    keys["engine.precision"] = ours
+    if precision in LOW_WEIGHTS:
+        text = (
+            f"{CHECK}OpenCLIP's weights and moments are {ours} there; here they are fp32, and "
+            f"only the arithmetic is {ours}"
+        )
+        notes.append((f"--precision {precision}", text))
+    elif precision == "amp" and given:
+        text = (
+            f"{CHECK}computes in fp16 there and in bf16 here, with fp32 master weights and loss; "
+            "engine.precision=fp16 computes in fp16"
+        )
+        notes.append(("--precision amp", text))
+    elif precision == "amp":
+        text = (
+            "the default of OpenCLIP 3.3.0; bf16 here, as in 4.x, with fp32 master weights and loss"
+        )
+        notes.append(("--precision amp", text))
+
+
+def _loss(keys: Keys, notes: Notes, flags: Flags, world_size: int) -> None:
+    """The loss, and where OpenCLIP's gradient is another than that of the batch."""
+    coca = "coca" in str(flags.get("model", "")).lower()
+    distilled = "distill-model" in flags and "distill-pretrained" in flags
+    if "siglip" in flags and (coca or distilled):
+        raise UserError(
+            f"--siglip with {'--distill-model' if distilled else flags['model']}: OpenCLIP's loss for "
+            "it takes no bias; remove --siglip"
+        )
+    if "siglip" in flags and flags.get("loss-dist-impl") == "gather":
+        keys["loss.exchange"] = "gather"
+    idle = []
+    if "siglip" not in flags:
+        idle.append(("loss-dist-impl", "--siglip"))
+    if not coca:
+        idle.append(("coca-caption-loss-weight", "a CoCa"))
+        idle.append(("coca-contrastive-loss-weight", "a CoCa"))
+    if not distilled:
+        idle.append(("distill-model", "--distill-pretrained"))
+        idle.append(("distill-pretrained", "--distill-model"))
+    for flag, needed in idle:
+        if flag in flags:
+            keys.pop(SAME.get(flag, ""), None)
+            notes.append((f"--{flag}", f"does nothing there without {needed}; left out"))
+    if world_size == 1 or "siglip" in flags or "gather-with-grad" in flags:
+        return
+    if "local-loss" in flags:
+        text = "without it, --local-loss gives a gradient of another direction there"
+    else:
+        text = f"without it, the gradient of the towers is 1/{world_size} of the batch's there"
+    check = CHECK if "grad-clip-norm" in flags else ""
+    more = ", so that --grad-clip-norm clips more" if check else ""
+    notes.append(("--gather-with-grad", f"{check}{text}; here it is the batch's{more}"))
 
 
 def as_value(text: Any) -> Any:
@@ -278,7 +456,7 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
-    has_weights = "pretrained" in flags
+    has_weights = bool(flags.get("pretrained"))
     start = f"{known}-start.pt"
     registered = f"open_clip.add_model_config('{config_file}'); " if own else ""
     pretrained_image = "pretrained-image" in flags and not has_weights
@@ -299,6 +477,11 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
     if locked:
         keys.pop("model.lock_text_unlocked_layers", None)
     remarks = [
+        (
+            quick and keys["model.name"].startswith(PREFIX) and not own,
+            "--force-quick-gelu",
+            f'{CHECK}if OpenCLIP has no model {known}, give its JSON with "quick_gelu": true',
+        ),
         (
             own and quick and not description.get("quick_gelu"),
             "--force-quick-gelu",
@@ -329,9 +512,9 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         (
             locked,
             "--lock-text",
-            f"{CHECK}OpenCLIP leaves the projection of {known} trainable, and its LayerNorms "
-            "unless --lock-text-freeze-layer-norm is given. Name what is frozen in "
-            "model.freeze, such as text.transformer.*",
+            f"{CHECK}OpenCLIP 3.3.0 leaves the projection of {known} trainable, 4.x locks it too; "
+            "both leave its LayerNorms trainable unless --lock-text-freeze-layer-norm is given. "
+            "Name what is frozen in model.freeze, such as text.transformer.*",
         ),
     ]
     notes += [(flag, text) for holds, flag, text in remarks if holds]
@@ -402,12 +585,7 @@ def unknown_tag(place: object) -> str | None:
 
 
 def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
-    kind = str(flags.get("dataset-type", "auto"))
-    if "audio" in kind:
-        raise UserError(
-            f"--dataset-type {kind}: only images and texts can be trained on; remove it"
-        )
-    if kind == "synthetic":
+    if flags.get("dataset-type") == "synthetic":
         keys["data.kind"] = "synthetic"
         keys.pop("data.train", None)
         keys.setdefault("data.num_samples", SYNTHETIC_SAMPLES)
@@ -421,12 +599,7 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
                 _source(f"--{flag}", each, notes, flags) for each in sources
             )
     _epoch(keys, notes, flags)
-    for flag, prefix in (("text-key", ""), ("json-text-key", "json.")):
-        if flag in flags:
-            names = [prefix + name for name in str(flags[flag]).split(";") if name]
-            shares = map(as_value, flags.get("json-text-key-probs", []))
-            weights = {name: share for name, share in zip(names, shares, strict=False) if share}
-            keys["data.caption_key"] = weights or names
+    _captions(keys, notes, flags)
     if "train-data-upsampling-factors" in flags and "data.train" in keys:
         factors = str(flags["train-data-upsampling-factors"]).split("::")
         # There, each shard has its factor. Too many factors stay, for the check of the recipe.
@@ -444,6 +617,35 @@ def _data(keys: Keys, notes: Notes, flags: Flags) -> None:
                     "data.train_weights by that",
                 )
             )
+
+
+def _captions(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """Where the captions are, and how they are drawn."""
+    for flag, prefix in (("text-key", ""), ("json-text-key", "json.")):
+        if flag in flags:
+            keys["data.caption_key"] = [
+                prefix + name for name in str(flags[flag]).split(";") if name
+            ]
+    if "json-text-key-probs" not in flags:
+        return
+    if "json-text-key" not in flags:
+        text = "does nothing there without --json-text-key; left out"
+        notes.append(("--json-text-key-probs", text))
+        return
+    names = keys["data.caption_key"]
+    given = [as_value(share) for share in flags["json-text-key-probs"]]
+    if len(given) > len(names):
+        raise UserError(
+            f"--json-text-key-probs ({' '.join(flags['json-text-key-probs'])}) has more numbers "
+            f"than --json-text-key has names ({len(names)}); remove some"
+        )
+    shares = given + [0] * (len(names) - len(given))
+    # OpenCLIP reads a caption of weight 0 from samples that have none of the others.
+    fallbacks = [name for name, share in zip(names, shares, strict=True) if not share]
+    weights = {name: share for name, share in zip(names, shares, strict=True) if share}
+    for rank, name in enumerate(fallbacks, start=1):
+        weights[name] = FALLBACK**rank
+    keys["data.caption_key"] = weights
 
 
 def _epoch(keys: Keys, notes: Notes, flags: Flags) -> None:
@@ -517,6 +719,12 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
                 notes.append(
                     (f"--{flag}", f"does nothing there with --lr-scheduler {name}; left out")
                 )
+    if (
+        name == "const-cooldown"
+        and "epochs-cooldown" not in flags
+        and "skip-scheduler" not in flags
+    ):
+        raise UserError("--lr-scheduler const-cooldown needs --epochs-cooldown; add it")
     whole("run.epochs", keys["run.epochs"])
     warmup = whole("schedule.warmup_steps", keys["schedule.warmup_steps"])
     keys["checkpoint.every_minutes"] = 60

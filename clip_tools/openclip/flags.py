@@ -1,8 +1,8 @@
 """OpenCLIP's flags: the corresponding keys, or the reason why there is none.
 
-The flags of version 3.3.0 (`open_clip_train/params.py`), additional ones of its main branch
-(`NEWER`), and a few older ones. docs/from_openclip.md shows `meaning` for each flag, and so does a
-verb that is given one.
+The flags of version 3.3.0 (`open_clip_train/params.py`), additional ones of its main branch of
+2026-06-27 (`MAIN_ONLY`; releases 4.x come from it), and a few older ones. docs/from_openclip.md
+shows `meaning` for each flag, and so does a verb that is given one.
 """
 
 import math
@@ -85,14 +85,19 @@ OWN = {
     "fsdp-offload-cpu": "`engine.offload=optimizer`: master weights and moments",
     "text-key": "`data.caption_key`",
     "json-text-key": "`data.caption_key`, each name with the prefix `json.`",
-    "json-text-key-probs": "`data.caption_key`: names with weights",
+    "json-text-key-probs": "`data.caption_key`: names with weights; a name without one, which is read "
+    "only if the sample lacks the others, gets 1e-9",
+    "image-layer-decay": "`optim.layer_decay` if both towers have one value, and "
+    "`optim.lr_multipliers`",
+    "text-layer-decay": "as `--image-layer-decay`",
+    "visual-layer-decay": "as `--image-layer-decay`",
     "logs": "`run.dir`, in a separate folder: `DIR-clip-train/NAME`",
     "loss-dist-impl": "`loss.exchange`: `gather` for `gather`, `ring` for the others",
     "lr-scheduler": "`schedule.name`",
     "model": "`model.name`; `open_clip:NAME` for towers that OpenCLIP builds",
     "name": "`run.name`",
     "opt": "`optim.name`",
-    "precision": "`engine.precision`: `amp` becomes bf16, `fp32` and `fp16` stay",
+    "precision": "`engine.precision`: `amp`, which is fp16 there, becomes bf16; `fp32` and `fp16` stay",
     "pretrained": "`model.init_from`",
     "pretrained-image": "`model.init_image_from`: a file with the tower's weights",
     "distill-model": "`model.teacher_name`",
@@ -124,10 +129,9 @@ NOTES = {
     "save-most-recent": "always on: `checkpoint.keep_last`",
     "resume": "a run resumes automatically from its newest "
     "checkpoint; OpenCLIP's epoch_K.pt can be `model.init_from` (weights only)",
-    "image-mean": "set `image_mean` in the model's JSON",
-    "image-std": "set `image_std` in the model's JSON",
+    "image-mean": "set `image_mean` in a JSON of the model",
+    "image-std": "set `image_std` in a JSON of the model",
     "image-interpolation": "bicubic with antialiasing; in evaluation as the weights were trained",
-    "image-resize-mode": "set `data.resize`; auto takes it from the weights",
     "force-custom-text": "not needed: all models have one layout of weights",
     "torchscript": "not for training; `engine.compile` compiles",
     "trace": "not for training; `engine.compile` compiles",
@@ -146,10 +150,10 @@ NOTES = {
     "log-every-n-steps": "every step is recorded",
     "lock-text-freeze-layer-norm": "a locked tower is locked completely",
 }
-_AUDIO = "not translated; `data.inputs` can train audio and text (docs/extending.md)"
+_AUDIO = "does nothing for images; `data.inputs` can train audio and text (docs/extending.md)"
 _SQUARES = "not supported: all images have one size, `model.image_size`"
-_ORDER = "not needed: the seed fixes the order, and texts are packed or cut at the longest"
-_DECAY = "`optim.layer_decay`, if both towers have one value; per tower: `optim.lr_multipliers`"
+_NAFLEX = "does nothing there without `--use-naflex`, which is not supported"
+_ORDER = "not translated: the seed alone fixes the order; texts are packed or cut at the longest"
 _COMPILED = "`engine.compile` compiles each block with inductor"
 # The same for flags that only the main branch has.
 NEWER = {
@@ -174,9 +178,9 @@ NEWER = {
         ),
         _AUDIO,
     ),
+    **dict.fromkeys(("force-naflex-vision", "use-naflex"), _SQUARES),
     **dict.fromkeys(
         (
-            "force-naflex-vision",
             "naflex-batch-divisor",
             "naflex-loss-scale",
             "naflex-max-text-tokens",
@@ -187,19 +191,18 @@ NEWER = {
             "naflex-patch-sizes",
             "naflex-seq-len-probs",
             "naflex-seq-lens",
-            "use-naflex",
         ),
-        _SQUARES,
+        _NAFLEX,
     ),
     **dict.fromkeys(
         ("bucket-chunk", "bucket-pool", "bucket-prefetch-pools", "length-bucketing"), _ORDER
     ),
-    **dict.fromkeys(("image-layer-decay", "text-layer-decay", "visual-layer-decay"), _DECAY),
     **dict.fromkeys(
         ("torchcompile-backend", "torchcompile-mode", "torchcompile-strategy"), _COMPILED
     ),
     "fsdp-checkpoint": "each rank always writes its share; any layout and engine resumes from it",
-    "image-key": "images are found by their suffix: .jpg, .png, .webp, ...",
+    "image-key": "an image is found by its suffix, .jpg, .jpeg, .png, .webp, ..., and is a sample's "
+    "only one",
     "log-metric-every-n-steps": "every step is recorded",
     "max-image-pixels": "images of more than 89 million pixels are invalid",
     "opt-fallback-list": "`optim.name=muon` uses AdamW outside the blocks' matrices",
@@ -210,6 +213,19 @@ NEWER = {
     "val-retrieval-chunk-size": "retrieval is computed in pieces that fit into memory",
     "val-retrieval-precision": "retrieval is always computed in fp32",
 }
+MAIN_ONLY = NEWER.keys() | {
+    "fsdp",
+    "fsdp-no-reshard-after-forward",
+    "fsdp-offload-cpu",
+    "image-layer-decay",
+    "json-text-key",
+    "json-text-key-probs",
+    "text-key",
+    "text-layer-decay",
+    "visual-layer-decay",
+    "wd-exclude",
+}
+"""The flags of its main branch that 3.3.0 does not have."""
 # Flags of its older versions and branches: first those that have keys.
 OLDER_KEYS = {
     "force-mrl-loss": "`loss.widths`",
@@ -219,7 +235,7 @@ OLDER_KEYS = {
 OLDER = {
     "hf-tokenizer-name": "set in the model's JSON",
     "interpolation": NOTES["image-interpolation"],
-    "square-resize-only": NOTES["image-resize-mode"],
+    "square-resize-only": "set `data.resize`; auto takes it from the weights",
 }
 # Switch -> keys that it sets.
 SWITCH_KEYS: dict[str, dict[str, Any]] = {

@@ -2,8 +2,8 @@
 
     hf-hub:org/name[@revision]            a repository in OpenCLIP's layout
     hf:org/name[@revision]                a repository in transformers' layout
-    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag: by openclip_tags.json,
-                                          and by OpenCLIP's own table where it is installed
+    open_clip:ViT-B-32/laion2b_s34b_b79k  OpenCLIP's model and pretrained tag: by openclip_tags.json
+                                          (scripts/openclip_tags.py), and by the installed OpenCLIP
 
 The only module that imports huggingface_hub, which honors HF_ENDPOINT, HF_HOME, HF_TOKEN and
 HF_HUB_OFFLINE, and resumes a download that was cut.
@@ -14,6 +14,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from clip_train.models.openclip.config import library
 
 PREFIXES = ("hf-hub:", "hf:", "open_clip:")
 TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 _TAGS = Path(__file__).parent / "openclip_tags.json"
 
 
@@ -119,25 +121,39 @@ def resolve(place: str) -> tuple[str, str | None]:
         if match is None:
             raise UserError(f"{place}: write {scheme}:org/name, or {scheme}:org/name@revision")
         return match[1], match[2]
-    known = json.loads(_TAGS.read_text())
-    if name in known:
-        return known[name], None
-    return _by_openclip(place, name, known), None
-
-
-def _by_openclip(place: str, name: str, known: Collection[str]) -> str:
-    """The repository of a tag that is not in the table of this project. UserError."""
+    if "/" not in name:
+        raise UserError(f"{place}: write open_clip:MODEL/TAG, such as {EXAMPLE}")
+    # OpenCLIP itself accepts these spellings of a model and a tag
     model, _, tag = name.rpartition("/")
-    by_name = "the hub's repository itself can be given as hf-hub:REPO, such as hf-hub:org/name"
-    close = difflib.get_close_matches(name, known, n=3)
-    near = f"did you mean {', '.join(close)}? Or " if close else ""
+    model, tag = model.replace("/", "-"), tag.lower().replace("-", "_")
+    known = _known_tags()
+    repository = known.repositories.get(f"{model}/{tag}")
+    return repository or _by_openclip(place, model, tag, known), None
+
+
+@dataclass(frozen=True)
+class KnownTags:
+    """openclip_tags.json."""
+
+    open_clip: str  # its version
+    repositories: dict[str, str]  # by MODEL/TAG; some end with the name of a file
+
+
+def _known_tags() -> KnownTags:
+    content = json.loads(_TAGS.read_text())
+    return KnownTags(content["open_clip"], content["tags"])
+
+
+def _by_openclip(place: str, model: str, tag: str, known: KnownTags) -> str:
+    """The repository of a tag that only the installed OpenCLIP knows. UserError."""
+    name, by_name = f"{model}/{tag}", "give the hub's repository as hf-hub:org/name"
     try:
         open_clip = library(place)
     except UserError:
         raise UserError(
-            f"{place}: this model and tag are not among the {len(known)} that clip-train knows; "
-            f"{near}install OpenCLIP, which knows all of them (pip install 'clip-train[openclip]'); "
-            f"{by_name}"
+            f"{place} is not among the {len(known.repositories)} pretrained tags of OpenCLIP "
+            f"{known.open_clip}, which clip-train knows{_nearest(name, known.repositories)} "
+            f"Otherwise install a newer OpenCLIP (pip install 'clip-train[openclip]'), or {by_name}"
         ) from None
     config = open_clip.get_pretrained_cfg(model, tag) or {}
     if config.get("hf_hub"):
@@ -145,13 +161,27 @@ def _by_openclip(place: str, name: str, known: Collection[str]) -> str:
     if config:
         raise UserError(
             f"{place}: OpenCLIP has these weights at {config.get('url')}, not on the hub: download "
-            f"them, and give the file; {by_name}"
+            f"them, and give the file; or {by_name}"
         )
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    there = f"its tags of {model} are {', '.join(tags)}; " if tags else ""
+    tags = {*known.repositories, *("/".join(pair) for pair in open_clip.list_pretrained())}
     raise UserError(
-        f"{place}: OpenCLIP {open_clip.__version__} has no such model and tag; {near}{there}{by_name}"
+        f"{place} is not a pretrained tag of OpenCLIP {known.open_clip}, nor of the installed "
+        f"{open_clip.__version__}{_nearest(name, tags)} Otherwise {by_name}"
     )
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """The tags that resemble MODEL/TAG, or else the models, as the end of a sentence."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.8)
+    if close:
+        return f": did you mean {', '.join(close)}?"
+    model = name.partition("/")[0]
+    tags = sorted(tag.partition("/")[2] for tag in known if tag.startswith(f"{model}/"))
+    if tags:
+        return f": {model} has the tags {', '.join(tags)}."
+    models = sorted({tag.partition("/")[0] for tag in known})
+    close = difflib.get_close_matches(model, models, n=3, cutoff=0.4)
+    return f": the nearest models are {', '.join(close)}." if close else "."
 
 
 def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:
@@ -168,8 +198,14 @@ def _verified(hub: Any, place: str, repository: str, name: str, revision: str | 
         except hub.errors.EntryNotFoundError:
             raise
         except Exception as e:  # of its HTTP library too, which differs between releases
+            near = ""
+            if isinstance(e, hub.errors.RepositoryNotFoundError):
+                close = difflib.get_close_matches(
+                    repository, set(_known_tags().repositories.values()), n=3, cutoff=0.8
+                )
+                near = f"; did you mean hf-hub:{' or hf-hub:'.join(close)}?" if close else ""
             raise CheckpointError(
-                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}"
+                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}{near}"
             ) from e
         blob = path.resolve()
         if len(blob.name) != 64 or blob.name == sha256_of(blob):

@@ -23,6 +23,7 @@ SAME = {
     "grad-checkpointing": "engine.activation_checkpointing",
     "torchcompile": "engine.compile",
     "dataset-resampled": "data.resampled",
+    "image-resize-mode": "data.resize",
     "imagenet-val": "evaluate.zero_shot_data",
     "lock-image": "model.lock_image",
     "lock-image-freeze-bn-stats": "model.lock_image_freeze_bn_stats",

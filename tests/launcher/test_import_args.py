@@ -11,12 +11,26 @@ from pathlib import Path
 import pytest
 import yaml
 
-from clip_tools.openclip.flags import FLAGS, LISTS, OLDER, OLDER_KEYS, SWITCHES, meaning
+from clip_tools.openclip.flags import (
+    FLAGS,
+    LISTS,
+    MAIN_ONLY,
+    OLDER,
+    OLDER_KEYS,
+    SWITCHES,
+    meaning,
+)
+from clip_train.models.clip import state_shapes
+from clip_train.models.config import load_architecture
+from clip_train.optim.optimizer import lr_factors, without_decay
 from clip_train.recipe.recipe import check_config
 from launcher.cli.main import main
 
 HERE = Path(__file__).parent / "openclip"
-SCRIPTS = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / "lines.txt").read_text(), re.M))
+SCRIPTS, LINES_OF_4 = (
+    dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)+)", (HERE / file).read_text(), re.M))
+    for file in ("lines.txt", "lines_4.txt")
+)
 LINES = {
     name: re.sub(r"^(#SBATCH|EXP_NAME=).*\n", "", text, flags=re.M)
     for name, text in SCRIPTS.items()
@@ -175,8 +189,65 @@ def test_a_documents_command_means_what_openclip_trains(name, capsys):
     assert {key: found.get(key) for key in meant} == meant
     given = set(re.findall(r"--([\w-]+)", LINES[name])) | {"world-size"}
     said = set(re.findall(r"^# --([\w-]+)", text, re.M))
-    # what a recipe cannot do without, and the precision that OpenCLIP takes without being asked
-    assert said - given <= {"train-data", "train-num-samples", "precision"}
+    # what a recipe cannot do without, the precision that OpenCLIP takes without being asked, and
+    # the flag without which it has another gradient
+    assert said - given <= {"train-data", "train-num-samples", "precision", "gather-with-grad"}
+
+
+SYNTHETIC = {
+    "data.kind": "synthetic", "data.num_samples": 16, "data.train": None, "schedule.warmup_steps": 1,
+    "optim.lr": 1e-3, "optim.weight_decay": 0.1, "run.epochs": 1, "checkpoint.every_steps": 4,
+}  # fmt: skip
+# What each becomes, with its warnings, or why it is refused.
+OF_4 = {
+    "tests/test_training_simple.py, training": (
+        SYNTHETIC | {"model.name": "RN50", "batch.global_size": 4, "optim.beta2": 0.999}, set()
+    ),
+    "tests/test_training_simple.py, training_coca": (
+        SYNTHETIC | {"model.name": "open_clip:coca_ViT-B-32", "loss.caption_weight": None}, set()
+    ),
+    "tests/test_training_simple.py, training_mt5": (
+        SYNTHETIC | {
+            "model.name": "open_clip:mt5-base-ViT-B-32", "model.init_from": "mt5-base-ViT-B-32-start.pt",
+            "model.lock_text": None,
+        },
+        {"model", "lock-text"},
+    ),
+    "tests/test_training_simple.py, training_unfreezing_vit": (
+        SYNTHETIC | {
+            "model.name": "ViT-B-32", "model.lock_image": True, "model.lock_image_unlocked_groups": 5,
+            "batch.global_size": 8, "batch.micro_size": 4, "checkpoint.every_steps": 2,
+        },
+        set(),
+    ),
+    "tests/test_params.py, opt_kwargs": (
+        {"optim.name": "adamw", "optim.no_decay": None}, {"opt-kwargs", "wd", "train-data", "train-num-samples"}
+    ),
+    "tests/test_params.py, val_retrieval_precision": (
+        {"model.name": "RN50", "engine.precision": "bf16"}, {"wd", "train-data", "train-num-samples"}
+    ),
+    "tests/test_naflex.py, naflex_args": "--use-naflex: images of native resolution (NaFlex) are not supported",
+    "tests/test_naflex_timm_conversion.py, force_naflex_vision": "--force-naflex-vision: images of native resolution",
+    "tests/test_naflex_audio_data.py, genlap": "--model naflexgenlap_test_1d cannot be trained here: it reads audio",
+    "tests/test_naflexclap.py, naflexclap": "--model naflexclap_test cannot be trained here: it reads audio",
+    "README.md, Evaluating CLAP on ESC-50": "--model CLAP-HTSAT-tiny-Roberta-base-fused cannot be trained here",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(LINES_OF_4))
+def test_a_command_of_openclip_4(name, capsys):
+    meant = OF_4[name]
+    if isinstance(meant, str):
+        assert main(["import-args", LINES_OF_4[name]]) == 2
+        assert meant in capsys.readouterr().err
+        return
+    keys, warned = meant
+    recipe, text = imported(capsys, LINES_OF_4[name], "--world-size", "1")
+    found = {
+        f"{section}.{key}": value for section in recipe for key, value in recipe[section].items()
+    }
+    assert {key: found.get(key) for key in keys} == keys
+    assert set(re.findall(r"^# --([\w-]+): CHECK: ", text, re.M)) == warned
 
 
 # Of a flag that needs others, and where 1 would be no value of it, or OpenCLIP's own.
@@ -190,19 +261,55 @@ BESIDES = {
 VALUES = {
     "accum-freq": "2", "aug-cfg": "scale='(0.4, 1.0)'", "beta1": "0.5", "beta2": "0.5", "dataset-type": "synthetic",
     "force-image-size": "64", "force-patch-dropout": "0.5", "lr-cooldown-power": "2", "lr-scheduler": "const",
-    "model": "ViT-B-16", "momentum": "0.5", "opt": "muon", "precision": "fp32", "pretrained": "openai",
+    "model": "ViT-B-16", "momentum": "0.5",
+    "image-layer-decay": "0.8", "text-layer-decay": "0.8", "visual-layer-decay": "0.8", "image-resize-mode": "squash",
+    "opt-kwargs": "a=1", "opt": "muon", "precision": "fp32", "pretrained": "openai",
     "report-to": "wandb",
     "save-frequency": "2", "train-data-upsampling-factors": "1::2", "val-frequency": "2",
 }  # fmt: skip
 
 
+# They change what is printed, stored, evaluated or how fast it is, not what is trained.
+HARMLESS = {
+    "audio-ext", "audio-fill", "audio-fusion", "audio-int16-normalize", "audio-layer-decay",
+    "audio-multiprocessing-context", "audio-trunc", "audio-zeroshot-audio-key", "audio-zeroshot-class-key",
+    "audio-zeroshot-dataset", "audio-zeroshot-multiprocessing-context", "audio-zeroshot-split",
+    "audio-zeroshot-target-key", "audio-zeroshot-template", "audio-zeroshot-workers", "pretrained-audio",
+    "bucket-chunk", "bucket-pool", "bucket-prefetch-pools", "cache-dir", "copy-codebase", "csv-caption-key",
+    "csv-img-key", "csv-separator", "ddp-static-graph", "debug", "device", "dist-backend", "dist-url",
+    "force-custom-text", "fsdp-checkpoint", "horovod", "imagenet-v2", "lock-text-freeze-layer-norm",
+    "log-every-n-steps", "log-local",
+    "log-metric-every-n-steps", "naflex-batch-divisor", "naflex-loss-scale", "naflex-max-text-tokens",
+    "naflex-max-tokens-per-batch", "naflex-num-train-image-tokens", "naflex-pad-multiple", "naflex-patch-size-probs",
+    "naflex-patch-sizes", "naflex-seq-len-probs", "naflex-seq-lens", "no-set-device-rank", "remote-sync-frequency",
+    "remote-sync-protocol", "save-most-recent", "text-pad-multiple", "torchcompile-backend", "torchcompile-mode",
+    "torchcompile-strategy", "torchscript", "trace", "train-loss-ema-samples", "val-num-samples",
+    "val-retrieval-chunk-size", "val-retrieval-precision", "wandb-notes",
+    # always on, with the gradient of the global batch
+    "gather-with-grad", "local-loss", "use-bn-sync",
+}  # fmt: skip
+# Flags that do nothing in OpenCLIP beside the others of the line below.
+IDLE = {
+    "coca-caption-loss-weight", "coca-contrastive-loss-weight", "epochs-cooldown", "loss-dist-impl",
+    "length-bucketing", "lr-cooldown-end", "lr-cooldown-power", "text-pooler-own-group",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("flag", sorted(KINDS))
-def test_each_flag_is_in_the_recipe_or_explained(flag, capsys):
+def test_each_flag_is_in_the_recipe_or_warned_of_or_refused(flag, capsys):
     given = VALUES.get(flag, "1") if KINDS[flag] != "switch" else ""
     plain = f"main.py {BESIDES.get(flag, '')} --train-data a.tar::b.tar --train-num-samples 4000000 --val-data v.tar"
     before, _ = imported(capsys, f"{plain} --imagenet-val val")
-    recipe, text = imported(capsys, f"{plain} --imagenet-val val --{flag} {given}")
-    assert recipe != before or any(line.startswith(f"# --{flag}: ") for line in text.splitlines())
+    status = main(["import-args", f"{plain} --imagenet-val val --{flag} {given}"])
+    text, err = capsys.readouterr()
+    if status == 2:
+        assert f"--{flag}" in err
+        return
+    (said,) = [line for line in text.splitlines() if line.startswith(f"# --{flag}: ")] or [""]
+    if flag in HARMLESS | IDLE:
+        assert said and "CHECK" not in said
+    else:
+        assert yaml.safe_load(text) != before or "CHECK" in said
 
 
 def test_each_flag_is_the_switch_or_value_that_it_is():
@@ -210,6 +317,7 @@ def test_each_flag_is_the_switch_or_value_that_it_is():
     assert KINDS.keys() == FLAGS - older and len(KINDS) == 143 + 3
     assert {name for name, kind in KINDS.items() if kind == "switch"} == SWITCHES - older
     assert {name for name, kind in KINDS.items() if kind == "list"} == LISTS
+    assert {*KINDS} - RELEASED == MAIN_ONLY
 
 
 def test_the_page_has_every_flag():
@@ -396,9 +504,12 @@ def test_matryoshka_of_openclips_branch(capsys):
 
 def test_the_type_is_explained_without_its_flag(capsys):
     default = (
-        "# --precision amp: the default of OpenCLIP 3.3.0; bf16 here, with fp32 master weights"
+        "# --precision amp: the default of OpenCLIP 3.3.0; bf16 here, as in 4.x, with fp32 master"
     )
     assert default in imported(capsys, f"main.py {VIT}")[1]
+    assert "# --precision" not in imported(capsys, f"main.py {VIT} --text-key txt")[1]
+    given = "# --precision amp: CHECK: computes in fp16 there and in bf16 here"
+    assert given in imported(capsys, f"main.py {VIT} --precision amp")[1]
     assert "# --precision" not in imported(capsys, f"main.py {VIT} --precision amp_bf16")[1]
     for name in ("bf16", "pure_bf16", "fp16", "pure_fp16"):
         _, text = imported(capsys, f"main.py {VIT} --precision {name}")
@@ -409,23 +520,26 @@ def test_the_type_is_explained_without_its_flag(capsys):
 
 CHANGED = {  # flags that a recipe cannot express, and that train something else
     "--pretrained-image": "pretrained-image",
-    "--use-naflex --naflex-patch-sizes 16 32": "use-naflex",
-    "--use-naflex --naflex-seq-lens 128 256": "naflex-seq-lens",
-    "--force-naflex-vision": "force-naflex-vision",
     "--image-mean 0.5 0.5 0.5": "image-mean",
     "--image-std 0.5 0.5 0.5": "image-std",
     "--image-interpolation random": "image-interpolation",
-    "--image-resize-mode squash": "image-resize-mode",
     "--square-resize-only": "square-resize-only",
-    "--text-layer-decay 0.8": "text-layer-decay",
-    "--image-layer-decay 0.8 --text-layer-decay 0.9": "image-layer-decay",
-    "--visual-layer-decay 0.8": "visual-layer-decay",
+    "--model convnext_base --visual-layer-decay 0.8": "visual-layer-decay",
+    "--model convnext_base --force-quick-gelu": "force-quick-gelu",
+    "--model ViT-B-16-SigLIP --image-mean 0.48145466 0.4578275 0.40821073": "image-mean",
+    "--model moderntext-ViT-B-32-256 --length-bucketing": "length-bucketing",
+    "--model moderntext-ViT-B-32-256 --lock-text --text-pooler-own-group": "text-pooler-own-group",
+    "--model ViT-B-16-SigLIP --wd-exclude a": "wd",
+    "--opt timm/sgd --lr 1": "opt timm/sgd",
+    "--opt timm/adamw": "lr",
+    "--precision amp": "precision amp",
     "--opt-kwargs nesterov=True": "opt-kwargs",
     "--opt-fallback-list a b": "opt-fallback-list",
     "--use-bnb-linear SwitchBackLinear": "use-bnb-linear",
     "--hf-tokenizer-name x": "hf-tokenizer-name",
     "--resume epoch_3.pt": "resume",
     "--image-key picture": "image-key",
+    "--image-key png": "image-key",
     "--report-to trackio": "report-to",
     "--aug-cfg use_timm=True re_prob=0.1": "aug-cfg re_prob",
     "--warmup 99999999": "warmup",
@@ -444,7 +558,7 @@ def test_a_flag_that_changes_the_training_is_to_be_checked(given, flag, capsys):
     "given",
     [
         "--image-mean 0.48145466 0.4578275 0.40821073 --image-std 0.26862954 0.26130258 0.27577711",
-        "--image-interpolation bicubic --image-resize-mode shortest --image-key 'jpg;png'",
+        "--image-interpolation bicubic --image-resize-mode shortest --image-key 'jpg;png;jpeg;webp'",
         "--naflex-patch-sizes 16 --naflex-seq-lens 128",
         "--resume latest --val-retrieval-precision fp32 --fsdp-checkpoint sharded",
         "--text-layer-decay 0.8 --image-layer-decay 0.8",
@@ -469,9 +583,50 @@ def test_flags_that_openclip_ignores_are_ignored(capsys):
         assert f"# {flag[:-2]}: does nothing there without --lock-" in text
 
 
-def test_both_towers_decay_by_layer(capsys):
-    recipe, _ = imported(capsys, f"main.py {VIT} --text-layer-decay 0.8 --image-layer-decay 0.8")
-    assert recipe["optim"]["layer_decay"] == 0.8
+def rates_in_openclip(name: str, image: float, text: float) -> float:
+    """By its groups (`layer_groups`): the projections; the last block with the norm behind it; the other blocks; the
+    embeddings. The factor is the tower's decay once for each group above. ViT-B-32 has 12 blocks in each tower."""
+    decay = image if name.startswith("visual.") else text
+    if name in ("logit_scale", "visual.proj", "text_projection"):
+        return 1.0
+    block = re.search(r"resblocks\.(\d+)", name)
+    if block is not None:
+        return decay ** (12 - int(block[1]))
+    return decay if "ln_post" in name or "ln_final" in name else decay**13
+
+
+@pytest.mark.parametrize(
+    ("given", "image", "text"),
+    [
+        ("--image-layer-decay 0.8 --text-layer-decay 0.8", 0.8, 0.8),
+        ("--image-layer-decay 0.8 --text-layer-decay 0.9", 0.8, 0.9),
+        ("--visual-layer-decay 0.8", 0.8, 1.0),
+        ("--text-layer-decay 0.8 --image-layer-decay 1.0", 1.0, 0.8),
+    ],
+)
+def test_layers_have_the_rates_of_openclip(given, image, text, capsys):
+    recipe, said = imported(capsys, f"main.py {VIT} {given}", "--world-size", "1")
+    names = state_shapes(load_architecture("ViT-B-32"))
+    optim = check_config(recipe, "recipe").optim
+    assert lr_factors(optim, names) == pytest.approx(
+        {name: rates_in_openclip(name, image, text) for name in names}
+    )
+    assert "CHECK" not in said
+    positions = {"positional_embedding", "visual.positional_embedding"}
+    assert positions <= without_decay(optim, names)
+
+
+def test_a_gradient_that_is_not_the_batchs_is_said(capsys):
+    start = f"torchrun --nproc_per_node 4 -m main {VIT} --local-loss"
+    _, text = imported(capsys, start)
+    assert "# --gather-with-grad: without it, --local-loss gives a gradient of another" in text
+    _, text = imported(capsys, f"{start.removesuffix(' --local-loss')} --grad-clip-norm 1.0")
+    assert "# --gather-with-grad: CHECK: without it, the gradient of the towers is 1/4 of" in text
+    assert "so that --grad-clip-norm clips more" in text
+    for exact in ("--gather-with-grad", "--siglip"):
+        assert "without it" not in imported(capsys, f"{start} {exact}")[1]
+    _, text = imported(capsys, f"main.py {VIT} --accum-freq 4")
+    assert "logit_scale and logit_bias are 4 times too large" in text
 
 
 def test_a_pretrained_image_tower_starts_pretrained(capsys):
@@ -526,11 +681,24 @@ def test_captions_shards_and_sharding_of_the_main_branch(capsys):
         "caption_key"
     ] == ["txt", "caption"]
     recipe, text = imported(
-        capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --use-naflex --report-to wandb"
+        capsys, f"main.py {VIT} --wd-exclude '*.bias' '*pos*' --report-to wandb"
     )
-    assert recipe["optim"]["no_decay"] == ["*.bias", "*pos*"] and recipe["log"]["wandb"] is True
-    unsupported = "CHECK: not supported: all images have one size, model.image_size"
-    assert f"# --use-naflex: {unsupported}\n" in text
+    # its main branch never lets positions decay
+    positions = ["positional_embedding", "visual.positional_embedding"]
+    assert recipe["optim"]["no_decay"] == [*positions, "*.bias", "*pos*"]
+    assert recipe["log"]["wandb"] is True
+
+
+def test_a_caption_of_weight_0_is_read_if_the_others_are_missing(capsys):
+    line = f"main.py {VIT} --json-text-key 'a;b;c;d' --json-text-key-probs"
+    recipe, _ = imported(capsys, f"{line} 0.7 0 0.3")
+    weights = recipe["data"]["caption_key"]
+    assert weights == {"json.a": 0.7, "json.c": 0.3, "json.b": 1e-9, "json.d": pytest.approx(1e-18)}
+    assert main(["import-args", f"{line} 1 1 1 1 1"]) == 2
+    assert "more numbers than --json-text-key has names (4)" in capsys.readouterr().err
+    recipe, text = imported(capsys, f"main.py {VIT} --json-text-key-probs 1")
+    assert "caption_key" not in recipe["data"]
+    assert "# --json-text-key-probs: does nothing there without --json-text-key" in text
 
 
 def augmentation(capsys, *settings: str) -> tuple[dict, str]:
@@ -680,6 +848,11 @@ def test_an_optimizer_by_timms_name(capsys, tmp_path):
         ("main.py --train-data 'pipe:cat x'", "no path or URL of shards in this command"),
         ("main.py --force-image-size 256 192", "--force-image-size 256 192: images are square"),
         ("main.py --dataset-type webdataset-audio", "only images and texts can be trained on"),
+        ("main.py --aug-cfg use_timm=True naflex=True", "--aug-cfg naflex: images of native"),
+        ("main.py --model ViT-B-16-SigLIP2-naflex", "cannot be trained here: images of native"),
+        ("main.py --model coca_ViT-B-32 --siglip", "takes no bias; remove --siglip"),
+        ("main.py --text-layer-decay $D", "--text-layer-decay ($D) must be a number"),
+        ("main.py --lr-scheduler const-cooldown", "const-cooldown needs --epochs-cooldown"),
         (
             "main.py --model hf-hub:org/name",
             "give --model the architecture's name, and --pretrained hf-hub:org/name",

@@ -219,24 +219,40 @@ def test_a_plan_complains_of_initial_weights_that_do_not_exist(
 # -- pretrained tags
 
 
-def test_an_unknown_tag_says_how_to_name_the_repository(monkeypatch, capsys):
+def test_an_unknown_tag_names_the_nearest(monkeypatch, capsys):
     """Without OpenCLIP; with it: tests/peers/test_hub.py."""
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(UserError, match=r"install OpenCLIP.*given as hf-hub:REPO"):
-        resolve("open_clip:ViT-B-16-SigLIP/webli")
-    with pytest.raises(UserError, match=r"did you mean ViT-B-32/laion2b_s34b_b79k.*hf-hub:REPO"):
-        resolve("open_clip:ViT-B-32/laion2b_s34b_b79")
+    for place, repository in (
+        ("ViT-B-16-SigLIP/webli", "timm/ViT-B-16-SigLIP"),
+        ("ViT-gopt-16-SigLIP2-384/webli", "timm/ViT-gopt-16-SigLIP2-384"),
+        ("MobileCLIP2-S4/dfndr2b", "timm/MobileCLIP2-S4-OpenCLIP"),
+        ("ViTamin-S/datacomp1b", "jienengchen/ViTamin-S/pytorch_model.bin"),
+        ("ViT-B/32/LAION2B-s34B-b79K", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"),  # as OpenCLIP
+    ):
+        assert resolve(f"open_clip:{place}") == (repository, None)
+    for place, said in (
+        ("ViT-B-32/laion2b_s34b_b79", "did you mean ViT-B-32/laion2b_s34b_b79k, "),
+        ("EVA02-B-16/none", "EVA02-B-16 has the tags merged2b_s8b_b131k."),
+        ("ViT-B-16-SigLIP3/webli", "did you mean ViT-B-16-SigLIP/webli, "),
+        ("convnext_bass/none", "the nearest models are convnext_base, "),
+        ("ViT-B-32", "write open_clip:MODEL/TAG"),
+    ):
+        with pytest.raises(UserError) as error:
+            resolve(f"open_clip:{place}")
+        assert said in str(error.value)
+        assert "/" not in place or "or give the hub's repository as hf-hub:" in str(error.value)
     line = "main.py --train-data x.tar --train-num-samples 100000 --model ViT-B-32 --pretrained "
     assert main(["import-args", line + "laion2b_s34b_b79"]) == 0
     out, err = capsys.readouterr()
-    assert "# --pretrained: CHECK: open_clip:ViT-B-32/laion2b_s34b_b79: " in out
-    assert "warning: --pretrained: " in err and "hf-hub:REPO" in err
+    assert "# --pretrained: CHECK: open_clip:ViT-B-32/laion2b_s34b_b79 is not among" in out
+    assert "warning: --pretrained: " in err and "hf-hub:org/name" in err
     assert main(["import-args", line + "laion2b_s34b_b79k"]) == 0
     assert "--pretrained: CHECK" not in capsys.readouterr().out
     teacher = "laion2b_s34b_b79k --distill-model ViT-L-14 --distill-pretrained none_such"
     assert main(["import-args", line + teacher]) == 0
     assert (
-        "# --distill-pretrained: CHECK: open_clip:ViT-L-14/none_such: " in capsys.readouterr().out
+        "# --distill-pretrained: CHECK: open_clip:ViT-L-14/none_such is not "
+        in capsys.readouterr().out
     )
 
 

@@ -63,7 +63,11 @@ def openclips(architecture: AnyArchitecture, weights: tuple[float, float], folde
     peer = open_clip.create_model(f"local-dir:{export}").double().train()
     batch = batch_of(architecture)
     criterion = open_clip.CoCaLoss(clip_loss_weight=weights[0], caption_loss_weight=weights[1])
-    losses = criterion(**peer(pixels(architecture, batch.images), batch.texts), output_dict=True)
+    out = peer(pixels(architecture, batch.images), batch.texts)
+    if "labels" not in out:  # version 4 leaves the shift to its CoCaTask
+        out["labels"] = batch.texts[:, 1:]
+        out["logits"] = out["logits"][:, :-1]
+    losses = criterion(**out, output_dict=True)
     sum(losses.values()).backward()
     gradients = {name: p.grad for name, p in peer.named_parameters()}
     return [losses[name].item() for name in LOSSES], gradients

@@ -107,7 +107,7 @@ def test_features_and_gradients_are_openclips(name: str):
 def test_all_are_presets():
     assert len(NATIVE) == 31 and len(RESNETS) == 10
     others = CONFIGS.keys() - set(preset_names())
-    other_texts = ("CLIPA", "worldwide", "ViT-M-16-alt")
+    other_texts = ("CLIPA", "worldwide", "ViT-M-16-alt", "moderntext", "genlip")
     assert all(any(part in name for part in other_texts) for name in others), others
 
 

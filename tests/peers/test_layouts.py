@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.errors import UserError
@@ -222,5 +224,25 @@ def test_every_tag_of_openclip_is_known_where_it_is_installed():
         config = open_clip.get_pretrained_cfg(model, tag)
         found = resolve(f"open_clip:{model}/{tag}")
         assert found == (config["hf_hub"].rstrip("/"), None)
-    with pytest.raises(UserError, match=r"its tags of ViT-B-16-SigLIP are webli; .*hf-hub:REPO"):
+    version = re.escape(f"nor of the installed {open_clip.__version__}: ")
+    with pytest.raises(UserError, match=rf"{version}ViT-B-16-SigLIP has the tags webli\."):
         resolve("open_clip:ViT-B-16-SigLIP/laion2b")
+
+
+def test_checkpoints_of_version_4(tmp_path: Path):
+    """Its single file loads. Its sharded folder is refused with a command, whose file loads."""
+    task_module = pytest.importorskip("open_clip.task", reason="OpenCLIP 3.3 saves no shards")
+    peer = perturbed(open_clip.model.CLIP(**SMALL))
+    optimizer = torch.optim.AdamW(peer.parameters())
+    task = open_clip.CLIPTask(peer, default_loss=False)
+    saved = task_module.save_checkpoint(task, optimizer, epoch=1, global_step=3)
+    torch.save(saved, tmp_path / "epoch_1.pt")
+    folder = tmp_path / "epoch_1"
+    task_module.save_sharded_checkpoint(task, optimizer, str(folder), epoch=1, global_step=3)
+    of = architecture(SMALL, tmp_path)
+    with pytest.raises(UserError, match=r"sharded checkpoint of torch.distributed") as refused:
+        load_openclip(folder, of)
+    assert f"format_utils dcp_to_torch {folder} weights.pt" in str(refused.value)
+    dcp_to_torch_save(folder, tmp_path / "weights.pt")  # what the command does
+    for file in ("epoch_1.pt", "weights.pt"):
+        compare(loaded(tmp_path / file, of), peer.encode_image, peer.encode_text)
