@@ -1,4 +1,9 @@
-"""`mine_hard_negatives` beside the function of that name in sentence-transformers, on the same embeddings."""
+"""`mine_hard_negatives` beside the function of that name in sentence-transformers, on the same embeddings.
+
+Run with 5.3.0, in the environment that tests/peers/test_late_interaction.py names, and with 6.2.0:
+
+.venv-embedders/bin/python -m pytest -m peer tests/peers/test_mine.py
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,12 @@ import torch
 from clip_train.mine import Selection, mine_hard_negatives
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
-datasets = pytest.importorskip("datasets", reason="PEER MISSING: pip install datasets")
+datasets = pytest.importorskip(
+    "datasets", reason="PEER MISSING: see the first lines of this file", exc_type=ImportError
+)
 peer = pytest.importorskip(
     "sentence_transformers.util",
-    reason="PEER MISSING: no negatives were compared. Run pip install sentence-transformers==6.2.0 "
-    "datasets in an environment of its own",
+    reason="PEER MISSING: see the first lines of this file",
     exc_type=ImportError,
 )
 NUM = 300
