@@ -1,8 +1,7 @@
 """`mine_hard_negatives` beside the function of that name in sentence-transformers, on the same embeddings.
 
-Run with 5.3.0, in the environment that tests/peers/test_late_interaction.py names, and with 6.2.0:
-
-.venv-embedders/bin/python -m pytest -m peer tests/peers/test_mine.py
+Needs sentence-transformers 6.2.0 and datasets; 5.3.0 has other negatives where a query has several positives and a
+margin.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 datasets = pytest.importorskip(
     "datasets", reason="PEER MISSING: see the first lines of this file", exc_type=ImportError
 )
-peer = pytest.importorskip(
-    "sentence_transformers.util",
+sentence_transformers = pytest.importorskip(
+    "sentence_transformers",
+    minversion="6.2.0",
     reason="PEER MISSING: see the first lines of this file",
     exc_type=ImportError,
 )
@@ -74,7 +74,7 @@ def test_the_same_negatives(positives, options):
     rows = datasets.Dataset.from_dict(
         {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
     )
-    theirs = peer.mine_hard_negatives(
+    theirs = sentence_transformers.util.mine_hard_negatives(
         rows,
         Embedded(queries, documents),
         corpus=[f"d {j}" for j in range(NUM)],
