@@ -99,7 +99,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tile", [7, 64, 1024])
-def test_every_option_is_brute_force_and_ties_go_to_the_lower_index(options, tile):
+def test_every_option_is_brute_force_and_ties_go_lower(options, tile):
     """Also with tiles that cut the candidates between equal scores, and with several blocks of queries."""
     queries, candidates = whole(230, 6, 3), whole(130, 6, 4)
     positives = [[i % 130, (7 * i) % 130] if i % 3 else [i % 130] for i in range(230)]
@@ -152,7 +152,7 @@ def test_random_draws_without_repetition_from_the_window():
     )
 
 
-def test_planted_negatives_are_found_and_planted_positives_are_not():
+def test_planted_negatives_are_found_planted_positives_not():
     """Around each query: its positive at a cosine of 0.9, an unmarked copy of it at 0.89, three hard
     negatives at 0.8 to 0.7. All else is random, in 64 dimensions."""
     num, width = 500, 64

@@ -69,7 +69,7 @@ def features_of(home: Path) -> tuple[np.ndarray, np.ndarray, list[dict]]:
     return image, text, [json.loads(line) for line in lines]
 
 
-def test_each_sample_gets_the_texts_that_brute_force_finds(home):
+def test_each_sample_gets_the_texts_of_brute_force(home):
     status, out = call(home, "mine", "features", "--to", "hard", "--absolute-margin", "0.01")
     assert status == 0 and "data.negative_texts='{json.negatives: 3}'" in out, out
     image, text, samples = features_of(home)
@@ -97,7 +97,7 @@ def test_each_sample_gets_the_texts_that_brute_force_finds(home):
     assert "'not embedded': 1" in out and "39 images, among 39 different texts" in out
 
 
-def test_the_same_line_continues_and_another_one_is_refused(home):
+def test_the_same_line_continues_another_is_refused(home):
     line = ["mine", "features", "--to", "again", "--num-negatives", "1"]
     status, out = call(home, *line)
     assert status == 0, out
