@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from clip_train.data.benchmark import with_captions
-from clip_train.data.fields import is_missing, key_of, metadata, scalar
+from clip_train.data.fields import is_missing, key_of, metadata, scalar, without_case
 from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import InvalidSample
@@ -278,7 +278,7 @@ def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
     caption: the sample's first text. Its case and its blanks do not distinguish groups.
     """
     if groups == "caption":
-        return " ".join(caption.lower().split())
+        return without_case(caption)
     value = scalar(metadata(members).get(key_of(groups)))
     return None if value is None else str(value)
 

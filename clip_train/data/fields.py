@@ -59,6 +59,11 @@ def scalar(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
+def without_case(text: str) -> str:
+    """The text in lower case, with single blanks: two captions are the same if these are equal."""
+    return " ".join(text.lower().split())
+
+
 def as_json(fields: Mapping[str, Any]) -> bytes:
     """The content of a `.json`. NaN and infinities, which JSON does not have, become null."""
     return json.dumps(_finite(fields), default=str, allow_nan=False).encode()

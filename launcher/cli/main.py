@@ -49,6 +49,7 @@ VERBS = {
         "zero-shot, retrieval and validation loss of a run or of any weights",
     ),
     "embed": Verb("clip_tools.verbs.embed", "the features of a data set, as .npy files"),
+    "mine": Verb("clip_tools.verbs.mine", "shards with hard negatives, from the features of embed"),
     "reinforce": Verb(
         "clip_tools.verbs.reinforce",
         "shards with teachers' features, augmentations and synthetic captions",

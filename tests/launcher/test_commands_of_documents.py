@@ -32,6 +32,7 @@ ELSEWHERE = {
     "--format peft": "needs a run with adapters: tests/launcher/test_lora.py",
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
     "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
+    "json.negatives": "needs mined shards: tests/launcher/test_mine.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",
 }
 # What a page names, and what is here in its place.
@@ -41,6 +42,7 @@ REPLACED = {
     "checkpoint.remote=s3://bucket/runs/first": "checkpoint.remote=store",
     "checkpoint.remote=s3://bucket/run": "checkpoint.remote=store",
     "s3://bucket/runs/first": "runs/first",
+    "s3://bucket/hard": "hard",
     "s3://bucket/run": "runs/first",
     "data.val=val.tar": "data.val=val/*.tar",
     "/data/wds_mscoco_captions/test": "val/*.tar",
@@ -157,6 +159,8 @@ def test_a_command_does_what_the_page_says(line, home):
         before = ["export", "my.yaml"]
     if "runs/my-run/export" in arguments[1:2]:
         before = ["export", "my.yaml"]
+    if arguments[:1] == ["mine"]:
+        before = ["embed", "my.yaml", "data.val=shards/*.tar"]
     if arguments[:1] == ["index"] and "--check" in arguments:
         before = ["index", f"{home}/shards/*.tar"]
     if before is not None:
