@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from clip_tools.place import weights_at
 from clip_train import dist
+from clip_train.data.config import existing
 from clip_train.data.images import to_square
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import Alpha, decode_image
@@ -29,7 +30,6 @@ from clip_train.errors import UserError
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.processes import usable_cores
-from clip_train.recipe.resolve import check_place
 from clip_train.recipe.tokenizer import tokenizer_of
 from clip_train.resizing import AS_CLIP, Resize
 from clip_train.storage.local import LocalStorage
@@ -195,7 +195,7 @@ def run(
         if not places:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
         for key, data in places.items():
-            dist.on_main(partial(check_place, data, key))
+            dist.on_main(partial(existing, data, key))
         loaded = dist.agreed(
             Loaded.of, found.architecture, found.source, where, str(device), config.data.alpha
         )

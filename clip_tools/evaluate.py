@@ -2,15 +2,15 @@
 
 import argparse
 import json
-from functools import partial
 
 from clip_tools.place import weights_at
 from clip_train import dist
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
+from clip_train.evaluate.data_sets import evaluation_sets
 from clip_train.evaluate.sets import evaluation
 from clip_train.models.clip import build_model
-from clip_train.recipe.resolve import check_place
+from clip_train.recipe.resolve import check_set
 from clip_train.recipe.tokenizer import tokenizer_of
 from launcher.cli.arguments import (
     add_ema,
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_help(
         parser,
         """
-        Evaluate on data.val and evaluate.zero_shot_data: docs/evaluation.md. With a URL or a
+        Evaluate on data.val, evaluate.zero_shot_data and evaluate.sets: docs/evaluation.md. With a URL or a
         bare folder of checkpoints, the recipe comes from the checkpoint. PLACE may also be weights
         (an exported folder, hf-hub:org/name, open_clip:NAME/TAG; a file with model.name=NAME).
         """,
@@ -62,8 +62,8 @@ def run(
     with process.as_rank() as device:
         found = weights_at(place, overrides, weights, step, ema)
         config = found.config
-        for key, data in config.evaluated_on.items():
-            dist.on_main(partial(check_place, data, key))
+        for data_set in dist.on_main(evaluation_sets, config):
+            dist.on_main(check_set, data_set)
         model = build_model(found.architecture)
         PlainEngine(model).load_fragments(found.source, {})
         tokenizer = dist.agreed(tokenizer_of, found.architecture)
@@ -71,9 +71,9 @@ def run(
         evaluate_once = evaluation(config, found.architecture, engine, tokenizer)
         if evaluate_once is None:
             raise UserError(
-                "data.val and evaluate.zero_shot_data are both null, so nothing can be evaluated; "
-                "add data.val=<shards>, or evaluate.zero_shot_data=<folder> "
-                "evaluate.zero_shot_classes=imagenet"
+                "data.val, evaluate.zero_shot_data and evaluate.sets are null, so nothing can be "
+                "evaluated; add data.val=<shards>, or evaluate.sets.NAME.data=<shards or folder> "
+                "evaluate.sets.NAME.classes=imagenet"
             )
         results = evaluate_once()
         if dist.is_main() and as_json:

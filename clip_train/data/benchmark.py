@@ -37,9 +37,25 @@ def benchmark_shards(place: str) -> list[str] | None:
     return None
 
 
+def has_classes(place: str) -> bool:
+    """Whether a place is a set's folder, or its split's, with a `classnames.txt`."""
+    return benchmark_shards(place) is not None and _folder_of_classes(place) is not None
+
+
 def read_classes(place: str) -> dict[str, Any] | None:
     """The class names and prompts of a set's folder, or of its split's, as `ZeroShotClasses` takes
     them; None without a `classnames.txt`."""
+    folder = _folder_of_classes(place)
+    if folder is None:
+        return None
+    content: dict[str, Any] = {"classnames": _lines(folder / CLASSES)}
+    if (folder / TEMPLATES).is_file():
+        content["templates"] = _lines(folder / TEMPLATES)
+    return content
+
+
+def _folder_of_classes(place: str) -> Path | None:
+    """The folder with the `classnames.txt` of a set's folder, or of its split's."""
     if is_remote(place):
         return None
     given = local_path(place)
@@ -47,10 +63,7 @@ def read_classes(place: str) -> dict[str, Any] | None:
         return None
     for folder in (given, given.parent):
         if (folder / CLASSES).is_file():
-            content: dict[str, Any] = {"classnames": _lines(folder / CLASSES)}
-            if (folder / TEMPLATES).is_file():
-                content["templates"] = _lines(folder / TEMPLATES)
-            return content
+            return folder
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 import shutil
@@ -44,6 +45,7 @@ REPLACED = {
     "s3://bucket/run": "runs/first",
     "data.val=val.tar": "data.val=val/*.tar",
     "/data/wds_mscoco_captions/test": "val/*.tar",
+    "/data/wds_cars": "wds_cars",
     "open_clip:ViT-B-32/laion2b_s34b_b79k": "runs/my-run/export",
     "open_clip:ViT-B-32/openai": "runs/my-run/export",
     "torchrun ... --model ...": "torchrun --nproc_per_node 8 -m main --model ViT-B-32 ...",
@@ -105,6 +107,14 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     demo = folder / "runs" / "data" / "shapes"  # as `clip-train demo` leaves it
     demo.mkdir(parents=True)
     shutil.copy(data.classes, demo)
+    cars = folder / "wds_cars"
+    shutil.copytree(Path(data.val).parent, cars / "test")
+    for number, shard in enumerate(sorted((cars / "test").glob("*.tar"))):
+        shard.rename(cars / "test" / f"{number}.tar")
+        (cars / "test" / "nshards.txt").write_text(f"{number + 1}\n")
+    (cars / "classnames.txt").write_text(
+        "\n".join(json.loads(Path(data.classes).read_text())["classnames"])
+    )
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
     (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp
