@@ -2,14 +2,18 @@
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 from clip_tools.place import weights_at
 from clip_train import dist
+from clip_train.data.benchmark import training_split
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
-from clip_train.evaluate.data_sets import evaluation_sets
+from clip_train.evaluate.data_sets import EvaluationSet, evaluation_sets
 from clip_train.evaluate.sets import evaluation
 from clip_train.models.clip import build_model
+from clip_train.places import expanded
 from clip_train.recipe.resolve import check_set
 from clip_train.recipe.tokenizer import tokenizer_of
 from launcher.cli.arguments import (
@@ -37,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train evaluate my.yaml                             the newest checkpoint of that run
         clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
         clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar'
+        clip-train evaluate runs/clip evaluate.sets.cars.data=/data/wds_cars --linear-probe /data/wds_cars
         """,
     )
     add_place(parser)
@@ -44,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_weights(parser, "an exported folder or weights instead of the run's newest checkpoint")
     add_step(parser)
     add_ema(parser)
+    parser.add_argument(
+        "--linear-probe",
+        metavar="[NAME=]TRAIN",
+        action="append",
+        default=[],
+        help="fit logistic regression on the image features of these labeled images, and test it on "
+        "the set with classes (NAME: on that set of evaluate.sets; can be repeated)",
+    )
     add_json(parser)
 
 
@@ -53,6 +66,7 @@ def run(
     weights: str | None,
     step: int | None,
     ema: bool,
+    linear_probe: list[str],
     as_json: bool,
     process: Process,
 ) -> int:
@@ -62,13 +76,14 @@ def run(
     with process.as_rank() as device:
         found = weights_at(place, overrides, weights, step, ema)
         config = found.config
-        for data_set in dist.on_main(evaluation_sets, config):
+        sets = with_probes(dist.on_main(evaluation_sets, config), linear_probe)
+        for data_set in sets:
             dist.on_main(check_set, data_set)
         model = build_model(found.architecture)
         PlainEngine(model).load_fragments(found.source, {})
         tokenizer = dist.agreed(tokenizer_of, found.architecture)
         engine = PlainEngine(model.to(device))
-        evaluate_once = evaluation(config, found.architecture, engine, tokenizer)
+        evaluate_once = evaluation(config, found.architecture, engine, tokenizer, sets)
         if evaluate_once is None:
             raise UserError(
                 "data.val, evaluate.zero_shot_data and evaluate.sets are null, so nothing can be "
@@ -83,3 +98,39 @@ def run(
             for name, value in results.items():
                 print(f"{name}: {value:.6g}")
     return 0
+
+
+def with_probes(sets: Sequence[EvaluationSet], options: Sequence[str]) -> list[EvaluationSet]:
+    """The sets, each with the training images that an option of `--linear-probe` gives for it.
+    UserError."""
+    names = [data_set.name for data_set in sets if data_set.classes is not None]
+    training: dict[str, str] = {}
+    for option in options:
+        name, equals, place = option.partition("=")
+        if not equals or name not in names:
+            name, place = only_set(names, option), option
+        training[name] = training_split(expanded(place))
+    probed = []
+    for data_set in sets:
+        if data_set.classes is not None and data_set.name in training:
+            data_set = replace(data_set, train=training[data_set.name])  # noqa: PLW2901
+        probed.append(data_set)
+    return probed
+
+
+def only_set(names: list[str], option: str) -> str:
+    """The set with classes for an option without a name: evaluate.zero_shot_data, or data.val, whose
+    name is empty, or the only one of evaluate.sets. UserError."""
+    if "" in names:
+        return ""
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise UserError(
+            f"--linear-probe ({option}) needs images to test on, with classes: add "
+            "evaluate.sets.NAME.data=<images> evaluate.sets.NAME.classes=<classes>"
+        )
+    raise UserError(
+        f"--linear-probe ({option}): there are several sets with classes ({', '.join(names)}); name "
+        f"one, as in --linear-probe {names[0]}={option}"
+    )

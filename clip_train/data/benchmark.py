@@ -17,7 +17,7 @@ from typing import Any
 from clip_train.errors import UserError
 from clip_train.storage.urls import is_remote, local_path
 
-NUM_SHARDS, SPLIT = "nshards.txt", "test"
+NUM_SHARDS, SPLIT, TRAINING_SPLIT = "nshards.txt", "test", "train"
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
 
@@ -35,6 +35,24 @@ def benchmark_shards(place: str) -> list[str] | None:
                 raise UserError(f"{file} must hold the number of shards, and has {text[:60]!r}")
             return [str(split / f"{number}.tar") for number in range(int(text))]
     return None
+
+
+def training_split(place: str) -> str:
+    """The `train` split of a set's folder; other places as they are. UserError if the set has no
+    such split."""
+    if is_remote(place):
+        return place
+    folder = local_path(place)
+    if (folder / NUM_SHARDS).is_file():
+        return place
+    if (folder / TRAINING_SPLIT / NUM_SHARDS).is_file():
+        return str(folder / TRAINING_SPLIT)
+    if (folder / SPLIT / NUM_SHARDS).is_file():
+        raise UserError(
+            f"{place} has no training images ({TRAINING_SPLIT}/{NUM_SHARDS}): export the split "
+            f"{TRAINING_SPLIT} as well, or give other labeled images"
+        )
+    return place
 
 
 def has_classes(place: str) -> bool:

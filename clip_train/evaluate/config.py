@@ -40,7 +40,7 @@ class EvaluateConfig(Settings):
 
     removed: ClassVar = {
         "linear_probe": Removed(
-            "export the model (clip-train export), and run CLIP_benchmark's linear_probe on it",
+            "use clip-train evaluate PLACE --linear-probe TRAIN",
             lambda value: value is None,
         )
     }

@@ -24,6 +24,8 @@ class EvaluationSet:
     classes_key: str = "evaluate.zero_shot_classes"
     templates: str | None = None  # as evaluate.templates
     counts_in_mean: bool = False  # it is one of evaluate.sets
+    # labeled images on which a linear probe is fitted, which is tested on this set; None: no probe
+    train: str | None = None
 
     @property
     def without_zero_shot(self) -> str:

@@ -13,6 +13,7 @@ from clip_train.errors import UserError
 from clip_train.evaluate.config import EvaluateConfig
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import Encoded, encode, first_values, gather, never
+from clip_train.evaluate.linear_probe import linear_probe_metrics
 from clip_train.evaluate.retrieval import caption_metrics
 from clip_train.evaluate.zero_shot import ZeroShotClasses, prompt_features, zero_shot_metrics
 from clip_train.settings import import_path
@@ -27,6 +28,7 @@ def evaluate(
     classes: ZeroShotClasses | None = None,
     *,
     captions: bool = True,
+    train: Iterable[ValBatch] | None = None,
     widths: Collection[int] = (),
     examples: Examples | None = None,
     asked_to_stop: Callable[[], bool] = never,
@@ -40,14 +42,16 @@ def evaluate(
         tokenize: b prompts -> int64 [b, context_length].
         classes: for zero-shot classification; None: no zero-shot.
         captions: False: the samples have labels alone.
+        train: this rank's part of labeled images on which a linear probe is fitted, which is tested
+            on `batches`; with `classes`.
         widths: each metric of whole features is also computed on their first values.
         examples: takes the captions that are ranked first for the first images.
         asked_to_stop: whether this rank was asked to stop; then all ranks stop between two batches.
 
     Returns:
         With captions `num_samples`, and, if they are asked for, the results of `caption_metrics`
-        and of `config.functions`; with classes those of `zero_shot_metrics`. `width_64/...`: the
-        same of the first 64 values.
+        and of `config.functions`; with classes those of `zero_shot_metrics`; with `train` those of
+        `linear_probe_metrics`. `width_64/...`: the same of the first 64 values, without a probe.
 
     Raises:
         UserError: no samples or no labels; on all ranks together.
@@ -93,6 +97,18 @@ def evaluate(
             for prefix, width in sizes.items():
                 metrics = zero_shot_metrics(classes, prompts, encoded, width)
                 out |= {f"{prefix}{name}": value for name, value in metrics.items()}
+        if classes is not None and train is not None:
+            training = encode(
+                engine,
+                train,
+                label,
+                config.batch_size,
+                with_text=False,
+                classes_key=classes_key,
+                asked_to_stop=asked_to_stop,
+            )
+            num_classes = len(classes.classnames)
+            out |= linear_probe_metrics(training, encoded, num_classes, asked_to_stop)
         return out
     finally:
         engine.train(True)

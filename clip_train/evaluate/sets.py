@@ -15,7 +15,7 @@ from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engines.base import Engine
-from clip_train.evaluate.data_sets import EvaluationSet, evaluation_sets
+from clip_train.evaluate.data_sets import EvaluationSet
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
@@ -34,24 +34,23 @@ def evaluation(
     architecture: AnyArchitecture,
     engine: Engine,
     tokenizer: Tokenize,
+    sets: Sequence[EvaluationSet],
     examples: Examples | None = None,
     asked_to_stop: Callable[[], bool] = never,
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on all data sets of the recipe, or None if there are none.
+    """A closure that evaluates on all sets, or None if there are none.
 
     examples: takes examples of the first set with captions. asked_to_stop: as in
     `clip_train.evaluate.loop.evaluate`.
     """
-    sets = dist.on_main(evaluation_sets, config)
     if not sets:
         return None
 
     @cache
-    def index(data_set: EvaluationSet) -> ShardIndex | ImageFolder:
-        """Its samples. All ranks list and count them together, once."""
-        key, place = data_set.key, data_set.place
+    def index(key: str, place: str, labeled: bool) -> ShardIndex | ImageFolder:
+        """The samples of a place. All ranks list and count them together, once."""
         folder = None
-        if not data_set.captions:
+        if labeled:
             folder = dist.on_main(partial(ImageFolder.find, place, key))
         if folder is None:
             shards = shared_index(key, place, config.data.verify, config.storage)
@@ -60,18 +59,13 @@ def evaluation(
             LOGGER.warning(f"{key} ({place}): skipped {folder.skipped}, not images of a class")
         return folder
 
-    def run_set(
-        data_set: EvaluationSet, examples: Examples | None, invalid: list[Invalid]
-    ) -> dict[str, float]:
-        """invalid: gets this rank's invalid samples. The features are freed at the end."""
-        samples, classes = index(data_set), None
-        if data_set.classes is not None:
-            classes = dist.agreed(
-                ZeroShotClasses.load, data_set.classes, data_set.templates, data_set.classes_key
-            )
-            if isinstance(samples, ImageFolder):
-                samples = samples.label_by(classes.classnames, classes.key)
-        loader = ValLoader(
+    def loader_of(
+        key: str, place: str, classes: ZeroShotClasses | None, *, labeled: bool
+    ) -> ValLoader:
+        samples = index(key, place, labeled)
+        if isinstance(samples, ImageFolder) and classes is not None:
+            samples = samples.label_by(classes.classnames, classes.key)
+        return ValLoader(
             samples,
             image_size=architecture.vision_cfg.image_size,
             context_length=architecture.text_cfg.context_length,
@@ -79,26 +73,44 @@ def evaluation(
             rank=dist.rank(),
             world_size=dist.world_size(),
             caption_key=config.data.caption_key,
-            labelled=not data_set.captions,
+            labelled=labeled,
             storage=config.storage,
             tokenizer=tokenizer,
-            stages=config.data.stages if data_set.captions else None,
+            stages=None if labeled else config.data.stages,
             inputs=config.data.inputs,
             alpha=config.data.alpha,
             resize=architecture.resize,
         )
+
+    def run_set(
+        data_set: EvaluationSet, examples: Examples | None, invalid: list[Invalid]
+    ) -> dict[str, float]:
+        """invalid: gets this rank's invalid samples. The features are freed at the end."""
+        classes = None
+        if data_set.classes is not None:
+            classes = dist.agreed(
+                ZeroShotClasses.load, data_set.classes, data_set.templates, data_set.classes_key
+            )
+        key, place = data_set.key, data_set.place
+        loaders = [loader_of(key, place, classes, labeled=not data_set.captions)]
+        train = None
+        if data_set.train is not None:
+            train = loader_of("--linear-probe", data_set.train, classes, labeled=True)
+            loaders.append(train)
         metrics = evaluate(
             engine,
-            loader,
+            loaders[0],
             config.evaluate,
             tokenizer,
             classes,
             captions=data_set.captions,
+            train=train,
             widths=config.loss.widths or (),
             examples=examples,
             asked_to_stop=asked_to_stop,
         )
-        invalid += loader.invalid
+        for loader in loaders:
+            invalid += loader.invalid
         return metrics
 
     def run_once(examples: Examples | None) -> dict[str, float]:
@@ -137,7 +149,7 @@ def evaluation(
 
 def means(sets: Sequence[EvaluationSet], scores: Mapping[str, float]) -> dict[str, float]:
     """The mean of each score over the sets of `evaluate.sets` with labels, and over those with
-    captions, where there are several. Numbers of samples have no mean."""
+    captions, where there are several. Numbers of samples and strengths have no mean."""
     out: dict[str, float] = {}
     for captions in (False, True):
         names = [x.name for x in sets if x.counts_in_mean and x.captions == captions]
@@ -145,7 +157,7 @@ def means(sets: Sequence[EvaluationSet], scores: Mapping[str, float]) -> dict[st
             continue
         for score in scores:
             metric = score.removeprefix(f"{names[0]}/")
-            if metric == score or metric.endswith("samples"):
+            if metric == score or metric.endswith(("samples", "_l2")):
                 continue
             values = [scores[f"{name}/{metric}"] for name in names if f"{name}/{metric}" in scores]
             if len(values) == len(names):

@@ -274,6 +274,8 @@ def check_set(data_set: EvaluationSet) -> None:
     place, key = data_set.place, data_set.key
     if data_set.classes is not None:
         ZeroShotClasses.load(data_set.classes, data_set.templates, data_set.classes_key)
+    if data_set.train is not None and ImageFolder.find(data_set.train, "--linear-probe") is None:
+        existing(data_set.train, "--linear-probe")
     if not data_set.captions and ImageFolder.find(place, key) is not None:
         return
     if data_set.captions and data_set.counts_in_mean:

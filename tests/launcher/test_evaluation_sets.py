@@ -178,6 +178,49 @@ def test_a_set_that_fails_is_an_evaluation_that_fails(recipe, places, tmp_path):
     assert (tmp_path / "run" / "eval.jsonl").read_text() == ""
 
 
+def test_a_linear_probe_of_each_set(places, weights, capsys, tmp_path):
+    model = [str(weights), "model.name=tiny", *four_sets(places)]
+    samples = [{"jpg": jpeg(i), "cls": i % 3} for i in range(25)]
+    cars = export(tmp_path / "wds_cars", "train", samples, per_shard=10)
+    probes = ["--linear-probe", f"colors={places['colors']}", "--linear-probe", f"cars={cars}"]
+    scores = evaluated(capsys, *model, *probes)
+    assert scores["colors/linear_probe_top1"] == 1  # fitted on the images that it is tested on
+    assert 0 <= scores["cars/linear_probe_top1"] <= scores["cars/linear_probe_top5"] == 1
+    assert scores["mean/linear_probe_top1"] == pytest.approx(
+        (1 + scores["cars/linear_probe_top1"]) / 2
+    )
+    assert 1e-10 <= scores["cars/linear_probe_l2"] <= 100
+    assert "mean/linear_probe_l2" not in scores and "flickr/linear_probe_top1" not in scores
+    without = evaluated(capsys, *model)
+    assert without.items() <= scores.items()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "{colors}",
+            "--linear-probe ({colors}): there are several sets with classes (cars, colors); name "
+            "one, as in --linear-probe cars={colors}",
+        ),
+        ("cars={cars}", "{cars} has no training images (train/nshards.txt)"),
+        ("cars=nowhere.tar", "--linear-probe (nowhere.tar): 1 of 1 shards do not exist"),
+        ("flickr={cars}", "there are several sets with classes (cars, colors)"),
+        ("colors={plain}", "--linear-probe: 0 of the training images have a label"),
+    ],
+)
+def test_mistakes_in_a_linear_probe(places, weights, capsys, option, message):
+    line = [str(weights), "model.name=tiny", *four_sets(places)]
+    assert main(["evaluate", *line, "--linear-probe", filled(option, places)]) == 2
+    assert filled(message, places) in capsys.readouterr().err
+
+
+def test_a_linear_probe_needs_classes(places, weights, capsys):
+    line = [str(weights), "model.name=tiny", f"data.val={places['plain']}"]
+    assert main(["evaluate", *line, "--linear-probe", places["colors"]]) == 2
+    assert "needs images to test on, with classes" in capsys.readouterr().err
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "shards that do not exist": (
         ["evaluate.sets.coco.data=nowhere.tar"],
