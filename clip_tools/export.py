@@ -1,7 +1,9 @@
 """`clip-train export`: a checkpoint's weights as a folder for other libraries."""
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from clip_tools.exports import (
     check_openclip,
@@ -10,9 +12,12 @@ from clip_tools.exports import (
     export_transformers,
     is_siglip,
 )
+from clip_tools.model_card import Card, write_card
+from clip_train import __version__
 from clip_train.checkpoint.reader import averaged
 from clip_train.checkpoint.restore import Resumed, open_read_only
 from clip_train.errors import UserError
+from clip_train.models import hub
 from clip_train.models.clip import parse_saved
 from clip_train.models.config import Architecture
 from clip_train.models.files import WEIGHTS_NAMES
@@ -20,6 +25,7 @@ from clip_train.models.lora import Lora
 from clip_train.models.weights import export_saved
 from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.weights import find_run, on_base
+from clip_train.storage.urls import is_remote, local_path
 from launcher.cli.arguments import (
     add_ema,
     add_help,
@@ -45,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train export s3://bucket/run --step 20000          of a run elsewhere
         clip-train export runs/clip --format transformers       for transformers.CLIPModel
         clip-train export runs/clip --format peft               adapters (model.lora) alone
+        clip-train export runs/clip --model-card --push hf:USER/NAME    to the Hugging Face hub
         """,
     )
     add_place(parser)
@@ -58,6 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
     add_format(parser)
     add_ema(parser)
+    parser.add_argument(
+        "--model-card",
+        action="store_true",
+        help="also write README.md, with the base, data, recipe, scores and curve",
+    )
+    parser.add_argument(
+        "--license", metavar="ID", help="the license in the model card, such as apache-2.0 or mit"
+    )
+    parser.add_argument(
+        "--push",
+        metavar="hf:USER/NAME",
+        help="upload the folder to this repository of the Hugging Face hub, as one commit; a new "
+        "repository is private. Needs HF_TOKEN, or `hf auth login`",
+    )
+    parser.add_argument("--public", action="store_true", help="a new repository is public")
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +99,19 @@ def run(
     step: int | None,
     library: str,
     ema: bool,
+    model_card: bool,
+    license: str | None,
+    push: str | None,
+    public: bool,
 ) -> int:
     """Write a checkpoint's weights as a folder that `open_clip` loads."""
+    if license is not None and not model_card:
+        raise UserError(f"--license ({license}) is written into the model card; add --model-card")
+    if public and push is None:
+        raise UserError("--public is for --push; add --push hf:USER/NAME, or take it out")
+    repository = None
+    if push is not None:
+        repository = hub.check_upload(push)
     config, places, only = find_run(place, overrides)
     if config is None and overrides:
         raise UserError(
@@ -86,7 +119,53 @@ def run(
         )
     found = open_read_only(places, step, only)
     folder = output or ("export" if config is None else str(config.run_dir / "export"))
-    return write_export([found], folder, library, ema=ema, config=config)
+    exported = write_export([found], folder, library, ema=ema, config=config)
+    if model_card:
+        card = Card(
+            recipe=found.state["recipe"],
+            step=found.step,
+            run_dir=run_folder(place, config),
+            library=exported.library,
+            load=exported.load_from(repository),
+            ema=ema,
+            license=license,
+        )
+        write_card(exported.folder, card)
+        log(f"model card written to {exported.folder / 'README.md'}")
+    if repository is not None:
+        message = f"Step {found.step:,}, exported by clip-train {__version__}"
+        url = hub.upload(exported.folder, repository, message, public=public)
+        log(f"{exported.folder} uploaded to {url}")
+    return 0
+
+
+def run_folder(place: str, config: Recipe | None) -> Path | None:
+    """The run's folder, which has its curve and scores; None if only its checkpoints are here."""
+    if config is None:
+        return None
+    folders = [config.run_dir]
+    if not is_remote(place):
+        folders.insert(0, local_path(place))  # it may have been moved
+    for folder in folders:
+        if (folder / "metrics.jsonl").is_file():
+            return folder
+    return None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written."""
+
+    folder: Path
+    library: str | None  # as the hub calls it; None: weights of a model of the user's own
+    load: str  # the line of Python that loads it
+
+    def load_from(self, repository: str | None) -> str:
+        """The line for a model card: from the hub's repository, or from a folder."""
+        folder = str(self.folder.resolve())
+        if repository is None or self.library is None:
+            return self.load.replace(folder, "FOLDER")
+        return self.load.replace("local-dir:", "hf-hub:").replace(folder, repository)
 
 
 def write_export(
@@ -96,7 +175,7 @@ def write_export(
     *,
     ema: bool,
     config: Recipe | None = None,
-) -> int:
+) -> Exported:
     """Write the mean of these checkpoints, and print how it is loaded.
 
     library: one of LIBRARIES. config: the run's, which names the base of adapters.
@@ -152,4 +231,5 @@ def write_export(
     steps = " and ".join(f"step {each.step} of {each.path}" for each in found)
     log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}")
     print(f"load it with {line}")
-    return 0
+    hub_library = None if library == "open_clip" and description.get("own") else library
+    return Exported(written, hub_library, line)
