@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train evaluate my.yaml                             the newest checkpoint of that run
         clip-train evaluate my.yaml --weights runs/clip/export data.val='val/*.tar'
         clip-train evaluate open_clip:ViT-B-32/openai data.val='val/*.tar'
-        clip-train evaluate runs/clip evaluate.sets.cars.data=/data/wds_cars --linear-probe /data/wds_cars
+        clip-train evaluate runs/clip evaluate.sets.cars.data=/data/wds_cars --linear-probe cars=/data/wds_cars
         """,
     )
     add_place(parser)
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="fit logistic regression on the image features of these labeled images, and test it on "
-        "the set with classes (NAME: on that set of evaluate.sets; can be repeated)",
+        "this set of evaluate.sets (can be repeated); without a name, on the images of "
+        "evaluate.zero_shot_classes, or on the only set with classes",
     )
     add_json(parser)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import shlex
 import shutil
@@ -95,7 +94,7 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     shutil.copytree(Path(data.val).parent, folder / "val")
     photos = folder / "photos"
     photos.mkdir()
-    from tests.data.shards import jpeg
+    from tests.data.shards import jpeg, write_shard
 
     for name in ("captions", "labelled", "birds", "birds-test"):
         with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -109,14 +108,13 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     demo.mkdir(parents=True)
     shutil.copy(data.classes, demo)
     cars = folder / "wds_cars"
-    shutil.copytree(Path(data.val).parent, cars / "test")
-    for number, shard in enumerate(sorted((cars / "test").glob("*.tar"))):
-        shard.rename(cars / "test" / f"{number}.tar")
-        (cars / "test" / "nshards.txt").write_text(f"{number + 1}\n")
+    (cars / "test").mkdir(parents=True)
+    members = [(f"{i}.jpg", jpeg(i)) for i in range(6)]
+    members += [(f"{i}.cls", b"%d" % (i % 2)) for i in range(6)]
+    write_shard(cars / "test" / "0.tar", sorted(members))
+    (cars / "test" / "nshards.txt").write_text("1\n")
     (cars / "train").symlink_to("test")
-    (cars / "classnames.txt").write_text(
-        "\n".join(json.loads(Path(data.classes).read_text())["classnames"])
-    )
+    (cars / "classnames.txt").write_text("sedan\nvan\n")
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
     (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp
