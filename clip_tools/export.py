@@ -1,6 +1,8 @@
 """Write the weights of checkpoints as a folder for other libraries."""
 
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from clip_tools.exports import (
     check_openclip,
@@ -19,7 +21,37 @@ from clip_train.models.lora import Lora
 from clip_train.models.weights import export_saved
 from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.weights import on_base
+from clip_train.storage.urls import is_remote, local_path
 from launcher.runtime.log import log, warn
+
+
+def run_folder(place: str, config: Recipe | None) -> Path | None:
+    """The run's folder, which has its curve and scores; None if only its checkpoints are here."""
+    if config is None:
+        return None
+    folders = [config.run_dir]
+    if not is_remote(place):
+        folders.insert(0, local_path(place))  # it may have been moved
+    for folder in folders:
+        if (folder / "metrics.jsonl").is_file():
+            return folder
+    return None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written."""
+
+    folder: Path
+    library: str | None  # as the hub calls it; None: weights of a model of the user's own
+    load: str  # the line of Python that loads it
+
+    def load_from(self, repository: str | None) -> str:
+        """The line for a model card: from the hub's repository, or from a folder."""
+        folder = str(self.folder.resolve())
+        if repository is None or self.library is None:
+            return self.load.replace(folder, "FOLDER")
+        return self.load.replace("local-dir:", "hf-hub:").replace(folder, repository)
 
 
 def write_export(
@@ -29,7 +61,7 @@ def write_export(
     *,
     ema: bool,
     config: Recipe | None = None,
-) -> int:
+) -> Exported:
     """Write the mean of these checkpoints, and print how it is loaded.
 
     library: as `clip-train export --format`. config: the run's, which names the base of adapters.
@@ -85,4 +117,5 @@ def write_export(
     steps = " and ".join(f"step {each.step} of {each.path}" for each in found)
     log(f"{'the mean of ' * (len(found) > 1)}{steps} exported to {written}")
     print(f"load it with {line}")
-    return 0
+    hub_library = None if library == "open_clip" and description.get("own") else library
+    return Exported(written, hub_library, line)

@@ -25,12 +25,18 @@ from clip_train.recipe.recipe import (
     without_removed,
 )
 from clip_train.recipe.weights import find_run, holds_weights, on_base, recipe_in, weights_here
+from clip_train.settings import as_yaml
 from clip_train.storage.urls import is_remote, local_path
 from clip_train.task import FragmentSource
 from launcher.runtime.log import log
 
 OWN_CODE = ("data.inputs", "data.stages")
-LOOKED_AT = ("data.val", "evaluate.zero_shot_classes", "evaluate.zero_shot_data")
+LOOKED_AT = (
+    "data.val",
+    "evaluate.zero_shot_classes",
+    "evaluate.zero_shot_data",
+    "evaluate.sets",
+)
 # The recipe of weights without a run: keys that are required, and of no use here.
 NO_RUN = {"run": {"steps": 1}, "schedule": {"warmup_steps": 0}, "data": {"train": "none.tar"}}
 
@@ -131,9 +137,10 @@ def run_at(place: str, overrides: list[str], step: int | None = None) -> tuple[R
         url = recipe_there[section].get(key)
         # a remote recipe must not make this machine open or import anything
         if url not in (None, IMAGENET) and name not in said:
+            value = as_yaml(url) if isinstance(url, dict) else url
             raise UserError(
-                f"the recipe in {found.path} names {name}={url}, which is used only if you "
-                f"allow it: add {name}={url}, another, or {name}=null"
+                f"the recipe in {found.path} names {name}={value}, which is used only if you "
+                f"allow it: add {name}={value}, another, or {name}=null"
             )
     if "evaluate.functions" not in said:  # code is imported only if the command line names it
         recipe_there["evaluate"].pop("functions", None)

@@ -8,6 +8,7 @@ An error is pydantic's message with the key, the value, the default and the reme
 import difflib
 import importlib
 import inspect
+import itertools
 import math
 import re
 import shlex
@@ -68,6 +69,10 @@ ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH}(:\w+)?$")]
 """The path of a user's own code: my_package.module.name, or my_package.module:name."""
 Place = Annotated[str, AfterValidator(expanded)]
 """A path or URL, or several joined by `::`; `~` and `$VARIABLES` are replaced."""
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+"""The name of a data set for evaluation."""
+MEAN = "mean"
+"""In place of a data set's name: the scores that are means over sets."""
 Messages = Iterator[str]
 """What a rule yields for values that break it: field, value and remedy."""
 # Words that a key which is true or false accepts; for any other key they are texts.
@@ -527,10 +532,18 @@ def _locate(
     """
     keys: list[int | str] = []
     field, inner = None, model
+    is_name = False  # the next part is a name of the user's, as in evaluate.sets
     for i, part in enumerate(loc):
-        if isinstance(part, str) and part in getattr(inner, "model_fields", ()):
+        if is_name and loc[i + 1 :] == ("[key]",):  # the name itself is the mistake
+            break
+        if is_name and isinstance(part, str):
+            is_name = False
+        elif isinstance(part, str) and part in getattr(inner, "model_fields", ()):
             field = inner.model_fields[part]
             inner = _model_in(field.annotation)
+            is_name = inner is not None and any(
+                get_origin(kind) is dict for kind in _kinds(field.annotation)
+            )
         elif not isinstance(part, int) or inner is None or i + 1 == len(loc):
             break
         keys.append(part)
@@ -561,7 +574,8 @@ def _hint(field: FieldInfo | None) -> Allowed:
 
 def _example(path: str, field: FieldInfo | None) -> str:
     """`key=value` for a missing key; for a section, its first key that has an example."""
-    key = ".".join(path.split(".")[:2])  # what a command can set
+    # what a command can set: it cannot name one entry of a list
+    key = ".".join(itertools.takewhile(lambda part: not part.isdecimal(), path.split(".")))
     model = _model_in(field.annotation) if field is not None and "." not in path else None
     for name, inner in model.model_fields.items() if model else ():
         if _hint(inner).example:

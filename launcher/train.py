@@ -33,6 +33,7 @@ from clip_train.data.tokenizer import Tokenize
 from clip_train.engines.base import Engine, MovingAverage
 from clip_train.engines.config import describe_sharding
 from clip_train.errors import RankError
+from clip_train.evaluate.data_sets import evaluation_sets
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.sets import evaluation
 from clip_train.memory.plan import RECOMPUTED
@@ -319,7 +320,15 @@ def build_trainer(
         checkpoints=checkpoints,
         callbacks=callbacks,
         stop=stop,
-        evaluate=evaluation(config, architecture, engine, tokenizer, examples, stop.asked),
+        evaluate=evaluation(
+            config,
+            architecture,
+            engine,
+            tokenizer,
+            dist.on_main(evaluation_sets, config),
+            examples,
+            stop.asked,
+        ),
         evaluate_every=config.evaluate.every_steps,
         log=log,
         run_state={

@@ -222,3 +222,67 @@ def test_every_extra_that_a_message_names_exists():
         for extra in names.split(",")
     }
     assert len(named) > 10 and {each for each in named if each[1] not in known} == set()
+
+
+TRACKERS = {
+    "mlflow": (
+        "MLflow",
+        """
+import mlflow
+client = mlflow.MlflowClient()
+(run,) = client.search_runs([client.get_experiment_by_name("Default").experiment_id])
+losses = [metric.value for metric in client.get_metric_history(run.info.run_id, "loss")]
+print(json.dumps([losses, run.data.metrics["image_to_text_R_at_1"], run.info.status]))
+""",
+    ),
+    "trackio": (
+        "Trackio",
+        """
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("clip-train")
+rows = SQLiteStorage.get_logs("clip-train", run.name, run_id=run.id)
+losses = [row["loss"] for row in rows if "loss" in row]
+(recall,) = [row["image_to_text_R@1"] for row in rows if "image_to_text_R@1" in row]
+print(json.dumps([losses, recall, "FINISHED"]))
+""",
+    ),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("package", TRACKERS)
+def test_a_tracker_has_the_numbers_of_the_run(package, tmp_path, recipe, data):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    name, read = TRACKERS[package]
+    environ = clean_environment() | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    keys = ["run.steps=3", "schedule.warmup_steps=0", f"data.val={data.val}"]
+    train = ["-m", "launcher", "train", str(recipe), *keys]
+    out = ""
+    for line in (
+        [*train, f"log.callbacks=[examples.trackers.{name}]"],
+        ["-c", f"import json{read}"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *line],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        out = done.stdout
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "log.callbacks" not in done.stderr, done.stderr
+    losses, recall, status = json.loads(out.splitlines()[-1])
+    assert losses == pytest.approx([record["loss"] for record in metrics(tmp_path / "run")])
+    scores = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
+    assert recall == pytest.approx(scores["image_to_text_R@1"]) and status == "FINISHED"

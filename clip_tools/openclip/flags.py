@@ -122,7 +122,7 @@ NOTES = {
     "csv-separator": "`clip-train shards` detects tab or comma",
     "csv-img-key": "`clip-train shards --image-key`",
     "csv-caption-key": "`clip-train shards --caption-key`",
-    "imagenet-v2": "`clip-train evaluate RECIPE evaluate.zero_shot_data=DIR` scores another set",
+    "imagenet-v2": "`evaluate.sets.v2.data=DIR evaluate.sets.v2.classes=imagenet`, beside `--imagenet-val`",
     "cache-dir": "`export HF_HOME=DIR`",
     "log-local": "rank 0 logs, and so does a rank that fails",
     "use-bn-sync": "always on: batch statistics are over all ranks",

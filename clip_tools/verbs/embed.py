@@ -63,11 +63,11 @@ def run(
     from clip_tools.embed import Loaded, write_features
     from clip_tools.place import weights_at
     from clip_train import dist
+    from clip_train.data.config import existing
     from clip_train.data.reader import count_missing
     from clip_train.data.shared import shared_index
     from clip_train.data.validation import ValLoader
     from clip_train.processes import usable_cores
-    from clip_train.recipe.resolve import check_place
     from clip_train.storage.local import LocalStorage
 
     with process.as_rank() as device:
@@ -77,7 +77,7 @@ def run(
         if not places:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
         for key, data in places.items():
-            dist.on_main(partial(check_place, data, key))
+            dist.on_main(partial(existing, data, key))
         loaded = dist.agreed(
             Loaded.of, found.architecture, found.source, where, str(device), config.data.alpha
         )

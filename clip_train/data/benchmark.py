@@ -17,7 +17,7 @@ from typing import Any
 from clip_train.errors import UserError
 from clip_train.storage.urls import is_remote, local_path
 
-NUM_SHARDS, SPLIT = "nshards.txt", "test"
+NUM_SHARDS, SPLIT, TRAINING_SPLIT = "nshards.txt", "test", "train"
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
 
@@ -37,9 +37,43 @@ def benchmark_shards(place: str) -> list[str] | None:
     return None
 
 
+def training_split(place: str) -> str:
+    """The `train` split of a set's folder; other places as they are. UserError if the set has no
+    such split."""
+    if is_remote(place):
+        return place
+    folder = local_path(place)
+    if (folder / NUM_SHARDS).is_file():
+        return place
+    if (folder / TRAINING_SPLIT / NUM_SHARDS).is_file():
+        return str(folder / TRAINING_SPLIT)
+    if (folder / SPLIT / NUM_SHARDS).is_file():
+        raise UserError(
+            f"{place} has no training images ({TRAINING_SPLIT}/{NUM_SHARDS}): export the split "
+            f"{TRAINING_SPLIT} as well, or give other labeled images"
+        )
+    return place
+
+
+def has_classes(place: str) -> bool:
+    """Whether a place is a set's folder, or its split's, with a `classnames.txt`."""
+    return benchmark_shards(place) is not None and _folder_of_classes(place) is not None
+
+
 def read_classes(place: str) -> dict[str, Any] | None:
     """The class names and prompts of a set's folder, or of its split's, as `ZeroShotClasses` takes
     them; None without a `classnames.txt`."""
+    folder = _folder_of_classes(place)
+    if folder is None:
+        return None
+    content: dict[str, Any] = {"classnames": _lines(folder / CLASSES)}
+    if (folder / TEMPLATES).is_file():
+        content["templates"] = _lines(folder / TEMPLATES)
+    return content
+
+
+def _folder_of_classes(place: str) -> Path | None:
+    """The folder with the `classnames.txt` of a set's folder, or of its split's."""
     if is_remote(place):
         return None
     given = local_path(place)
@@ -47,10 +81,7 @@ def read_classes(place: str) -> dict[str, Any] | None:
         return None
     for folder in (given, given.parent):
         if (folder / CLASSES).is_file():
-            content: dict[str, Any] = {"classnames": _lines(folder / CLASSES)}
-            if (folder / TEMPLATES).is_file():
-                content["templates"] = _lines(folder / TEMPLATES)
-            return content
+            return folder
     return None
 
 

@@ -32,6 +32,7 @@ from clip_train.settings import (
     Messages,
     Place,
     Refused,
+    SetName,
     Settings,
     Silent,
     as_yaml,
@@ -52,7 +53,6 @@ GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_STREAM = 4  # at least, if streams do not divide the global batch
 
 Name = Annotated[str, Field(min_length=1)]
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 Strength = Annotated[float, Field(ge=0, le=10)]
 Probability = Annotated[float, Field(ge=0, le=1)]

@@ -108,7 +108,9 @@ class ImageFolder:
             labels = list(range(len(classes)))
         return cls(str(root), classes, images, skipped, labels)
 
-    def label_by(self, classnames: Sequence[str]) -> "ImageFolder":
+    def label_by(
+        self, classnames: Sequence[str], classes_key: str = "evaluate.zero_shot_classes"
+    ) -> "ImageFolder":
         """Return the same folder with labels that are indices of `classnames`.
 
         1. If the folders have the names of the classes, each has the label of its class.
@@ -116,8 +118,17 @@ class ImageFolder:
         3. Otherwise the sorted folders belong to the classes one after another, as in torchvision's
            `ImageFolder`.
 
-        Raises UserError if something contradicts that.
+        classes_key: names the classes in messages. Raises UserError if something contradicts that.
         """
+
+        def mismatch(reason: str) -> UserError:
+            return UserError(
+                f"{self.root} has {len(self.classes)} folders of classes ({listed(self.classes)}), "
+                f"and {classes_key} has {len(classnames)} classes ({listed(classnames)}): "
+                f"{reason}, so it is not known which folder is which class. Name the folders as "
+                "the classes, or give the classes of this folder in the order of its names"
+            )
+
         label_of: dict[str, int] = {folded(name): label for label, name in enumerate(classnames)}
         folders = [folded(name) for name in self.classes]
         has_unique_names = len(label_of) == len(classnames) and len(set(folders)) == len(folders)
@@ -125,31 +136,22 @@ class ImageFolder:
             return replace(self, labels=[label_of[name] for name in folders])
         if all(name.isdecimal() for name in self.classes):
             if max(self.labels) >= len(classnames):
-                raise self._mismatch(classnames, "labels are numbers from 0 on")
+                raise mismatch("labels are numbers from 0 on")
             if len(set(self.labels)) < len(self.labels):
-                raise self._mismatch(classnames, "two folders are the same number")
+                raise mismatch("two folders are the same number")
             return self
         if len(self.classes) != len(classnames):
-            raise self._mismatch(classnames, "their numbers differ")
+            raise mismatch("their numbers differ")
         if sorted(self.classes, key=natural) != self.classes:
-            raise self._mismatch(classnames, "the folders sort differently as text and by numbers")
+            raise mismatch("the folders sort differently as text and by numbers")
         for label, name in enumerate(folders):
             # two classes may share a name, and `label_of` has only the last of them
             if label_of.get(name, label) != label and folded(classnames[label]) != name:
-                raise self._mismatch(
-                    classnames,
+                raise mismatch(
                     f"folder {label} is {self.classes[label]!r}, and class {label} is "
-                    f"{classnames[label]!r}",
+                    f"{classnames[label]!r}"
                 )
         return self
-
-    def _mismatch(self, classnames: Sequence[str], reason: str) -> UserError:
-        return UserError(
-            f"{self.root} has {len(self.classes)} folders of classes ({listed(self.classes)}), and "
-            f"evaluate.zero_shot_classes has {len(classnames)} classes ({listed(classnames)}): "
-            f"{reason}, so it is not known which folder is which class. Name the folders as the "
-            "classes, or give the classes of this folder in the order of its names"
-        )
 
     def read(self, segment: Segment) -> list[Item]:
         """Read samples as `SegmentReader.read` does, with the label as member `cls`.

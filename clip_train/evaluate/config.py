@@ -5,11 +5,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from clip_train.settings import (
+    MEAN,
     Allowed,
     ImportPath,
     Messages,
     Place,
     Removed,
+    SetName,
     Settings,
     rule,
     shown,
@@ -18,12 +20,27 @@ from clip_train.settings import (
 IMAGENET = "imagenet"  # a name, not a file: OpenCLIP's classes and templates (imagenet.json)
 
 
+Templates = Literal["openai", "simple"]
+
+
+class SetConfig(Settings):
+    """One data set of `evaluate.sets`."""
+
+    data: Annotated[Place, Allowed("text", example="cars/*.tar")]
+    """Shards, a folder of a clip_benchmark set, or a folder with a subfolder for each class."""
+    classes: Place | None = None
+    """As evaluate.zero_shot_classes. null: those of a clip_benchmark set; without them, the samples
+    have captions."""
+    templates: Templates | None = None
+    """As evaluate.templates."""
+
+
 class EvaluateConfig(Settings):
     """The evaluations, their data and their times: docs/evaluation.md."""
 
     removed: ClassVar = {
         "linear_probe": Removed(
-            "export the model (clip-train export), and run CLIP_benchmark's linear_probe on it",
+            "use clip-train evaluate PLACE --linear-probe TRAIN",
             lambda value: value is None,
         )
     }
@@ -41,18 +58,41 @@ class EvaluateConfig(Settings):
     zero_shot_classes: Place | None = None
     """imagenet: OpenCLIP's 1000 names; or a JSON file with "classnames", "templates" and how
     samples are labeled. null: no zero-shot."""
-    templates: Literal["openai", "simple"] | None = None
+    templates: Templates | None = None
     """OpenCLIP's 80 or 7 prompts for each class, in place of those of zero_shot_classes; imagenet's
     own are openai."""
     zero_shot_data: Place | None = None
     """Labeled images: a folder with a subfolder for each class, such as ImageNet's validation set,
     or shards with `.cls`. null: data.val."""
+    sets: Annotated[
+        dict[SetName, SetConfig] | None,
+        Allowed(
+            "sections by names of letters, digits, dashes and underscores, or null",
+            example="'{cars: {data: wds_cars}, coco: {data: coco/*.tar}}'",
+        ),
+    ] = None
+    """More data sets, each with data, and for labeled images classes and templates. Their scores
+    are named cars/zero_shot_top1 and so on; the means over sets with labels and over sets with
+    captions are mean/zero_shot_top1 and so on."""
 
     functions: Annotated[
         list[ImportPath], Allowed("a list of import paths", example="'[my_package.metrics.margin]'")
     ] = Field([])
     """Evaluations of your own, by import path: each gets the features of all samples, and returns
     numbers by name (docs/extending.md)."""
+
+    @property
+    def set_places(self) -> dict[str, str]:
+        """The data of `sets`, by key."""
+        return {f"evaluate.sets.{name}.data": one.data for name, one in (self.sets or {}).items()}
+
+    @rule
+    def _own_names(self) -> Messages:
+        if MEAN in (self.sets or {}):
+            yield (
+                f"evaluate.sets.{MEAN}: the scores named {MEAN}/... are the means over sets; give "
+                "this set another name"
+            )
 
     @rule
     def _labeled_data_need_classes(self) -> Messages:

@@ -26,8 +26,17 @@ Labeller = Callable[
 ]  # (first caption, metadata) -> class index, -1: none
 
 
+STOPPED = "stopped during the evaluation"
+
+
 def never() -> bool:
     return False
+
+
+def stop_together(asked_to_stop: Callable[[], bool]) -> None:
+    """Collective. Raises EvaluationStopped on all ranks if one of them was asked to stop."""
+    if dist.any_rank(asked_to_stop()):
+        raise EvaluationStopped(STOPPED)
 
 
 @dataclass
@@ -79,11 +88,13 @@ def encode(
     batch_size: int,
     *,
     with_text: bool,
+    classes_key: str = "evaluate.zero_shot_classes",
     asked_to_stop: Callable[[], bool] = never,
 ) -> Encoded:
     """Collective: it calls the engine equally often on all ranks.
 
-    asked_to_stop: whether this rank was asked to; then all ranks leave between two batches.
+    classes_key: names the classes of `label` in messages. asked_to_stop: whether this rank was
+    asked to; then all ranks leave between two batches.
 
     Raises UserError on all ranks for a bad label, or if no rank has a sample. EvaluationStopped on
     all ranks.
@@ -95,13 +106,13 @@ def encode(
     blank: ValBatch | None = None
     while True:
         # a loader that fails, or a bad label, ends all ranks together
-        batch, batch_labels = dist.agreed(partial(_next, source, label))
+        batch, batch_labels = dist.agreed(partial(_next, source, label, classes_key))
         rounds = -(-len(batch.texts) // batch_size) if batch is not None and with_text else 0
         more, rounds, stopped = (
             int(most) for most in dist.max_scalars(batch is not None, rounds, asked_to_stop())
         )
         if stopped:
-            raise EvaluationStopped("stopped during the evaluation")
+            raise EvaluationStopped(STOPPED)
         if not more:
             break
         blank = blank or _blank(batch, device)
@@ -158,7 +169,9 @@ def _forward(
     return engine.encode("image", pixels).float(), texts
 
 
-def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch | None, list[int]]:
+def _next(
+    source: Iterator[ValBatch], label: Labeller | None, classes_key: str
+) -> tuple[ValBatch | None, list[int]]:
     """The next batch, None after the last, and its labels. Raises UserError."""
     batch = next(source, None)
     if batch is None:
@@ -169,7 +182,7 @@ def _next(source: Iterator[ValBatch], label: Labeller | None) -> tuple[ValBatch 
         first = [captions[0] if captions else "" for captions in batch.captions]
         return batch, [label(c, m) for c, m in zip(first, batch.metadata, strict=True)]
     except ValueError as e:
-        raise UserError(f"evaluate.zero_shot_classes does not fit the data: {e}") from e
+        raise UserError(f"{classes_key} does not fit the data: {e}") from e
 
 
 def _blank(batch: ValBatch | None, device: torch.device) -> ValBatch:

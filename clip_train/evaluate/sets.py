@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from clip_train import dist
 from clip_train.data.index import ShardIndex
-from clip_train.data.invalid import table_of
+from clip_train.data.invalid import Invalid, table_of
 from clip_train.data.reader import count_missing
 from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engines.base import Engine
+from clip_train.evaluate.data_sets import EvaluationSet
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
+from clip_train.evaluate.zero_shot import ZeroShotClasses
+from clip_train.settings import MEAN
 
 if TYPE_CHECKING:
     from clip_train.models.config import AnyArchitecture
@@ -31,73 +34,95 @@ def evaluation(
     architecture: AnyArchitecture,
     engine: Engine,
     tokenizer: Tokenize,
+    sets: Sequence[EvaluationSet],
     examples: Examples | None = None,
     asked_to_stop: Callable[[], bool] = never,
 ) -> Callable[[], dict[str, float]] | None:
-    """A closure that evaluates on `data.val` and the labelled images, or None if there are
-    neither.
+    """A closure that evaluates on all sets, or None if there are none.
 
-    examples: takes examples of `data.val`, or of its first set. asked_to_stop: as in
+    examples: takes examples of the first set with captions. asked_to_stop: as in
     `clip_train.evaluate.loop.evaluate`.
     """
-    places = config.evaluated_on
-    if not places:
+    if not sets:
         return None
-    without_classes = config.evaluate.model_copy(update={"zero_shot_classes": None})
-    measure = partial(
-        evaluate,
-        engine,
-        tokenize=tokenizer,
-        widths=config.loss.widths or (),
-        asked_to_stop=asked_to_stop,
-    )
 
     @cache
-    def index(key: str) -> ShardIndex | ImageFolder:
-        """The samples of a key's place. All ranks list and count them together, once."""
+    def index(key: str, place: str, labeled: bool) -> ShardIndex | ImageFolder:
+        """The samples of a place. All ranks list and count them together, once."""
         folder = None
-        if not key.startswith("data.val"):
-            folder = dist.on_main(partial(ImageFolder.find, places[key], key))
+        if labeled:
+            folder = dist.on_main(partial(ImageFolder.find, place, key))
         if folder is None:
-            shards = shared_index(key, places[key], config.data.verify, config.storage)
+            shards = shared_index(key, place, config.data.verify, config.storage)
             return count_missing(shards, config.storage)
         if folder.skipped.counts and dist.is_main():
-            LOGGER.warning(
-                f"{key} ({places[key]}): skipped {folder.skipped}, not images of a class"
-            )
+            LOGGER.warning(f"{key} ({place}): skipped {folder.skipped}, not images of a class")
         return folder
 
-    def run_once(examples: Examples | None) -> dict[str, float]:
-        loaders = {
-            key: ValLoader(
-                index(key),
-                image_size=architecture.vision_cfg.image_size,
-                context_length=architecture.text_cfg.context_length,
-                batch_size=config.evaluate.batch_size,
-                rank=dist.rank(),
-                world_size=dist.world_size(),
-                caption_key=config.data.caption_key,
-                labelled=not key.startswith("data.val"),
-                storage=config.storage,
-                tokenizer=tokenizer,
-                stages=config.data.stages if key.startswith("data.val") else None,
-                inputs=config.data.inputs,
-                alpha=config.data.alpha,
-                resize=architecture.resize,
+    def loader_of(
+        key: str, place: str, classes: ZeroShotClasses | None, *, labeled: bool
+    ) -> ValLoader:
+        samples = index(key, place, labeled)
+        if isinstance(samples, ImageFolder) and classes is not None:
+            samples = samples.label_by(classes.classnames, classes.key)
+        return ValLoader(
+            samples,
+            image_size=architecture.vision_cfg.image_size,
+            context_length=architecture.text_cfg.context_length,
+            batch_size=config.evaluate.batch_size,
+            rank=dist.rank(),
+            world_size=dist.world_size(),
+            caption_key=config.data.caption_key,
+            labelled=labeled,
+            storage=config.storage,
+            tokenizer=tokenizer,
+            stages=None if labeled else config.data.stages,
+            inputs=config.data.inputs,
+            alpha=config.data.alpha,
+            resize=architecture.resize,
+        )
+
+    def run_set(
+        data_set: EvaluationSet, examples: Examples | None, invalid: list[Invalid]
+    ) -> dict[str, float]:
+        """invalid: gets this rank's invalid samples. The features are freed at the end."""
+        classes = None
+        if data_set.classes is not None:
+            classes = dist.agreed(
+                ZeroShotClasses.load, data_set.classes, data_set.templates, data_set.classes_key
             )
-            for key in places
-        }
-        val, labelled = loaders.get("data.val"), loaders.get("evaluate.zero_shot_data")
-        out = dict[str, float]()
-        for key, loader in loaders.items():
-            name = key.removeprefix("data.val.")
-            if name != key:
-                metrics = measure(loader, without_classes, examples=examples)
+        key, place = data_set.key, data_set.place
+        loaders = [loader_of(key, place, classes, labeled=not data_set.captions)]
+        train = None
+        if data_set.train is not None:
+            train = loader_of("--linear-probe", data_set.train, classes, labeled=True)
+            loaders.append(train)
+        metrics = evaluate(
+            engine,
+            loaders[0],
+            config.evaluate,
+            tokenizer,
+            classes,
+            captions=data_set.captions,
+            train=train,
+            widths=config.loss.widths or (),
+            examples=examples,
+            asked_to_stop=asked_to_stop,
+        )
+        for loader in loaders:
+            invalid += loader.invalid
+        return metrics
+
+    def run_once(examples: Examples | None) -> dict[str, float]:
+        out: dict[str, float] = {}
+        rank_invalid: list[Invalid] = []
+        for data_set in sets:
+            metrics = run_set(data_set, examples, rank_invalid)
+            if data_set.captions:
                 examples = None  # of the first set only
-                out |= {f"{name}/{metric}": value for metric, value in metrics.items()}
-        if val or labelled:
-            out |= measure(val, config.evaluate, labelled=labelled, examples=examples)
-        rank_invalid = [sample for loader in loaders.values() for sample in loader.invalid]
+            prefix = f"{data_set.name}/" if data_set.name else ""
+            out |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
+        out |= means(sets, out)
         invalid = [sample for samples in dist.gather_objects(rank_invalid) for sample in samples]
         if invalid:
             out["unusable_samples"] = float(len(invalid))
@@ -120,3 +145,21 @@ def evaluation(
         return out
 
     return with_average
+
+
+def means(sets: Sequence[EvaluationSet], scores: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each score over the sets of `evaluate.sets` with labels, and over those with
+    captions, where there are several. Numbers of samples and strengths have no mean."""
+    out: dict[str, float] = {}
+    for captions in (False, True):
+        names = [x.name for x in sets if x.counts_in_mean and x.captions == captions]
+        if len(names) < 2:
+            continue
+        for score in scores:
+            metric = score.removeprefix(f"{names[0]}/")
+            if metric == score or metric.endswith(("samples", "_l2")):
+                continue
+            values = [scores[f"{name}/{metric}"] for name in names if f"{name}/{metric}" in scores]
+            if len(values) == len(names):
+                out[f"{MEAN}/{metric}"] = sum(values) / len(values)
+    return out

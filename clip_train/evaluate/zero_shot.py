@@ -6,13 +6,21 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 from torch import Tensor
 
@@ -23,13 +31,21 @@ from clip_train.data.decode import CaptionKey
 from clip_train.data.fields import scalar
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.shards import Reading, expand, open_shard
-from clip_train.data.tar import TarError, iter_samples
+from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, metadata_of
 from clip_train.engines.base import Engine
 from clip_train.errors import UserError, missing
-from clip_train.evaluate.config import IMAGENET, EvaluateConfig
-from clip_train.evaluate.features import Encoded, Labeller, first_values, forward_together
+from clip_train.evaluate.config import IMAGENET
+from clip_train.evaluate.data_sets import EvaluationSet
+from clip_train.evaluate.features import (
+    Encoded,
+    Labeller,
+    first_values,
+    forward_together,
+    never,
+    stop_together,
+)
 from clip_train.evaluate.retrieval import MatchRule, ranks_of_matches
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import is_remote, local_path, open_read
@@ -39,7 +55,7 @@ LOOK_AT = 200  # how many samples of the first shard have their labels checked b
 
 
 class ZeroShotClasses(BaseModel):
-    """The content of `evaluate.zero_shot_classes`.
+    """The content of `evaluate.zero_shot_classes`, or of the `classes` of a set.
 
     The label of a validation sample is the first of these that exists: its `cls` (the `.cls`
     member, or that key of the `.json`); `label_key` of its `.json`; its first caption, if that is
@@ -54,6 +70,11 @@ class ZeroShotClasses(BaseModel):
     classnames: list[str] = Field(min_length=1)
     templates: list[str] = Field(default=["a photo of a {}."], min_length=1)
     label_key: str = "label"
+    _key: str = PrivateAttr("evaluate.zero_shot_classes")  # of the recipe, for messages
+
+    @property
+    def key(self) -> str:
+        return self._key
 
     @field_validator("templates")
     @classmethod
@@ -67,10 +88,13 @@ class ZeroShotClasses(BaseModel):
         return templates
 
     @classmethod
-    def load(cls, place: str, templates: str | None = None) -> "ZeroShotClasses":
+    def load(
+        cls, place: str, templates: str | None = None, key: str = "evaluate.zero_shot_classes"
+    ) -> "ZeroShotClasses":
         """The classes of a JSON file (local or remote), of the folder of a clip_benchmark set, or
-        of ImageNet (by its name). templates: named ones in place of the file's. UserError."""
-        field = f"evaluate.zero_shot_classes: {place}"
+        of ImageNet (by its name). templates: named ones in place of the file's. key: names the
+        place in messages. UserError."""
+        field = f"{key}: {place}"
         content: Any
         try:
             if place == IMAGENET:
@@ -93,10 +117,12 @@ class ZeroShotClasses(BaseModel):
         if templates is not None and isinstance(content, dict):
             content["templates"] = _imagenet()[templates]
         try:
-            return cls.model_validate(content)
+            classes = cls.model_validate(content)
         except ValidationError as e:
             mistakes = "; ".join(map(_describe_mistake, e.errors(include_url=False)))
             raise UserError(f"{field}: {mistakes}; such as {EXAMPLE}") from None
+        classes._key = key
+        return classes
 
     def prompts(self, index: int) -> list[str]:
         return [t.replace("{}", self.classnames[index]) for t in self.templates]
@@ -165,30 +191,24 @@ def _imagenet() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "imagenet.json").read_text(encoding="utf-8"))
 
 
-def check_labels(
-    config: EvaluateConfig,
-    val: Mapping[str, str],
-    caption_key: CaptionKey,
-    storage: StorageConfig,
+def check_samples(
+    data_set: EvaluationSet, caption_key: CaptionKey, storage: StorageConfig
 ) -> str | None:
-    """Check the labels for zero-shot before training. Returns a note if none of the first samples
-    has a label, or if files of a folder are skipped. UserError if a label is not a class.
-
-    val: `DataConfig.val_places`.
+    """Check the first labels or captions of a data set before training. Returns a note if none of
+    the first samples has a label, or if files of a folder are skipped. UserError if a label is not a
+    class, or if a set of `evaluate.sets` that should have captions has none.
     """
-    key = "evaluate.zero_shot_data"
-    place = config.zero_shot_data
-    if place is None:
-        key = "data.val"
-        place = val.get("data.val")
-    if config.zero_shot_classes is None or place is None:
+    key, place = data_set.key, data_set.place
+    if data_set.classes is None:
+        if data_set.counts_in_mean:
+            check_captions(data_set, caption_key, storage)
         return None
-    classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
+    classes = ZeroShotClasses.load(data_set.classes, data_set.templates, data_set.classes_key)
     folder = None
-    if key != "data.val":
+    if not data_set.captions:
         folder = ImageFolder.find(place, key)
     if folder is not None:
-        folder.label_by(classes.classnames)
+        folder.label_by(classes.classnames, classes.key)
         if folder.skipped.counts:
             return (
                 f"{key} ({place}): skipped {folder.skipped}, which are not images in the folder of a "
@@ -198,29 +218,50 @@ def check_labels(
     label = classes.labeller()
     labels: list[int] = []
     shard = expand(place, key)[0][0]
-    # a shard that cannot be read is not a mistake in labels
-    with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
-        for sample in itertools.islice(iter_samples(file), LOOK_AT):
-            try:
-                members = with_captions(sample.members, shard)
-                caption = decode.texts_of(members, caption_key)[0]
-            except InvalidSample:
-                caption = ""
-            try:
-                labels.append(label(caption, metadata_of(sample.members)))
-            except ValueError as e:
-                raise UserError(
-                    f"{key}: sample {sample.key} of {shard} does not fit "
-                    f"evaluate.zero_shot_classes ({config.zero_shot_classes}): {e}; correct the "
-                    "label, give the classes of this data, or set evaluate.zero_shot_classes=null"
-                ) from e
+    for sample, caption in first_samples(shard, caption_key, storage):
+        try:
+            labels.append(label(caption or "", metadata_of(sample.members)))
+        except ValueError as e:
+            raise UserError(
+                f"{key}: sample {sample.key} of {shard} does not fit {classes.key} "
+                f"({data_set.classes}): {e}; correct the label, give the classes of this data, or "
+                f"{data_set.without_zero_shot}"
+            ) from e
     if not labels or max(labels) >= 0:
         return None
     return (
         f"{key}: none of the first {len(labels)} samples of {shard} has a label. An evaluation "
         "that finds no label is skipped; give the samples a 'cls' or a "
-        f"{classes.label_key!r} in their .json, or set evaluate.zero_shot_classes=null"
+        f"{classes.label_key!r} in their .json, or {data_set.without_zero_shot}"
     )
+
+
+def check_captions(
+    data_set: EvaluationSet, caption_key: CaptionKey, storage: StorageConfig
+) -> None:
+    """UserError if none of the first samples of `evaluate.sets.NAME.data` has a caption."""
+    shard = expand(data_set.place, data_set.key)[0][0]
+    captions = [caption for _, caption in first_samples(shard, caption_key, storage)]
+    if captions and all(caption is None for caption in captions):
+        raise UserError(
+            f"{data_set.key} ({data_set.place}): none of the first {len(captions)} samples of "
+            f"{shard} has a caption. Labeled images need {data_set.classes_key}; otherwise give "
+            "captions (data.caption_key says where they are), or take this set out"
+        )
+
+
+def first_samples(
+    shard: str, caption_key: CaptionKey, storage: StorageConfig
+) -> Iterator[tuple[TarSample, str | None]]:
+    """The first samples of a shard, each with its first caption, or None without one. No samples if
+    the shard cannot be read, which is not a mistake in labels."""
+    with contextlib.suppress(TarError, OSError), open_shard(shard, Reading(storage)) as file:
+        for sample in itertools.islice(iter_samples(file), LOOK_AT):
+            caption = None
+            with contextlib.suppress(InvalidSample):
+                members = with_captions(sample.members, shard)
+                caption = decode.texts_of(members, caption_key)[0]
+            yield sample, caption
 
 
 def zero_shot_metrics(
@@ -245,9 +286,9 @@ def zero_shot_metrics(
     num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(ranks), *hits)
     if not labelled:
         raise UserError(
-            f"evaluate.zero_shot_classes: none of {num:.0f} validation samples has a label: they "
-            f"need 'cls' or {classes.label_key!r} in their .json, or captions that name a class; "
-            "or set evaluate.zero_shot_data"
+            f"{classes.key}: none of {num:.0f} validation samples has a label: they need 'cls' or "
+            f"{classes.label_key!r} in their .json, or captions that name a class; or give other "
+            "images, in evaluate.zero_shot_data or the data of a set"
         )
     return {
         "zero_shot_top1": top1 / labelled,
@@ -257,10 +298,14 @@ def zero_shot_metrics(
 
 
 def prompt_features(
-    engine: Engine, tokenize: Tokenize, classes: ZeroShotClasses, batch_size: int
+    engine: Engine,
+    tokenize: Tokenize,
+    classes: ZeroShotClasses,
+    batch_size: int,
+    asked_to_stop: Callable[[], bool] = never,
 ) -> Tensor:
     """The normalized features of the prompts of this rank's classes: [ceil(C / W), templates, D]
-    float32 on the engine's device, on W ranks.
+    float32 on the engine's device, on W ranks. EvaluationStopped as in `encode`.
 
     If W does not divide C, the last ranks repeat the last class, so that all ranks call the engine
     equally often.
@@ -270,11 +315,12 @@ def prompt_features(
     rank_classes = [min(dist.rank() * per_rank + i, num_classes - 1) for i in range(per_rank)]
     prompts = [prompt for i in rank_classes for prompt in classes.prompts(i)]
 
-    def encode_prompts() -> Tensor:
-        parts = []
-        for start in range(0, len(prompts), batch_size):
-            tokens = tokenize(prompts[start : start + batch_size]).to(engine.device)
-            parts.append(engine.encode("text", tokens).float())
-        return torch.cat(parts).view(per_rank, len(classes.templates), -1)
+    def encode_prompts(start: int) -> Tensor:
+        tokens = tokenize(prompts[start : start + batch_size]).to(engine.device)
+        return engine.encode("text", tokens).float()
 
-    return forward_together(engine, encode_prompts)
+    parts = []
+    for start in range(0, len(prompts), batch_size):
+        stop_together(asked_to_stop)
+        parts.append(forward_together(engine, partial(encode_prompts, start)))
+    return torch.cat(parts).view(per_rank, len(classes.templates), -1)

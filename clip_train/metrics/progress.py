@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clip_train.callbacks import Callback
+from clip_train.settings import MEAN
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ HEADLINE = (
     ("text_to_image_R@1", "text-to-image R@1", "2%"),
     ("val_loss", "val_loss", "4g"),
 )
+MEANS = (f"{MEAN}/", f"ema_{MEAN}/")
 SAVES = ("checkpoint_step", "checkpoint_failures")  # keys of a record
 _SMOOTHING = 0.9  # of the seconds per step from which the ETA is computed
 
@@ -101,10 +103,11 @@ class ProgressLine(Callback):
         return "  ".join(parts)
 
     def after_evaluate(self, record: dict[str, Any]) -> None:
-        """Log the main numbers. They appear above the bar: rich redirects stderr while it is
-        shown."""
+        """Log the main numbers; if there are means over sets, these alone. They appear above the
+        bar: rich redirects stderr while it is shown."""
         prefixes = ["", "ema_"]
-        prefixes += [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
+        of_sets = [f"{name.rpartition('/')[0]}/" for name in record if "/" in name]
+        prefixes += [x for x in of_sets if x.startswith(MEANS)] or of_sets
         numbers = [
             f"{prefix}{label} {record[prefix + name]:.{digits}}"
             for prefix in dict.fromkeys(prefixes)

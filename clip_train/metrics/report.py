@@ -222,9 +222,10 @@ def batch_text(run: Run) -> str:
 
 def validation_places(run: Run) -> list[str]:
     places = run.key("data.val")
-    if isinstance(places, dict):
-        return [f"{name}: {place}" for name, place in places.items()]
-    return [str(places)] if places else []
+    named = places if isinstance(places, dict) else {}
+    named = named | {name: one["data"] for name, one in (run.key("evaluate.sets") or {}).items()}
+    listed = [f"{name}: {place}" for name, place in named.items()]
+    return [places, *listed] if isinstance(places, str) else listed
 
 
 def time_text(run: Run) -> str:

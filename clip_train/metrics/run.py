@@ -91,6 +91,7 @@ class Run:
             evaluations,
             places=self.key("data.val"),
             labelled=self.key("evaluate.zero_shot_data"),
+            sets=self.key("evaluate.sets"),
             keep_best=self.key("checkpoint.keep_best"),
         )
         self.examples: list[dict[str, Any]] = []

@@ -6,11 +6,12 @@ A name in eval.jsonl is `[ema_][SET/][width_N/]METRIC` (docs/evaluation.md).
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from clip_train.metrics.progress import format_number
+from clip_train.settings import MEAN
 
 # The columns of the table, and their titles. The other rules for recall (docs/evaluation.md) are
 # among all scores: for most data they give the same numbers.
@@ -63,7 +64,6 @@ class DataSet:
     features or only their first values."""
 
     name: str
-    place: str = ""  # as the recipe has it
     variant: str = ""  # "moving average", "first 32 values"
     num_samples: int | None = None
     scores: dict[str, Score] = field(default_factory=dict)  # by metric
@@ -125,13 +125,18 @@ class Scores:
 
 
 def read_scores(
-    evaluations: Iterable[Mapping[str, Any]], places: Any, labelled: Any, keep_best: Any
+    evaluations: Iterable[Mapping[str, Any]],
+    places: Any,
+    labelled: Any,
+    keep_best: Any,
+    sets: Any = None,
 ) -> Scores:
     """The scores in the records of eval.jsonl.
 
-    places, labelled, keep_best: the recipe's `data.val`, `evaluate.zero_shot_data` and
-    `checkpoint.keep_best`; None if unknown.
+    places, labelled, keep_best, sets: the recipe's `data.val`, `evaluate.zero_shot_data`,
+    `checkpoint.keep_best` and `evaluate.sets`; None if unknown.
     """
+    named = names_of_sets(places, sets)
     best = str(keep_best or "")
     rows: dict[tuple[str, str], DataSet] = {}
     last_step = None
@@ -142,15 +147,11 @@ def read_scores(
             is_number = isinstance(value, (int, float)) and math.isfinite(value)
             if name == "step" or not is_number:
                 continue
-            data_set, variant, metric = split_score_name(name, places)
+            data_set, variant, metric = split_score_name(name, named)
             if metric.startswith("zero_shot_") and not data_set and labelled:
-                data_set, place = "zero-shot", str(labelled)
-            elif isinstance(places, dict):
-                place = str(places.get(data_set, ""))
-            else:
-                place = str(places or "")
+                data_set = "zero-shot"
             key = (data_set, variant)
-            row = rows.setdefault(key, DataSet(data_set or "validation", place, variant))
+            row = rows.setdefault(key, DataSet(data_set or "validation", variant))
             if metric in COUNTS:
                 row.num_samples = row.num_samples or int(value)
                 continue
@@ -179,18 +180,30 @@ def is_higher_better(name: str, metric: str, keep_best: str) -> bool | None:
     return None
 
 
-def split_score_name(name: str, places: Any) -> tuple[str, str, str]:
+def names_of_sets(places: Any, sets: Any) -> set[str] | None:
+    """The names with which scores may begin; None if the recipe is unknown."""
+    if places is None and not sets:
+        return None
+    names: set[str] = set()
+    if isinstance(places, dict):
+        names |= places.keys()
+    if isinstance(sets, dict):
+        names |= {*sets, MEAN}
+    return names
+
+
+def split_score_name(name: str, names: Collection[str] | None) -> tuple[str, str, str]:
     """The data set ("" if there is one without a name), the variant, and the metric.
 
-    places: the recipe's `data.val`.
+    names: as `names_of_sets` returns them.
     """
     variants = []
     rest = name
-    data_set = set_of(rest, places)
+    data_set = set_of(rest, names)
     if not data_set and name.startswith("ema_"):
         variants.append("moving average")
         rest = name.removeprefix("ema_")
-        data_set = set_of(rest, places)
+        data_set = set_of(rest, names)
     if data_set:
         rest = rest.removeprefix(f"{data_set}/")
     narrow = re.match(r"width_(\d+)/(.+)", rest)
@@ -200,13 +213,13 @@ def split_score_name(name: str, places: Any) -> tuple[str, str, str]:
     return data_set, ", ".join(variants), rest
 
 
-def set_of(name: str, places: Any) -> str:
+def set_of(name: str, names: Collection[str] | None) -> str:
     """The data set with which the name of a score begins; "" if there is none."""
     first, slash, _ = name.partition("/")
-    if isinstance(places, str) or not slash:
+    if not slash:
         return ""
-    if isinstance(places, dict):
-        return first if first in places else ""
+    if names is not None:
+        return first if first in names else ""
     # without a recipe, "ema_" more likely means the average than a part of a set's name
     return "" if first.startswith(("width_", "ema_")) else first
 

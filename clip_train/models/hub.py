@@ -110,6 +110,46 @@ def cached(place: str) -> Path | None:
     return None
 
 
+def check_upload(place: str) -> str:
+    """The repository of hf:USER/NAME, to which this machine can try to upload. UserError for
+    another form of name, without huggingface_hub, or without a token."""
+    match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)", place)
+    if match is None:
+        raise UserError(f"--push ({place}): write hf:USER/NAME, or hf:ORGANIZATION/NAME")
+    try:
+        import huggingface_hub as hub
+        import huggingface_hub.constants
+    except ImportError as e:
+        raise UserError(
+            f"--push ({place}) needs huggingface_hub: pip install 'clip-train[hub]'"
+        ) from e
+    if hub.constants.HF_HUB_OFFLINE:
+        raise UserError(f"--push ({place}) needs the network, and HF_HUB_OFFLINE is set: unset it")
+    if hub.get_token() is None:
+        raise UserError(
+            f"--push ({place}) needs a token that may write: set HF_TOKEN, or run `hf auth login` "
+            "(huggingface.co/settings/tokens makes one)"
+        )
+    return match[1]
+
+
+def upload(folder: Path, repository: str, message: str, *, public: bool) -> str:
+    """Upload a folder's files as one commit; returns the repository's URL. A new repository is
+    private unless `public`; one that exists stays as it is. CheckpointError."""
+    import huggingface_hub as hub
+
+    api = hub.HfApi()
+    try:
+        url = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except Exception as e:  # of its HTTP library too, which differs between releases
+        raise CheckpointError(
+            f"--push (hf:{repository}) failed: {type(e).__name__}: {e}. The export is complete in "
+            f"{folder}; run the same command again, or hf upload {repository} {folder}"
+        ) from e
+    return str(url)
+
+
 def resolve(place: str) -> tuple[str, str | None]:
     """(repository, revision or None for its newest). UserError.
 

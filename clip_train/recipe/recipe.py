@@ -22,7 +22,7 @@ from clip_train.data.index import index_of
 from clip_train.data.shards import expand_braces
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError, missing, raise_all
-from clip_train.evaluate.config import EvaluateConfig
+from clip_train.evaluate.config import EvaluateConfig, SetConfig
 from clip_train.inputs import layout_of
 from clip_train.losses.config import LossConfig
 from clip_train.metrics.config import LogConfig
@@ -226,6 +226,16 @@ class Recipe(Settings):
             )
 
     @rule
+    def _names_of_sets(self) -> Messages:
+        val = self.data.val
+        for name in self.evaluate.sets or {}:
+            if isinstance(val, dict) and name in val:
+                yield (
+                    f"evaluate.sets.{name} and data.val.{name}: the scores of both would have the "
+                    "same names; rename one of them"
+                )
+
+    @rule
     def _teachers_see_images(self) -> Messages:
         if self.model.teacher is not None and self.data.inputs is not None:
             yield (
@@ -349,8 +359,10 @@ class Recipe(Settings):
     @property
     def evaluated_on(self) -> dict[str, str]:
         """The data for evaluation, by key."""
-        labelled = self.evaluate.zero_shot_data
-        return self.data.val_places | ({"evaluate.zero_shot_data": labelled} if labelled else {})
+        places = self.data.val_places
+        if self.evaluate.zero_shot_data is not None:
+            places["evaluate.zero_shot_data"] = self.evaluate.zero_shot_data
+        return places | self.evaluate.set_places
 
     @property
     def run_dir(self) -> Path:
@@ -465,6 +477,7 @@ def mistakes_in_names(config: Recipe) -> Messages:
         lambda: {"data.train": config.data.train},
         lambda: config.data.val_places,
         lambda: {"evaluate.zero_shot_data": config.evaluate.zero_shot_data},
+        lambda: config.evaluate.set_places,
     ):
         with contextlib.suppress(InvalidValueError):
             places = [(place, key) for key, place in get().items() if place is not None]
@@ -528,7 +541,8 @@ def with_samples(config: Recipe) -> Recipe:
 
 def nearest(path: str) -> str:
     """Suggestions for a key that does not exist."""
-    for key, inner in (("batch.schedule", BatchStage), ("model.lora", Lora)):
+    parts = (("batch.schedule", BatchStage), ("model.lora", Lora), ("evaluate.sets", SetConfig))
+    for key, inner in parts:
         if path.startswith(f"{key}."):
             return f"known keys are {', '.join(inner.model_fields)}"
     section, _, name = path.partition(".")

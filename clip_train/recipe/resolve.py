@@ -4,7 +4,7 @@ every `auto` a value.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from clip_train.batch import BatchPlan, plan_batch
+from clip_train.data.benchmark import benchmark_shards
 from clip_train.data.config import (
     SourceSummary,
     check_source,
@@ -23,7 +24,8 @@ from clip_train.data.shards import expand_braces
 from clip_train.data.validation import ImageFolder
 from clip_train.engines.config import EngineConfig
 from clip_train.errors import UserError, raise_all
-from clip_train.evaluate.zero_shot import ZeroShotClasses, check_labels
+from clip_train.evaluate.data_sets import EvaluationSet, evaluation_sets
+from clip_train.evaluate.zero_shot import ZeroShotClasses, check_samples
 from clip_train.losses.config import LossConfig
 from clip_train.memory.plan import StepLayout
 from clip_train.models.clip import own_mistakes, parameter_sizes, random_mistakes
@@ -39,6 +41,7 @@ from clip_train.optim.schedule import learning_rate
 from clip_train.recipe.recipe import Recipe, with_samples
 from clip_train.recipe.weights import place_mistakes
 from clip_train.settings import broken, is_import_path, shown
+from clip_train.storage.urls import is_remote, local_path
 
 MOST_PASSES = 2  # over the data in one epoch; with more, data.num_samples is a mistake
 CHARACTERS_PER_TOKEN = 4  # of a caption, about, with CLIP's tokenizer
@@ -57,7 +60,8 @@ class Resolved:
     architecture: AnyArchitecture
     layout: StepLayout | None = None  # chosen by memory
     source: SourceSummary | None = None  # on the rank that has checked the data
-    unlabelled: str | None = None  # the note of `check_labels`, on the same rank
+    # on rank 0: notes about evaluation data without labels
+    unlabelled: list[str] = field(default_factory=list)
     no_limit: bool = False  # batch.kept_graphs became 1, because the memory limit is unknown
 
     @property
@@ -79,7 +83,6 @@ class Resolved:
         """Notes for the user: work that a memory limit would save, sizes that do not fit the
         indexed data, evaluation data without labels."""
         data = self.config.data
-        no_label = (self.unlabelled is not None, str(self.unlabelled))
         one_graph = (
             self.no_limit and self.plan.accum_steps > 1,
             "batch.kept_graphs=auto keeps one graph, because no limit of memory is known without "
@@ -96,14 +99,13 @@ class Resolved:
         )
         counted = None if self.source is None else self.source.index.num_samples
         if counted is None or data.train_weights is not None or data.resampled:
-            return broken([one_graph, no_label, long_captions])
+            return [*self.unlabelled, *broken([one_graph, long_captions])]
         epochs = self.config.run.epochs
         given = data.num_samples
         size = self.plan.global_size
-        return broken(
+        return self.unlabelled + broken(
             [
                 one_graph,
-                no_label,
                 long_captions,
                 (
                     epochs is not None and given != counted,
@@ -205,7 +207,7 @@ def resolve(
         machine_mistakes += broken([no_memory])
         problems += map(UserError, machine_mistakes)
     source = None
-    unlabelled = None
+    unlabelled: list[str] = []
     if read_data:
         source, unlabelled = look_at_data(config, problems, collect)
     else:
@@ -254,27 +256,48 @@ def epoch_mistakes(config: Recipe, source: SourceSummary) -> list[str]:
 
 def look_at_data(
     config: Recipe, problems: list[UserError], collect: Callable[..., Any]
-) -> tuple[SourceSummary | None, str | None]:
-    """Check the first shard of data.train, and the evaluation data: its first labels, too, and the
-    note of `check_labels`."""
+) -> tuple[SourceSummary | None, list[str]]:
+    """Check the first shard of data.train, and all evaluation data: their first labels, too.
+    Returns what is known of the shards, and notes about labels."""
     source = collect(check_source, config.data, config.storage)
-    if config.evaluate.zero_shot_classes is not None:
-        collect(ZeroShotClasses.load, config.evaluate.zero_shot_classes)
-    for key, place in config.evaluated_on.items():
-        collect(check_place, place, key)
-    unlabelled = None
+    sets = collect(evaluation_sets, config) or []
+    for data_set in sets:
+        collect(check_set, data_set)
+    notes = []
     if not problems:
-        data = config.data
-        unlabelled = collect(
-            check_labels, config.evaluate, data.val_places, data.caption_key, config.storage
+        for data_set in sets:
+            notes.append(collect(check_samples, data_set, config.data.caption_key, config.storage))
+    return source, [note for note in notes if note is not None]
+
+
+def check_set(data_set: EvaluationSet) -> None:
+    """UserError, RankError if data for evaluation or their classes are missing."""
+    place, key = data_set.place, data_set.key
+    if data_set.classes is not None:
+        ZeroShotClasses.load(data_set.classes, data_set.templates, data_set.classes_key)
+    if data_set.train is not None and ImageFolder.find(data_set.train, "--linear-probe") is None:
+        existing(data_set.train, "--linear-probe")
+    if not data_set.captions and ImageFolder.find(place, key) is not None:
+        return
+    if data_set.captions and data_set.counts_in_mean:
+        check_set_with_captions(data_set)
+    existing(place, key)
+
+
+def check_set_with_captions(data_set: EvaluationSet) -> None:
+    """UserError for labeled images without classes, and for templates without classes."""
+    if data_set.templates is not None:
+        raise UserError(
+            f"evaluate.sets.{data_set.name}.templates ({data_set.templates}) is for labeled images; "
+            f"set {data_set.classes_key} as well, or take it out"
         )
-    return source, unlabelled
-
-
-def check_place(place: str, key: str) -> None:
-    """UserError, RankError if the data for evaluation is missing."""
-    if key.startswith("data.val") or ImageFolder.find(place, key) is None:
-        existing(place, key)
+    place = data_set.place
+    is_folder = not is_remote(place) and local_path(place).is_dir()
+    if is_folder and benchmark_shards(place) is None:
+        raise UserError(
+            f"{data_set.key} ({place}) is a folder: for shards with captions give '{place}/*.tar'; "
+            f"labeled images need {data_set.classes_key}"
+        )
 
 
 def no_limit(config: Recipe) -> str:

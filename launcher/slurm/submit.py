@@ -148,6 +148,10 @@ def frozen_recipe(config: Recipe, base: Path) -> str:
             recipe[section][key] = [absolute(each, base) for each in value]
         elif isinstance(value, str) and value != IMAGENET:
             recipe[section][key] = absolute(value, base)
+    for one in (recipe["evaluate"]["sets"] or {}).values():
+        one["data"] = absolute(one["data"], base)
+        if one["classes"] not in (None, IMAGENET):
+            one["classes"] = absolute(one["classes"], base)
     remote = config.checkpoint.remote
     if remote is not None and not is_remote(remote):
         recipe["checkpoint"]["remote"] = str(base / local_path(remote))

@@ -25,12 +25,6 @@ from tests.ranks import RankFailedError, run_ranks
 NUM = 23
 
 
-def _write_classes(folder: Path) -> str:
-    path = folder / "classes.json"
-    path.write_text(CLASSES.model_dump_json())
-    return str(path)
-
-
 def _expected_label(caption: str, metadata: dict[str, Any]) -> int | None:
     names = CLASSES.classnames
     if "cls" in metadata:
@@ -109,11 +103,11 @@ def _brute_force(whole: Batch, batch_size: int = 4) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_equals_brute_force(tmp_path: Path, size: int):
+def test_equals_brute_force(size: int):
     whole = samples(NUM)
     engine: Any = FakeEngine()
-    config = EvaluateConfig(zero_shot_classes=_write_classes(tmp_path), batch_size=size)
-    result = evaluate(engine, batches(whole, 0, NUM, size), config, tokenize)
+    config = EvaluateConfig(batch_size=size)
+    result = evaluate(engine, batches(whole, 0, NUM, size), config, tokenize, CLASSES)
     expected = _brute_force(whole, size)
     assert 0 < expected["zero_shot_top1"] < expected["zero_shot_top5"] < 1
     assert len({each[0] for each in whole.captions}) < NUM
@@ -121,12 +115,11 @@ def test_equals_brute_force(tmp_path: Path, size: int):
     assert engine.training
 
 
-def _on_rank(ends: tuple[int, ...], classes: str | None) -> tuple[dict[str, float], list[str]]:
+def _on_rank(ends: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
     engine: Any = FakeEngine()
     start = (0, *ends)[dist.rank()]
     mine = batches(samples(NUM), start, ends[dist.rank()], 3)
-    config = EvaluateConfig(zero_shot_classes=classes, batch_size=4)
-    return evaluate(engine, mine, config, tokenize), engine.calls
+    return evaluate(engine, mine, EvaluateConfig(batch_size=4), tokenize, CLASSES), engine.calls
 
 
 def _stopped_on_rank_1() -> list[str]:
@@ -153,44 +146,43 @@ def test_all_ranks_leave_between_the_same_two_batches():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ends", [(17, NUM), (NUM, NUM), (0, NUM)])
-def test_ranks_with_uneven_parts_agree_with_one(tmp_path: Path, ends: tuple[int, ...]):
+def test_ranks_with_uneven_parts_agree_with_one(ends: tuple[int, ...]):
     expected = _brute_force(samples(NUM))
-    (first, first_calls), (second, second_calls) = run_ranks(
-        _on_rank, 2, ends, _write_classes(tmp_path)
-    )
+    (first, first_calls), (second, second_calls) = run_ranks(_on_rank, 2, ends)
     assert first == second == pytest.approx(expected, abs=1e-6)
     assert first_calls == second_calls  # or ZeRO-3 would hang
 
 
-def _bad_label_on_one_rank(classes: str) -> None:
+def _bad_label_on_one_rank() -> None:
     whole = samples(8)
     if dist.rank() == 1:
         whole.metadata[5] = {"cls": 99}
     evaluate(
         cast(Any, FakeEngine()),
         batches(whole, 0, 8, 3),
-        EvaluateConfig(zero_shot_classes=classes),
+        EvaluateConfig(),
         tokenize,
+        CLASSES,
     )
 
 
 @pytest.mark.distributed
-def test_a_bad_label_on_one_rank_ends_all(tmp_path: Path):
+def test_a_bad_label_on_one_rank_ends_all():
     with pytest.raises(RankFailedError) as e:
-        run_ranks(_bad_label_on_one_rank, 2, _write_classes(tmp_path))
+        run_ranks(_bad_label_on_one_rank, 2)
     assert e.value.errors[1][0] == "UserError"
     assert "a sample's cls is 99, none of the 7 classes" in e.value.errors[1][1]
     assert e.value.errors[0][0] == "RemoteRankError"
 
 
-def _out_of_memory_on_one_rank(place: str, name: str, classes: str) -> None:
+def _out_of_memory_on_one_rank(place: str, name: str) -> None:
     def fail(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
     if dist.rank() == 1:
         setattr(importlib.import_module(place), name, fail)
-    config = EvaluateConfig(zero_shot_classes=classes)
-    evaluate(cast(Any, FakeEngine()), batches(samples(8), 0, 8, 3), config, tokenize)
+    mine = batches(samples(8), 0, 8, 3)
+    evaluate(cast(Any, FakeEngine()), mine, EvaluateConfig(), tokenize, CLASSES)
 
 
 @pytest.mark.distributed
@@ -203,14 +195,14 @@ def _out_of_memory_on_one_rank(place: str, name: str, classes: str) -> None:
         ("clip_train.evaluate.zero_shot", "ranks_of_matches"),
     ],
 )
-def test_one_rank_without_memory_ends_the_evaluation_of_all(tmp_path: Path, place: str, name: str):
+def test_one_rank_without_memory_ends_the_evaluation_of_all(place: str, name: str):
     """Not the run: the trainer skips an evaluation whose error all ranks have agreed on."""
     with pytest.raises(RankFailedError) as e:
-        run_ranks(_out_of_memory_on_one_rank, 2, place, name, _write_classes(tmp_path))
+        run_ranks(_out_of_memory_on_one_rank, 2, place, name)
     assert [e.value.errors[rank][0] for rank in (0, 1)] == ["RemoteRankError", "OutOfMemoryError"]
 
 
-def test_nothing_to_evaluate_is_an_error(tmp_path: Path):
+def test_nothing_to_evaluate_is_an_error():
     engine: Any = FakeEngine()
     with pytest.raises(UserError, match="has no samples"):
         evaluate(engine, [], EvaluateConfig(), tokenize)
@@ -218,12 +210,7 @@ def test_nothing_to_evaluate_is_an_error(tmp_path: Path):
     whole = samples(2)
     unlabelled = Batch(whole.images, whole.texts, [["x"], ["y", "z"]], [{}, {}])
     with pytest.raises(UserError, match="none of 2 validation samples has a label"):
-        evaluate(
-            engine,
-            [unlabelled],
-            EvaluateConfig(zero_shot_classes=_write_classes(tmp_path)),
-            tokenize,
-        )
+        evaluate(engine, [unlabelled], EvaluateConfig(), tokenize, CLASSES)
 
 
 class Cut(FakeEngine):
@@ -233,12 +220,12 @@ class Cut(FakeEngine):
         return torch.nn.functional.normalize(super().encode(name, inputs)[:, :2], dim=1)
 
 
-def test_narrow_features_are_measured_as_those_of_a_narrow_model(tmp_path: Path):
+def test_narrow_features_are_measured_as_those_of_a_narrow_model():
     whole, engine, cut = samples(NUM), cast(Any, FakeEngine()), cast(Any, Cut())
-    config = EvaluateConfig(zero_shot_classes=_write_classes(tmp_path), batch_size=4)
-    both = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize, widths=[2])
-    alone = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize)
-    narrow = evaluate(cut, batches(whole, 0, NUM, 4), config, tokenize)
+    config = EvaluateConfig(batch_size=4)
+    both = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize, CLASSES, widths=[2])
+    alone = evaluate(engine, batches(whole, 0, NUM, 4), config, tokenize, CLASSES)
+    narrow = evaluate(cut, batches(whole, 0, NUM, 4), config, tokenize, CLASSES)
     assert narrow.pop("num_samples") == NUM
     assert narrow["zero_shot_top1"] != alone["zero_shot_top1"]
     assert both == {**alone, **{f"width_2/{name}": pytest.approx(x) for name, x in narrow.items()}}
@@ -252,8 +239,7 @@ def test_only_what_is_asked_for_is_computed():
     assert engine.calls == ["image"] * 3
 
 
-def test_labelled_images_of_their_own(tmp_path: Path):
-    """Zero-shot is of them, whatever labels the validation set has; they need no captions, nor a validation set."""
+def test_labelled_images_need_no_captions():
     whole = samples(NUM)
     labelled = Batch(
         whole.images,
@@ -261,18 +247,37 @@ def test_labelled_images_of_their_own(tmp_path: Path):
         [[] for _ in range(NUM)],
         [{"cls": str(i % 7)} for i in range(NUM)],
     )
-    config = EvaluateConfig(
-        zero_shot_classes=_write_classes(tmp_path), batch_size=4, retrieval=False
-    )
-    val, engine = batches(samples(5), 0, 5, 4), cast(Any, FakeEngine())
-    both = evaluate(engine, val, config, tokenize, [labelled])
-    alone = evaluate(engine, None, config, tokenize, [labelled])
-    assert (
-        both == {**alone, "num_samples": 5, "val_loss": both["val_loss"]}
-        and alone["zero_shot_samples"] == NUM
-    )
+    engine: Any = FakeEngine()
+    config = EvaluateConfig(batch_size=4)
+    scores = evaluate(engine, [labelled], config, tokenize, CLASSES, captions=False)
     expected = _brute_force(replace(whole, metadata=labelled.metadata))
-    assert alone == {name: expected[name] for name in alone}
+    assert scores == {name: expected[name] for name in scores}
+    assert scores.keys() == {"zero_shot_top1", "zero_shot_top5", "zero_shot_samples"}
+
+
+def _stopped_at_the_prompts() -> list[str]:
+    """The calls of the engine until rank 1 is asked to stop before its second batch of prompts."""
+    engine: Any = FakeEngine()
+
+    def asked() -> bool:
+        return dist.rank() == 1 and engine.calls.count("text") == 1
+
+    with pytest.raises(EvaluationStopped):
+        evaluate(
+            engine,
+            batches(samples(NUM), 0, NUM, 3),
+            EvaluateConfig(batch_size=4, retrieval=False, val_loss=False),
+            tokenize,
+            CLASSES,
+            asked_to_stop=asked,
+        )
+    return engine.calls
+
+
+@pytest.mark.distributed
+def test_all_ranks_leave_between_the_same_two_batches_of_prompts():
+    calls = run_ranks(_stopped_at_the_prompts, 2)
+    assert calls[0] == calls[1] and calls[0].count("text") == 1
 
 
 def test_imagenets_classes_and_templates_by_name(tmp_path: Path):

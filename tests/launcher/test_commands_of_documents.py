@@ -33,6 +33,7 @@ ELSEWHERE = {
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
     "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
     "json.negatives": "needs mined shards: tests/launcher/test_mine.py",
+    "--push": "needs the hub: tests/launcher/test_push.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",
 }
 # What a page names, and what is here in its place.
@@ -46,6 +47,7 @@ REPLACED = {
     "s3://bucket/run": "runs/first",
     "data.val=val.tar": "data.val=val/*.tar",
     "/data/wds_mscoco_captions/test": "val/*.tar",
+    "/data/wds_cars": "wds_cars",
     "open_clip:ViT-B-32/laion2b_s34b_b79k": "runs/my-run/export",
     "open_clip:ViT-B-32/openai": "runs/my-run/export",
     "torchrun ... --model ...": "torchrun --nproc_per_node 8 -m main --model ViT-B-32 ...",
@@ -94,7 +96,7 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     shutil.copytree(Path(data.val).parent, folder / "val")
     photos = folder / "photos"
     photos.mkdir()
-    from tests.data.shards import jpeg
+    from tests.data.shards import jpeg, write_shard
 
     for name in ("captions", "labelled", "birds", "birds-test"):
         with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -107,6 +109,14 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     demo = folder / "runs" / "data" / "shapes"  # as `clip-train demo` leaves it
     demo.mkdir(parents=True)
     shutil.copy(data.classes, demo)
+    cars = folder / "wds_cars"
+    (cars / "test").mkdir(parents=True)
+    members = [(f"{i}.jpg", jpeg(i)) for i in range(6)]
+    members += [(f"{i}.cls", b"%d" % (i % 2)) for i in range(6)]
+    write_shard(cars / "test" / "0.tar", sorted(members))
+    (cars / "test" / "nshards.txt").write_text("1\n")
+    (cars / "train").symlink_to("test")
+    (cars / "classnames.txt").write_text("sedan\nvan\n")
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
     (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp

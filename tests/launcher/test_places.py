@@ -60,6 +60,9 @@ def test_lists_sources_and_sets(recipe, home):
         f"{home}/{{0..3}}.tar::{home}/b.tar"
     )
     assert value(recipe, "data.val", "{coco: ~/c.tar}") == {"coco": f"{home}/c.tar"}
+    sets = value(recipe, "evaluate.sets", "{cars: {data: ~/x, classes: $SCRATCH/y.json}}")
+    assert isinstance(sets, dict)
+    assert (sets["cars"].data, sets["cars"].classes) == (f"{home}/x", f"{home}/y.json")
     assert value(recipe, "model.teacher", "[~/a, $SCRATCH/b]") == [f"{home}/a", f"{home}/b"]
 
 

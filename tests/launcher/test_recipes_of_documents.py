@@ -81,6 +81,10 @@ def overrides(data, given: dict, folder: Path) -> list[str]:
         here.append(f"data.val={{{', '.join(f'{name}: {data.val}' for name in sets)}}}")
     elif sets is not None:
         here.append(f"data.val={data.val}")
+    for name, one in given.get("evaluate", {}).get("sets", {}).items():
+        here.append(f"evaluate.sets.{name}.data={data.val}")
+        if "classes" in one:
+            here.append(f"evaluate.sets.{name}.classes={data.classes}")
     here += [f"model.{key}=null" for key in WEIGHTS if key in given.get("model", {})]
     if "auto" in given.get("batch", {}).values():
         here.append("batch.memory_limit=80GB")  # of the reader's GPU

@@ -59,12 +59,17 @@ def test_other_verbs_look_at_each_set(recipe, data, capsys):
     good = [f"data.val={{test: {data.val}, other: {data.train}}}"]
     assert main(["plan", str(recipe), *good]) == 0, capsys.readouterr()
     assert main(["train", "--dry-run", str(recipe), *good]) == 0, capsys.readouterr()
-    bad = [*good, "data.val.other=nowhere.tar"]
+    bad = [*good, "data.val.other=nowhere.tar", "evaluate.sets.last.data=nowhere.tar"]
+    messages = [
+        f"{key} (nowhere.tar): 1 of 1 shards do not exist"
+        for key in ("data.val.other", "evaluate.sets.last.data")
+    ]
     assert main(["train", "--dry-run", str(recipe), *bad]) == 2
-    said = "data.val.other (nowhere.tar): 1 of 1 shards do not exist"
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert all(message in printed for message in messages)
     assert main(["doctor", str(recipe), *bad]) == 1
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(message in printed for message in messages)
 
 
 @pytest.mark.parametrize(
