@@ -18,7 +18,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.engines.base import Engine
 from clip_train.errors import DivergedError
-from clip_train.models.batch_norm import collect_updates
+from clip_train.models.batch_norm import Update, collect_updates
 from clip_train.models.dropout import draw_by
 from clip_train.settings import Matmul
 from clip_train.task import (
@@ -62,24 +62,34 @@ def train_step(
     result does not depend on `micro_size` or `kept_graphs` beyond rounding. flags: of this rank,
     asked for after its backward pass. guard: around each part (`clip_train.recovery`).
 
-    Raises StepDiscarded, and DivergedError if the loss is not finite, on all ranks and before the
-    update: until then a step has changed only gradients.
+    Raises, on all ranks, StepDiscarded, and DivergedError if the loss or the gradient norm is not
+    finite: before the update, when a step has changed only gradients. An engine that measures the
+    norm in its own `step` raises DivergedError after it.
     """
     engine.train()
     micro_batches = batch.micro_batches(micro_size)
 
     random_state = rng_state(engine.device)
-    # The second round is rare. The first computes the loss without a maximum, and learns only with
-    # the results whether exponentials underflowed (`LossOutput.unsafe`). The second is always safe.
+    # Try the fast way to compute the loss, which subtracts no maximum from the logits. If its
+    # exponentials underflowed, which is rare (`LossOutput.unsafe`), compute the step again safely.
     rounds = 0
     for deferred in (True, False):
         rounds += 1
-        # without shares, all ranks hold equally many samples, so no global size is needed
         context = Context(
-            sum(batch.shares) or None, batch.columns.without("images", "texts"), deferred=deferred
+            # without shares, all ranks hold equally many samples
+            global_size=sum(batch.shares) if batch.shares else None,
+            columns=batch.columns.without("images", "texts"),
+            deferred=deferred,
         )
+        statistics: list[Update] = []
         output = two_pass(
-            engine, micro_batches, objective, context, kept_graphs=kept_graphs, guard=guard
+            engine,
+            micro_batches,
+            objective,
+            context,
+            kept_graphs=kept_graphs,
+            guard=guard,
+            statistics=statistics,
         )
         norms, flag_sum = engine.reduce(flags())  # the global norm first, then each group's
         numbers = {"loss": output.loss, **output.metrics}
@@ -89,7 +99,8 @@ def train_step(
         agreed = Flags.unpacked(flag_sum_read)
         if agreed.starved or agreed.again:
             raise StepDiscarded(agreed)
-        if not values.pop("unsafe", False):
+        unsafe = values.pop("unsafe", False)
+        if not unsafe:
             break
         engine.discard_gradients()
         restore_rng(random_state, engine.device)
@@ -98,6 +109,8 @@ def train_step(
         raise DivergedError(f"the loss is {loss}")
     if not all(map(math.isfinite, norms_read)):  # empty for engines whose `step` measures them
         raise DivergedError(f"the gradient norm is {norms_read[0]} at a loss of {loss:.6g}")
+    for update in statistics:  # before the engine averages them
+        update()
     report = engine.step(lr, norms_read)  # updates the weights, then clamps logit_scale
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
@@ -137,15 +150,21 @@ def two_pass(
     *,
     kept_graphs: int = 1,
     guard: Guard = nullcontext,
+    statistics: list[Update] | None = None,
 ) -> LossOutput:
     """Add the gradient of the global loss to `.grad` of the parameters. Returns the loss's output.
 
-    engine: an `Engine`, or any object with its `device`, `forward` and `backward`. micro_batches:
-    `MicroBatch`es, or what else the engine's `forward` takes, with `sample_seeds` and `places`.
-    kept_graphs: how many micro-batches keep their graph after pass 1, and need no second forward.
+    Args:
+        engine: an `Engine`, or any object with its `device`, `forward` and `backward`.
+        micro_batches: `MicroBatch`es, or any objects that `engine.forward` accepts and that have
+            `sample_seeds` and `places`.
+        kept_graphs: how many micro-batches keep their graph after pass 1, and need no second
+            forward.
+        statistics: gets the updates of the batch norms' running statistics, for a caller that may
+            discard the step. None: they are applied.
     """
-    # Batch norms update their running statistics from pass 1 alone, and only if all parts succeed.
-    with collect_updates() as running_statistics, guard("forward pass"):
+    # running statistics move by pass 1 alone
+    with collect_updates() as updates, guard("forward pass"):
         cache = encode(engine, micro_batches, objective, kept_graphs)
     # Micro-batches may be sorted by text length. The loss sees the samples in the batch's order.
     places = [entry.places for entry in cache if entry.places is not None]
@@ -157,27 +176,43 @@ def two_pass(
         output = objective(features, context)  # once, globally
         if any(name.endswith(LOCAL_LOSS) for name in features):
             add_local_losses(output, features, objective.weights)
-    gradients: list[Features] = [{} for _ in cache]
-    for name, gradient in output.gradients.items():
-        # a micro-batch of a library's user may have the features of one tower only
-        entries = [i for i, entry in enumerate(cache) if name in entry.features]
-        if is_scalar(gradient):
-            # Equal parts for all micro-batches. Under ZeRO-3, a parameter without a gradient in one
-            # micro-batch would add to the previous step's gradient.
-            parts = [gradient / len(entries)] * len(entries)
-        else:
-            rows = gradient  # a sample may have several rows: one for each of its texts
-            if order is not None:  # from the batch's order back to that of the micro-batches
-                rows = gradient.unflatten(0, (len(order), -1))[order].flatten(0, 1)
-            parts = list(rows.split([len(cache[i].features[name]) for i in entries]))
-        for i, part in zip(entries, parts, strict=True):
-            gradients[i][name] = part
+    gradients = split_gradients(output.gradients, cache, order)
     with guard("backward pass"):
         replay(engine, micro_batches, cache, gradients)
-    for update in running_statistics:
-        update()
+    if statistics is None:
+        for update in updates:
+            update()
+    else:
+        statistics += updates
     output.metrics |= {name: x for name, x in features.items() if is_scalar(x)}
     return output
+
+
+def split_gradients(
+    gradients: Features, cache: Sequence["CachedMicroBatch"], order: Tensor | None
+) -> list[Features]:
+    """The gradients of each micro-batch's features, from those of the whole batch.
+
+    order: as in `joined`.
+    """
+    parts: list[Features] = [{} for _ in cache]
+    for name, gradient in gradients.items():
+        # in the library, a micro-batch may have the features of one tower only
+        owners = [i for i, entry in enumerate(cache) if name in entry.features]
+        if is_scalar(gradient):
+            # Each micro-batch gets an equal part: under ZeRO-3, a parameter that gets no gradient in
+            # one micro-batch keeps adding to the previous step's.
+            for i in owners:
+                parts[i][name] = gradient / len(owners)
+            continue
+        rows = gradient  # [rows of all samples, ...]
+        if order is not None:
+            samples = gradient.unflatten(0, (len(order), -1))  # [n, rows of a sample, ...]
+            rows = samples[order].flatten(0, 1)  # from the batch's order to the micro-batches'
+        pieces = rows.split([len(cache[i].features[name]) for i in owners])
+        for i, piece in zip(owners, pieces, strict=True):
+            parts[i][name] = piece
+    return parts
 
 
 def add_local_losses(output: LossOutput, features: Features, weights: Mapping[str, float]) -> None:
@@ -189,7 +224,8 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
     sums run over the global batch, because a mean of the micro-batches' means would depend on their
     size.
 
-    features: of this rank's n samples. weights: `Objective.weights`. The metrics have each mean
+    features: of this rank's n samples; a local loss is [n, 2], with l_xi and c_xi as its columns.
+    weights: `Objective.weights`. The metrics have each mean
     over the global batch, without its weight.
     """
     names = [name for name in features if name.endswith(LOCAL_LOSS)]
@@ -203,7 +239,7 @@ def add_local_losses(output: LossOutput, features: Features, weights: Mapping[st
         output.metrics[name] = total / count.clamp(min=1)
         output.loss = output.loss + total * factor
         gradient = torch.zeros_like(features[name])
-        gradient[:, 0] = factor
+        gradient[:, 0] = factor  # by the sums; the counts have none
         output.gradients[name] = gradient
 
 
@@ -228,6 +264,10 @@ class CachedMicroBatch:
     # the random state before its forward pass; None if the graph is retained
     rng: dict[str, torch.Tensor] | None
     prepared: Features | None  # what `Objective.prepare` returned
+
+    @property
+    def has_graph(self) -> bool:
+        return self.rng is None
 
 
 def encode(
@@ -269,15 +309,24 @@ def replay(
     after pass 1 is restored, as if there had been one pass only.
     """
     after = rng_state(engine.device)  # after pass 1
-    while cache and cache[-1].rng is None:
-        entry = cache.pop()
-        draw_by(entry.seeds)  # dropout needs them if activations are recomputed in the backward
-        engine.backward(entry.features, gradients.pop(), last=not cache)
-    for i, (entry, gradient) in enumerate(zip(cache, gradients, strict=True)):
-        assert entry.rng is not None
-        restore_rng(entry.rng, engine.device)
-        features = engine.forward(micro_batches[i], entry.features)
-        engine.backward(features, gradient, last=i + 1 == len(cache))
+    retained = [i for i, entry in enumerate(cache) if entry.has_graph]
+    others = [i for i, entry in enumerate(cache) if not entry.has_graph]
+    backwards_left = len(cache)
+    for i in reversed(retained):
+        backwards_left -= 1
+        draw_by(cache[i].seeds)  # dropout needs them if activations are recomputed in the backward
+        features = cache[i].features
+        cache[i].features = {}  # the backward frees the graph
+        engine.backward(features, gradients[i], last=backwards_left == 0)
+        del features
+    for i in others:
+        backwards_left -= 1
+        rng = cache[i].rng
+        assert rng is not None
+        restore_rng(rng, engine.device)
+        # features of frozen towers are taken from the first pass
+        features = engine.forward(micro_batches[i], cache[i].features)
+        engine.backward(features, gradients[i], last=backwards_left == 0)
     restore_rng(after, engine.device)
 
 
@@ -288,7 +337,8 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
     order: int64 [n], the place of each sample in the result; None: the order of the parts.
     """
     out = {}
-    for name in {name: None for part in parts for name in part}:
+    names = dict.fromkeys(name for part in parts for name in part)  # each once, in order
+    for name in names:
         values = [part[name].detach() for part in parts if name in part]
         if is_scalar(values[-1]):
             out[name] = values[-1]
@@ -296,7 +346,9 @@ def joined(parts: Sequence[Features], order: Tensor | None) -> Features:
             rows = torch.cat(values)
             if order is not None:
                 samples = rows.unflatten(0, (len(order), -1))  # [n, rows of a sample, ...]
-                rows = samples.index_copy(0, order, samples).flatten(0, 1)
+                in_batch_order = torch.empty_like(samples)
+                in_batch_order[order] = samples  # the inverse of `samples[order]`
+                rows = in_batch_order.flatten(0, 1)
             out[name] = rows
     return out
 

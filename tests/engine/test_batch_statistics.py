@@ -22,8 +22,8 @@ from clip_train.models.clip import CLIP
 from clip_train.models.openclip.config import IMAGE_MEAN, IMAGE_STD
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer
-from clip_train.step import train_step
-from clip_train.task import Batch
+from clip_train.step import StepDiscarded, train_step
+from clip_train.task import Batch, Flags
 from tests.engine.layouts import engine_at
 from tests.engine.test_buffers import merged
 from tests.models.convolutional import convolutional_clip
@@ -164,3 +164,19 @@ def test_running_statistics_and_gradients_are_those_of_the_rule(layout, k, kept,
     for name, expected in gradients.items():
         error = (before[name].flatten() - after[name].double() - expected).norm()
         assert error <= (1e-10 if exact else 1e-4) * whole, (name, error / whole)
+
+
+def test_a_discarded_step_leaves_the_running_statistics():
+    """It is computed again, and then the statistics would see its samples twice."""
+    model = make_model().double()
+    optim = OptimConfig(name="sgd", lr=1.0, weight_decay=0.0)
+    engine = PlainEngine(model, build_optimizer(optim, model.named_parameters()))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    options = {"micro_size": 4, "kept_graphs": 1, "lr": 1.0}
+    with pytest.raises(StepDiscarded):
+        train_step(engine, batch(), InfoNCE(), flags=lambda: Flags(again=True), **options)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    engine.discard_gradients()
+    train_step(engine, batch(), InfoNCE(), **options)
+    assert any(not torch.equal(x, before[name]) for name, x in model.named_buffers())
