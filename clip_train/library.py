@@ -37,6 +37,7 @@ from clip_train.torch_internals import (
     stays_whole,
     tree_leaves,
 )
+from clip_train.versions import OLDEST_FOR_LIBRARY, version_tuple
 
 MicroSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 # as OpenCLIP's dictionaries have them
@@ -339,7 +340,6 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
     message."""
     engine: Any = model
     ranks = dist.world_size()
-    release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if hasattr(model, "set_gradient_accumulation_boundary"):
         yield (
             not hasattr(model, "coalesce_grad_reduction")
@@ -361,9 +361,11 @@ def wrapper_rules(model: Callable[..., Any], parts: Parts) -> Iterator[tuple[boo
             "module with DistributedDataParallel or fully_shard, or give a ZeRO engine as it is",
         )
     yield (
-        bool(parts.sharded) and release < (2, 12),  # `_fsdp_param_groups` is that new
+        bool(parts.sharded)
+        and version_tuple(torch.__version__) < version_tuple(OLDEST_FOR_LIBRARY),
         f"model is sharded by fully_shard, and torch is {torch.__version__}: contrastive_step "
-        "needs 2.12 or newer with fully_shard; update torch, or use DistributedDataParallel",
+        f"needs {OLDEST_FOR_LIBRARY} or newer with fully_shard; update torch, or use "
+        "DistributedDataParallel",
     )
     meshes = {p.device_mesh for p in parts.distributed}
     yield (
@@ -442,6 +444,7 @@ class ModuleEngine:
         # with a static graph, DDP counts the uses of each parameter in the first step
         self.reducing: list[Any] = [module for module in self.ddp if not module.static_graph]
         self.in_checkpoints: set[Any] = set()  # parameters used by reentrant ones
+        self.last_had_graph = False  # the last forward
         self.backwards_left = k
         self.most_graphs = max(1, k - 1) if self.ddp else k
 
@@ -479,6 +482,10 @@ class ModuleEngine:
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext({})
         if self.reducing and torch.is_grad_enabled():
             watch = reentrant_checkpoints()
+        if torch.is_grad_enabled() and not self.last_had_graph:
+            # autocast of older torch (2.10, not 2.13) also serves casts of weights without a graph
+            torch.clear_autocast_cache()
+        self.last_had_graph = torch.is_grad_enabled()
         with self._quiet(), watch as called:
             outputs = self.model(*micro_batch.args, **micro_batch.kwargs)
         self.in_checkpoints = set()

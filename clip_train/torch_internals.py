@@ -18,7 +18,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import _config as shapes
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.optim import _muon as muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -153,6 +152,8 @@ def computes_fp16() -> bool:
 def orthogonalize(matrix: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix, approximately, as `torch.optim.Muon` computes it by its
     defaults. Muon itself takes whole matrices only."""
+    from torch.optim import _muon as muon  # newer than the oldest torch of contrastive_step
+
     coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
     return muon._zeropower_via_newtonschulz(matrix, coefficients, muon.DEFAULT_NS_STEPS, muon.EPS)
 
@@ -204,8 +205,16 @@ def backends() -> Iterator[Any]:
 def stays_whole(module: Any) -> bool:
     """Whether a unit stays gathered after its forward. Only the caller of `fully_shard` knows its
     `reshard_after_forward`."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    groups = parameter_groups(module._get_fsdp_state())
     return not any(group._reshard_after_forward for group in groups)
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """The groups of parameters of a unit, from its state. Before torch 2.12 it has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def reduce_missed(module: Any) -> None:
@@ -213,7 +222,7 @@ def reduce_missed(module: Any) -> None:
     state = module._get_fsdp_state()
     if not state._is_root:
         return
-    groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+    groups = [group for each in state._state_ctx.all_states for group in parameter_groups(each)]
     if any(_has_unreduced(p) for group in groups for p in group.fsdp_params):
         state._root_post_backward_final_callback()
 
@@ -229,7 +238,7 @@ def _has_unreduced(parameter: Any) -> bool:
 def discard_unreduced(module: Any) -> None:
     """Discard the gradients that were not reduced yet. Before torch 2.15, `reset_iter_state()` keeps
     them."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in parameter_groups(module._get_fsdp_state()):
         for p in group.fsdp_params:
             if "unsharded_accumulated_grad" in vars(p):  # newer: a property over `.grad`
                 p.unsharded_accumulated_grad = None

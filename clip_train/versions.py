@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib import metadata
 
 OLDEST = {"Python": "3.10", "torch": "2.13", "deepspeed": "0.19.8"}
+# of `contrastive_step` and its losses, which need neither DeepSpeed nor the trainer
+OLDEST_FOR_LIBRARY = "2.8"
 NEWEST = {"Python": "3.13", "torch": "2.15", "deepspeed": "0.19.8"}
 
 

@@ -32,6 +32,9 @@ from clip_train.step import restore_rng, rng_state
 from tests import warm
 from tests.ranks import RankFailedError, run_ranks
 
+REDUCE_SCATTER, ALL_GATHER = "reduce_scatter_single", "all_gather_single"
+if not hasattr(torch_dist, ALL_GATHER):  # before torch 2.13
+    REDUCE_SCATTER, ALL_GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -283,7 +286,7 @@ def under_fsdp(kind: str, stage: int, micro_size: int, kept: int):
     if kind != "apart":  # the scale has no dimension to shard
         model = shard(towers, ignored_params={towers.logit_scale})
     calls: Counter[str] = Counter()
-    for name in ("reduce_scatter_single", "all_gather_single", "all_reduce"):
+    for name in (REDUCE_SCATTER, ALL_GATHER, "all_reduce"):
         setattr(torch_dist, name, counted(calls, name, getattr(torch_dist, name)))
     inputs = part(samples(12), slice(rank * 12 // W, (rank + 1) * 12 // W))
     with torch.no_grad():
@@ -350,12 +353,12 @@ def test_fsdp_gradients_are_the_global_batchs_reduced_once(
     ):
         assert losses == pytest.approx([expected.item()] * 2, rel=1e-12)
         for calls in counts:
-            assert (calls["reduce_scatter_single"], calls["all_reduce"]) == (units, all_reduces)
-            assert calls["reduce_scatter_single, bytes"] == whole
+            assert (calls[REDUCE_SCATTER], calls["all_reduce"]) == (units, all_reduces)
+            assert calls[f"{REDUCE_SCATTER}, bytes"] == whole
             assert calls["all_reduce, bytes"] == summed
             # of parameters once, and the features
-            assert stage == 3 or calls["all_gather_single"] == units + 1
-            assert stage == 3 or calls["all_gather_single, bytes"] == whole + 12 * 2 * 6 * 8
+            assert stage == 3 or calls[ALL_GATHER] == units + 1
+            assert stage == 3 or calls[f"{ALL_GATHER}, bytes"] == whole + 12 * 2 * 6 * 8
         for ours, p in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(ours, 2 * p.grad, rtol=1e-11, atol=1e-14)
 

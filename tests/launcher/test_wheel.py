@@ -1,4 +1,5 @@
-"""The wheel in an environment that holds nothing else, far from the checkout: README's first command, and what follows.
+"""The wheel in an environment that holds nothing else, far from the checkout: README's first command, and what follows;
+the library with few packages beside torch; the sdist.
 
 Packages come from pip's index (TORCH, as in the Makefile, says which torch): some minutes, mostly of the network.
 """
@@ -11,9 +12,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from launcher.runtime.verdict import read_verdict
 from tests.documents import ROOT, commands
@@ -48,16 +53,26 @@ def pip(python: Path | str, *line: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_wheel_alone_goes_through_the_demo(tmp_path):
-    source, outside, fresh = tmp_path / "source", tmp_path / "outside", tmp_path / "fresh"
-    shutil.copytree(
-        ROOT,
-        source,
-        ignore=shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__"),
-    )
-    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", tmp_path, source)
-    (wheel,) = tmp_path.glob("clip_train-*.whl")
-    top = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of the checkout, in which a build may write."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__")
+    return Path(shutil.copytree(ROOT, tmp_path / "source", ignore=ignored))
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    """source: a checkout or an sdist."""
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", folder, source)
+    (wheel,) = folder.glob("clip_train-*.whl")
+    return wheel
+
+
+def test_the_wheel_alone_goes_through_the_demo(source, tmp_path):
+    outside, fresh = tmp_path / "outside", tmp_path / "fresh"
+    wheel = build_wheel(source, tmp_path)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.endswith((".so", ".c", ".cpp"))]  # pure Python
+    top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {
         "clip_train",
         "launcher",
@@ -101,3 +116,100 @@ def test_the_wheel_alone_goes_through_the_demo(tmp_path):
     assert "complete" in type_(TYPED[1])
     assert "open_clip.create_model_and_transforms" in type_(TYPED[2])
     assert (outside / "runs" / "demo-shapes" / "report.html").stat().st_size > 10_000
+
+
+LIBRARY_NEEDS = ("torch", "numpy", "pydantic", "PyYAML")
+LIBRARY_PROGRAM = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from clip_train import InfoNCE, contrastive_step
+from clip_train.losses.maxsim import MaxSim
+from clip_train.losses.ranking import Ranking
+from clip_train.losses.views import matryoshka
+
+class Towers(nn.Module):
+    def __init__(self, tokens):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.document = nn.Linear(5, 4), nn.Linear(6, 4)
+        self.tokens = tokens
+
+    def forward(self, queries, documents):
+        query = F.normalize(self.query(queries), dim=-1)
+        document = F.normalize(self.document(documents), dim=-1)
+        if not self.tokens:
+            query, document = query.sum(1), document.sum(1)
+        return query, document, torch.ones(1)
+
+torch.set_default_dtype(torch.float64)
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(8, 3, 5, generator=generator), torch.randn(8, 3, 6, generator=generator)
+for loss in (InfoNCE(), Ranking(), MaxSim(), matryoshka({2: 1.0, 4: 1.0})):
+    gradients = []
+    for wrap in (nn.Identity, DistributedDataParallel, fully_shard):
+        for micro_size in (8, 3):
+            model = Towers(tokens=isinstance(loss, MaxSim))
+            net = model if wrap is nn.Identity else wrap(model)
+            contrastive_step(net, *inputs, micro_size=micro_size, loss=loss)
+            grads = [p.grad for p in model.parameters()]
+            gradients.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads])
+    for others in gradients[1:]:
+        torch.testing.assert_close(others, gradients[0], rtol=1e-11, atol=1e-14)
+torch.distributed.destroy_process_group()
+print(sorted({"clip_train", "deepspeed", "transformers", "webdataset"} & {*sys.modules}))
+"""
+
+
+def distributions(names: Iterable[str]) -> dict[str, metadata.Distribution]:
+    """These and what they require, as they are installed here."""
+    found: dict[str, metadata.Distribution] = {}
+    left = [*names]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name in found:
+            continue
+        found[name] = metadata.distribution(name)
+        requirements = [Requirement(line) for line in found[name].requires or ()]
+        left += [
+            r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]
+    return found
+
+
+def test_the_library_needs_few_packages_beside_torch(source, tmp_path):
+    """`pip install --no-deps`, as into a container that has its own torch."""
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", fresh], check=True)
+    [packages] = fresh.glob("lib/python*/site-packages")
+    for distribution in distributions(LIBRARY_NEEDS).values():
+        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
+    pip(fresh / "bin" / "python", "install", "--no-deps", build_wheel(source, tmp_path))
+    done = subprocess.run(
+        [fresh / "bin" / "python", "-c", LIBRARY_PROGRAM],
+        cwd=tmp_path, env=alone(), capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['clip_train']"
+
+
+def test_the_sdist_builds_the_same_wheel(source, tmp_path):
+    """In an environment that has setuptools alone."""
+    python = tmp_path / "builder" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    pip(python, "install", "setuptools>=77")
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([python, "-c", code, tmp_path], cwd=source, env=alone(), check=True)
+    (sdist,) = tmp_path.glob("clip_train-*.tar.gz")
+    wheels = [build_wheel(source, tmp_path / "a"), build_wheel(sdist, tmp_path / "b")]
+    names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert names[0] == names[1]
