@@ -98,6 +98,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
             without=("sigmoid",),
             show=("measured", "ranks", "samples", "ring / gather"),
         ),
+        Table("maxsim", "MiB", only=("ours",), show=("N", "L", "CPU s", "MiB")),
         Table("ring", only=("sigmoid",), show=("ranks", "samples", "way", "memory", "sent")),
         Table("startup_memory", "x share", only=("now",), show=("a tenth of", "x share")),
         Table("startup", only=("8 ranks",)),
