@@ -263,6 +263,10 @@ def look_at_data(
     sets = collect(evaluation_sets, config) or []
     for data_set in sets:
         collect(check_set, data_set)
+    evaluate = config.evaluate
+    if evaluate.zero_shot_classes is not None and all(each.classes is None for each in sets):
+        # without data they are not used, but a mistake in them is reported
+        collect(ZeroShotClasses.load, evaluate.zero_shot_classes, evaluate.templates)
     notes = []
     if not problems:
         for data_set in sets:
