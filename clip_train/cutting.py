@@ -27,12 +27,15 @@ class Inputs:
     """
 
     def __init__(self, by_key: Mapping[Any, Any], split_by: SplitBy) -> None:
-        self._by_key, self._split_by = by_key, split_by
-        self._starts: dict[tuple[int, Any], list[int]] = {}  # of ragged inputs, by mapping and name
+        self._by_key = by_key
         known = names_in(by_key)
         unknown = [name for name in split_by if name not in known]
         if unknown:
             raise ValueError(f"split_by names {unknown}, which are no inputs; those are {known}")
+        # of ragged inputs, by mapping and name: what counts them, and where the rows of each begin
+        self._owners: dict[tuple[int, Any], Any] = {}
+        self._starts: dict[tuple[int, Any], list[int]] = {}
+        self._find_owners(by_key, split_by, "")
         self.sizes = self._sizes(by_key, "")
 
     def cut(self, samples: slice, n: int, keys: Collection[Any]) -> dict[Any, Any]:
@@ -46,10 +49,24 @@ class Inputs:
 
     def is_ragged(self, key: Any) -> bool:
         """Whether `split_by` says how an argument, or a part of it, is cut."""
-        if key in self._split_by:
-            return True
         value = self._by_key[key]
-        return isinstance(value, Mapping) and any(name in self._split_by for name in value)
+        if self._is_split(self._by_key, key):
+            return True
+        return isinstance(value, Mapping) and any(self._is_split(value, name) for name in value)
+
+    def _is_split(self, level: Mapping[Any, Any], key: Any) -> bool:
+        return (id(level), key) in self._owners
+
+    def _find_owners(self, level: Mapping[Any, Any], split_by: SplitBy, prefix: str) -> None:
+        """An entry is for a name in every mapping, or, as `query.input_ids`, in one."""
+        for key, value in level.items():
+            path = f"{prefix}{key}"
+            if path in split_by:
+                self._owners[id(level), key] = split_by[path]
+            elif key in split_by:
+                self._owners[id(level), key] = split_by[key]
+            elif isinstance(value, Mapping):
+                self._find_owners(value, split_by, f"{path}.")
 
     def _sizes(self, level: Mapping[Any, Any], prefix: str) -> dict[Any, int]:
         """The samples of each value of a mapping."""
@@ -57,29 +74,31 @@ class Inputs:
         later = []
         for key, value in level.items():
             name = f"{prefix}.{key}" if prefix else f"input {key}"
-            if key in self._split_by:
+            if self._is_split(level, key):
                 later.append((key, name))
             elif isinstance(value, Mapping):
                 parts = self._sizes(value, name)
                 if len(set(parts.values())) != 1:
                     raise ValueError(
-                        f"{name}: all values need the same first dimension, not {parts}"
+                        f"{name}: all values need the same first dimension, not {parts}; say of "
+                        "ragged ones with split_by what counts their rows"
                     )
                 sizes[key] = next(iter(parts.values()))
             else:
-                sizes[key] = num_rows(name, value) - self._is_cumulative(key)
+                sizes[key] = num_rows(name, value) - self._is_cumulative(level, key)
         while later:
             # one that counts another may itself be ragged
-            ready = [
-                (key, name)
-                for key, name in later
-                if not is_key(self._split_by[key]) or self._split_by[key] in sizes
-            ]
+            ready = []
+            for key, name in later:
+                owner = self._owners[id(level), key]
+                if not is_key(owner) or owner in sizes:
+                    ready.append((key, name))
             if not ready:
                 names = [name for _, name in later]
+                owners = [self._owners[id(level), key] for key, _ in later]
                 raise ValueError(
-                    f"split_by: {names} are counted by {[self._split_by[key] for key, _ in later]}, "
-                    f"which are no inputs beside them; those are {[*map(str, level)]}"
+                    f"split_by: {names} are counted by {owners}, which are no inputs beside them; "
+                    f"those are {[*map(str, level)]}"
                 )
             for key, name in ready:
                 sizes[key] = self._ragged_size(level, key, name, sizes)
@@ -90,36 +109,44 @@ class Inputs:
         self, level: Mapping[Any, Any], key: Any, name: str, sizes: Mapping[Any, int]
     ) -> int:
         """The samples of a ragged input. Notes where the rows of each begin."""
-        owner = self._split_by[key]
-        counted_by_input = is_key(owner)
-        counts = row_counts(name, level[owner] if counted_by_input else owner)
-        if counted_by_input and self._is_cumulative(owner):
+        owner = self._owners[id(level), key]
+        counted_by = owner if is_key(owner) else "a list"
+        counts = row_counts(name, level[owner] if is_key(owner) else owner)
+        if is_key(owner) and self._is_cumulative(level, owner):
             starts = counts
+            if starts[0] != 0:
+                raise ValueError(
+                    f"{name} is counted by {owner}, which begins with {starts[0]}: it must begin "
+                    "with 0 and have the end of each sample after it"
+                )
         else:
             starts = [*itertools.accumulate(counts, initial=0)]
         rows = num_rows(name, level[key])
-        if starts[0] != 0 or starts[-1] != rows or min(map(int.__sub__, starts[1:], starts)) < 0:
+        falls = any(stop < start for start, stop in itertools.pairwise(starts))
+        if starts[-1] != rows or falls:
             raise ValueError(
-                f"{name} has {rows} rows, and split_by ({owner if counted_by_input else 'counts'}) "
-                f"counts {starts[-1]} in {len(starts) - 1} parts: they must be equal"
+                f"{name} has {rows} rows, and split_by ({counted_by}) counts {starts[-1]} in "
+                f"{len(starts) - 1} parts: they must be equal, and no part below 0"
             )
         self._starts[id(level), key] = starts
-        return sizes[owner] if counted_by_input else len(starts) - 1
+        return sizes[owner] if is_key(owner) else len(starts) - 1
 
-    def _is_cumulative(self, key: Any) -> bool:
+    def _is_cumulative(self, level: Mapping[Any, Any], key: Any) -> bool:
         """Whether an input has the ends of all parts, after a 0, as `cu_seqlens`."""
-        counts_another = any(owner == key for owner in self._split_by.values() if is_key(owner))
-        return counts_another and isinstance(key, str) and key.startswith("cu_")
+        if not isinstance(key, str) or not key.startswith("cu_"):
+            return False
+        owners = [self._owners[id(level), other] for other in level if self._is_split(level, other)]
+        return any(is_key(owner) and owner == key for owner in owners)
 
     def _cut(self, level: Mapping[Any, Any], key: Any, start: int, stop: int) -> Any:
         """The rows of the samples [start, stop) of a value of a mapping."""
         value = level[key]
-        if key in self._split_by:
+        if self._is_split(level, key):
             first, end = self._ragged_rows(level, key, start, stop)
             return value[first:end]
         if isinstance(value, Mapping):
             return {name: self._cut(value, name, start, stop) for name in value}
-        if self._is_cumulative(key):
+        if self._is_cumulative(level, key):
             return value[start : stop + 1] - value[start]
         return value[start:stop]
 
@@ -127,19 +154,20 @@ class Inputs:
         self, level: Mapping[Any, Any], key: Any, start: int, stop: int
     ) -> tuple[int, int]:
         """The first row and the end of samples [start, stop) of a ragged input."""
-        owner = self._split_by[key]
-        if is_key(owner) and owner in self._split_by:
+        owner = self._owners[id(level), key]
+        if is_key(owner) and self._is_split(level, owner):
             start, stop = self._ragged_rows(level, owner, start, stop)
         starts = self._starts[id(level), key]
         return starts[start], starts[stop]
 
 
 def names_in(inputs: Mapping[Any, Any]) -> list[Any]:
-    """The names of inputs, and of those in mappings."""
+    """The names of inputs, and of those in mappings, with and without the mapping's own."""
     names = [*inputs]
-    for value in inputs.values():
+    for key, value in inputs.items():
         if isinstance(value, Mapping):
-            names += names_in(value)
+            inner = names_in(value)
+            names += [*inner, *(f"{key}.{name}" for name in inner)]
     return names
 
 

@@ -642,6 +642,13 @@ def reentrant_checkpoints() -> Iterator[dict[nn.Module, set[int]]]:
         del function.apply  # which it inherits
 
 
+def described(out: Any) -> str:
+    """A model's output for a message: its type, and the names of a dict."""
+    if isinstance(out, Mapping):
+        return f"a dict with {[*out]}"
+    return type(out).__name__
+
+
 def tower_features(
     out: Any, micro_batch: Arguments, towers: Sequence[str], objective: Objective
 ) -> Features:
@@ -654,8 +661,7 @@ def tower_features(
     if not isinstance(out, Mapping) or not isinstance(out.get(name), Tensor):
         raise ValueError(
             f"micro_size has a size for each tower, so the model was called with {name} alone, and "
-            f"must return a dict with {name} and logit_scale, not {type(out).__name__}"
-            + (f" with {[*out]}" if isinstance(out, Mapping) else "")
+            f"must return a dict with {name} and logit_scale, not {described(out)}"
         )
     others = {*towers} - {name}
     features = {
@@ -697,7 +703,8 @@ def as_features(out: Any, own_names: bool = False) -> Features:
         raise ValueError(
             "the model must return (image_features, text_features, logit_scale[, logit_bias]), or "
             "a dict with these names or two of your own in place of the first two, not "
-            f"{type(out).__name__}. Its logit_scale is the factor itself: exp of the parameter"
+            f"{described(out)}. Its logit_scale is the factor itself: exp of the parameter. Masks "
+            "and other outputs are for Ranking and MaxSim"
         )
     image, text, scale, *bias = (at_least_float32(value) for value in values if value is not None)
     return named_features(image, text, scale.reshape(1), bias[0].reshape(1) if bias else None)

@@ -289,7 +289,8 @@ def test_names_that_the_step_has_itself_go_through():
         ({"split_by": SPLIT_BY | {"grid_thw": [1] * N}}, r"grid_thw has 9 rows, .* counts 6"),
         ({"split_by": SPLIT_BY | {"grid_thw": 2.5}}, "counted by a float"),
         ({"split_by": SPLIT_BY | {"grid_thw": "grid_thw"}}, "no inputs beside them"),
-        ({"split_by": None}, "all values need the same first dimension"),
+        ({"split_by": None}, "all values need the same first dimension.* say of ragged ones"),
+        ({"split_by": SPLIT_BY | {"query.images": "x"}}, r"split_by names \['query.images'\]"),
         ({"micro_size": {"query": 2}}, "give each a size"),
         ({"micro_size": {"query": 2, "document": 0}}, r"micro_size of document \(0\)"),
     ],
@@ -308,3 +309,40 @@ def test_a_tower_without_its_features_is_explained():
     options = {"micro_size": {"query": 2, "document": 1}, "split_by": SPLIT_BY}
     with pytest.raises(ValueError, match="was called with query alone, and must return a dict"):
         contrastive_step(Silent(), **inputs(), **options, loss=MaxSim())
+
+
+def test_an_entry_may_be_for_one_tower():
+    """Both have `input_ids`; only those of the query are packed."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words = nn.Embedding(20, 4).double()
+
+        def forward(self, query, document):
+            ends = query["cu_seqlens"]
+            of_query = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
+            rows = self.words(query["input_ids"])
+            pooled = rows.new_zeros(len(ends) - 1, 4).index_add(0, of_query, rows)
+            return {
+                "query": F.normalize(pooled, dim=1),
+                "document": F.normalize(self.words(document["input_ids"]).mean(1), dim=1),
+            }
+
+    g = torch.Generator().manual_seed(1)
+    named = {
+        "query": {
+            "input_ids": torch.randint(20, (sum(WORDS),), generator=g),
+            "cu_seqlens": torch.tensor([0, *WORDS]).cumsum(0),
+        },
+        "document": {"input_ids": torch.randint(20, (N, 5), generator=g)},
+    }
+    split_by = {"query.input_ids": "cu_seqlens"}
+    whole, cut = Words(), Words()
+    for model, size in ((whole, N), (cut, 2)):
+        contrastive_step(model, **named, micro_size=size, split_by=split_by, loss=Ranking(scale=9))
+    torch.testing.assert_close(cut.words.weight.grad, whole.words.weight.grad)
+    named["query"]["cu_seqlens"] = named["query"]["cu_seqlens"][1:]
+    with pytest.raises(ValueError, match="begins with 2: it must begin with 0"):
+        contrastive_step(cut, **named, micro_size=2, split_by=split_by, loss=Ranking(scale=9))

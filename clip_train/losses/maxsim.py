@@ -70,7 +70,9 @@ class MaxSim(Ranking):
         if self.mean:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
         if len(shares.counts) > 1:
-            longest = int(dist.max_scalars(length)[0])
+            # on the device, since a process group may have no backend for the CPU
+            lengths = dist.all_gather(torch.tensor([length], device=features.device))
+            longest = int(lengths.max().item())
             features = F.pad(features, (0, 0, 0, longest - length))
             weights = F.pad(weights, (0, longest - length))
         # one collective for both

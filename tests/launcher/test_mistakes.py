@@ -200,7 +200,9 @@ MISTAKES = {
     ),
     "a linear probe": (
         ["evaluate.linear_probe=/data/train"],
-        ["evaluate.linear_probe ('/data/train') was removed: use clip-train evaluate PLACE --linear-probe"],
+        [
+            "evaluate.linear_probe ('/data/train') was removed: use clip-train evaluate PLACE --linear-probe"
+        ],
     ),
     "classes elsewhere": (
         ["evaluate.zero_shot_classes=/nowhere"],
