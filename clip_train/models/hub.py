@@ -250,7 +250,7 @@ def _nearest(model: str, tag: str, known: Collection[str]) -> str:
 
 def _places_like(repository: str) -> list[str]:
     """The places of OpenCLIP's pretrained tags whose repositories resemble this one."""
-    places = {}
+    places: dict[str, str] = {}  # by repository
     for tag, known in _known_tags().places.items():
         # only the tag says which file of the repository has the weights
         name = f"hf-hub:{known.repository}" if known.file is None else f"open_clip:{tag}"
