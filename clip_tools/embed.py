@@ -36,7 +36,7 @@ class Loaded:
     model: nn.Module  # in evaluation mode, float32, without gradients
     tokenizer: Tokenize  # b texts -> int64 [b, context_length]
     image_size: int  # S
-    source: str  # where the weights are from
+    where: str  # the weights are from, for messages
     alpha: Alpha = "white"  # as `data.alpha`
     resize: Resize = AS_CLIP  # as the model was trained
 
@@ -44,17 +44,23 @@ class Loaded:
     def of(
         cls,
         architecture: AnyArchitecture,
-        weights: FragmentSource,
-        source: str,
+        source: FragmentSource,
+        *,
+        where: str,
         device: str,
         alpha: Alpha = "white",
     ) -> "Loaded":
+        """Build a model, and load its weights from `source`."""
         model = build_model(architecture)
-        PlainEngine(model).load_fragments(weights, {})
-        model = model.to(device).eval().requires_grad_(False)
-        image_size = architecture.vision_cfg.image_size
-        tokenizer = tokenizer_of(architecture)
-        return cls(model, tokenizer, image_size, source, alpha, architecture.resize)
+        PlainEngine(model).load_fragments(source, {})
+        return cls(
+            model=model.to(device).eval().requires_grad_(False),
+            tokenizer=tokenizer_of(architecture),
+            image_size=architecture.vision_cfg.image_size,
+            where=where,
+            alpha=alpha,
+            resize=architecture.resize,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -70,16 +76,17 @@ class Loaded:
         return to_square(pixels, self.image_size, self.resize)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D], normalized."""
+        """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D]: features, of unit
+        length."""
         return IMAGE_TEXT.encode(self.model, "image", images.to(self.device)).float()
 
     def images(self, images: Sequence[Image.Image | bytes]) -> Tensor:
-        """b images, or the bytes of their files -> float32 [b, D], normalized: the scalar products
-        with `texts` are cosines."""
+        """b images, or the bytes of their files -> float32 [b, D]: features, of unit length. Their
+        products with those of `texts` are cosines."""
         return self.pixels(torch.stack([self.preprocess(image) for image in images]))
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """b texts -> float32 [b, D], normalized."""
+        """b texts -> float32 [b, D]: features, of unit length."""
         tokens = self.tokenizer(list(texts)).to(self.device)
         return IMAGE_TEXT.encode(self.model, "text", tokens).float()
 
@@ -90,14 +97,19 @@ class Loaded:
         model: Any = self.model
         if not hasattr(model, "captions"):
             raise UserError(
-                f"{self.source} is not a CoCa and has no decoder that writes captions; train one "
+                f"{self.where} is not a CoCa and has no decoder that writes captions; train one "
                 "with model.name=open_clip:coca_ViT-B-32"
             )
         from clip_train.models.openclip.model import decoded
 
+        # the tokens of an empty text are the start token and the end token
         start, end = self.tokenizer([""])[0, :2].tolist()
-        rows = model.captions(images.to(self.device), start, end)[:, 1:].tolist()
-        return decoded(model.architecture, [row[: [*row, end].index(end)] for row in rows])
+        captions = []
+        for tokens in model.captions(images.to(self.device), start, end)[:, 1:].tolist():
+            # a caption of the largest length has no end token
+            length = tokens.index(end) if end in tokens else len(tokens)
+            captions.append(tokens[:length])
+        return decoded(model.architecture, captions)
 
 
 def load(
@@ -122,17 +134,26 @@ def load(
         UserError, CheckpointError: as in `clip-train evaluate`.
     """
     found = weights_at(place, list(overrides), weights, step, ema)
-    alpha = found.config.data.alpha
-    return Loaded.of(found.architecture, found.source, found.where, device, alpha)
+    return Loaded.of(
+        found.architecture,
+        found.source,
+        where=found.where,
+        device=device,
+        alpha=found.config.data.alpha,
+    )
 
 
 @torch.no_grad()
 def write_features(loaded: Loaded, loader: ValLoader, store: LocalStorage, prefix: str) -> int:
-    """Writes, for each `ROWS` samples of this rank, files whose rows belong together.
+    """Write one set of files per `ROWS` samples of this rank. Row i of each file is the same sample.
 
-    `image-R-F.npy` and `text-R-F.npy`, float32 [rows, D] (the first caption's), and
-    `samples-R-F.jsonl` with "key", "shard" and "captions". R is `prefix`, F counts from 0. Returns the
-    number of samples. DataError.
+    R is `prefix`, and F counts from 0:
+
+        image-R-F.npy      float32 [rows, D]
+        text-R-F.npy       float32 [rows, D], of the first caption; not written for labeled data
+        samples-R-F.jsonl  "key", "shard" and "captions"
+
+    Returns the number of samples. Raises DataError.
     """
     files = total = 0
     image: list[Tensor] = []

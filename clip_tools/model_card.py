@@ -95,8 +95,7 @@ def base_repositories(config: Recipe) -> list[str]:
     found = []
     for place in places:
         if place is not None and hub.is_on_hub(place):
-            owner, name, *_ = hub.resolve(place)[0].split("/")
-            found.append(f"{owner}/{name}")
+            found.append(hub.resolve(place).repository)
     return list(dict.fromkeys(found))
 
 

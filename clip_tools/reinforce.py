@@ -64,7 +64,7 @@ def write_missing(
     if all_squash(teachers):  # shards of earlier versions have other crops
         made_with["squash"] = True
     # a run has newer checkpoints
-    made_with["teachers"] = [each.source for each in teachers]
+    made_with["teachers"] = [each.where for each in teachers]
     settings = json.dumps(redact(made_with)).encode()  # a teacher's URL may be signed
     if not store.put_bytes(SETTINGS, settings, if_absent=True):
         before = store.read_bytes(SETTINGS)

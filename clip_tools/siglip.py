@@ -13,13 +13,13 @@ from clip_train.models.openclip.model import tokenizer, tokenizer_folder
 
 
 def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
-    """transformers' config.json, from the modules themselves: OpenCLIP's JSON names timm's sizes
-    only by the name of a model."""
+    """transformers' config.json. The sizes are read from the built modules, because OpenCLIP's JSON
+    gives only the name of the timm model."""
     with torch.device("meta"):
         model: Any = build_model(architecture.model_copy(update={"lora": None}))
     trunk, text = model.visual.trunk, model.text
     block, text_block = trunk.blocks[0], text.transformer.resblocks[0]
-    width, length = text.positional_embedding.shape[1], text.positional_embedding.shape[0]
+    length, width = text.positional_embedding.shape
     shared = {"attention_dropout": 0.0}
     vision_config = {
         "model_type": "siglip_vision_model",
@@ -65,8 +65,8 @@ def activation(module: Any) -> str:
 
 
 def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
-    """The files of the model's tokenizer as they are, or as transformers saves OpenCLIP's.
-    UserError, CheckpointError."""
+    """Copy the tokenizer's files if the architecture names a transformers tokenizer; otherwise let
+    transformers save the one OpenCLIP uses. Raises UserError, CheckpointError."""
     folder.mkdir(parents=True, exist_ok=True)
     name = architecture.text_cfg.hf_tokenizer_name or ""
     if name.startswith(TRANSFORMERS):
@@ -75,6 +75,7 @@ def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)
         return
-    its: Any = tokenizer(architecture)
-    if its is not None:
-        its.tokenizer.save_pretrained(folder)
+    # None: the model uses CLIP's own tokenizer; no file is written
+    loaded: Any = tokenizer(architecture)
+    if loaded is not None:
+        loaded.tokenizer.save_pretrained(folder)

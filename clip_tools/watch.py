@@ -74,11 +74,8 @@ def view(run: Run, console: Console) -> Iterator[RenderableType]:
 def scores_within(scores: Scores, console: Console) -> RenderableType:
     """Show the scores in the width of the console: as a table with the best value beside the last
     one, or below it if that is too wide. If both are too wide, as a list."""
-    unlimited = console.options.update_width(PIPED_WIDTH)
     for stacked in (False, True):
-        # the width without names decides: names may be folded, numbers may not
-        without_names = scores_table(scores, stacked=stacked, names=False)
-        if Measurement.get(console, unlimited, without_names).maximum <= console.width:
+        if needed_width(scores, console, stacked=stacked) <= console.width:
             return scores_table(scores, stacked=stacked)
     lines = []
     for row in scores.rows:
@@ -92,6 +89,14 @@ def scores_within(scores: Scores, console: Console) -> RenderableType:
     return Group(*lines)
 
 
+def needed_width(scores: Scores, console: Console, *, stacked: bool) -> int:
+    """Measure the narrowest width of the table, in characters. Names may be folded, numbers may not,
+    so only the numbers' width decides."""
+    unlimited = console.options.update_width(PIPED_WIDTH)
+    without_names = scores_table(scores, stacked=stacked, names=False)
+    return Measurement.get(console, unlimited, without_names).maximum
+
+
 def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
     """Make a table with a row for each data set and a column for each score.
 
@@ -99,9 +104,14 @@ def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
     column of data sets' names is empty.
     """
     table = Table(box=None, pad_edge=False)
-    table.add_column("best below" if stacked else "", overflow="fold", min_width=NAME_WIDTH)
+    # the empty corner holds the legend
+    legend = "best below" if stacked else ""
+    table.add_column(legend, overflow="fold", min_width=NAME_WIDTH)
     for title in scores.columns.values():
-        heading = "\n".join(title.rsplit(" ", 1)) if stacked else title
+        heading = title
+        if stacked:
+            # a heading of two lines keeps the column narrow
+            heading = "\n".join(title.rsplit(" ", 1))
         table.add_column(heading, no_wrap=True, justify="right")
     for row in scores.rows:
         cells = []

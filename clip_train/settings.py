@@ -110,7 +110,7 @@ class Allowed:
     example: str | None = None  # instead of the default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Removed:
     """A key of an earlier version, for one release.
 

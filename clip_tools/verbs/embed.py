@@ -79,7 +79,12 @@ def run(
         for key, data in places.items():
             dist.on_main(partial(existing, data, key))
         loaded = dist.agreed(
-            Loaded.of, found.architecture, found.source, where, str(device), config.data.alpha
+            Loaded.of,
+            found.architecture,
+            found.source,
+            where=where,
+            device=str(device),
+            alpha=config.data.alpha,
         )
         for key, data in places.items():
             loader = ValLoader(

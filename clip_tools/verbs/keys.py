@@ -4,7 +4,6 @@ With `loss.kind=my_package.losses.margin` as PREFIX: the options of that functio
 """
 
 import argparse
-import inspect
 import itertools
 
 from clip_train.errors import UserError
@@ -39,35 +38,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(prefix: str, markdown: bool) -> int:
-    from clip_tools.keys import row_of
-    from clip_train.recipe.recipe import SECTIONS, known_keys, nearest
-    from clip_train.settings import POSITIONAL, options_key, options_model
+    from clip_tools.keys import key_rows, option_rows
+    from clip_train.recipe.recipe import SECTIONS, nearest
+    from clip_train.settings import POSITIONAL
 
-    prefix, _, path = prefix.partition("=")
-    rows = [row_of(name, field) for name, field in known_keys() if name.startswith(prefix)]
-    if path and prefix in POSITIONAL:
-        rows = [
-            (
-                f"{options_key(prefix)}.{name}",
-                "required" if field.is_required() else repr(field.get_default()),
-                inspect.formatannotation(field.annotation),
-                field.description or "",
-            )
-            for name, field in options_model(prefix, path).model_fields.items()
-        ]
+    key, _, import_path = prefix.partition("=")
+    # POSITIONAL has the keys whose value may be a function or a class
+    if import_path and key in POSITIONAL:
+        rows = option_rows(key, import_path)
+    else:
+        rows = key_rows(key)
     if not rows:
-        raise UserError(f"no key starts with {prefix}; {nearest(prefix)}")
+        raise UserError(f"no key starts with {key}; {nearest(key)}")
     if not markdown:
-        for name, default, allowed, meaning in rows:
-            print(f"{name}\t{default}\t{allowed}. {meaning}")
+        for row in rows:
+            print(f"{row.name}\t{row.default}\t{row.allowed}. {row.meaning}")
         return 0
-    print(PAGE, end="")  # docs/recipe.md
-    for section, its in itertools.groupby(rows, key=lambda row: row[0].split(".")[0]):
+    # this output is docs/recipe.md
+    print(PAGE, end="")
+    for section, section_rows in itertools.groupby(rows, key=lambda row: row.section):
         about = (SECTIONS[section].__doc__ or "").partition("\n\n")[0]
         print(f"\n## {section}\n\n{' '.join(about.split())}\n")
         print("| Key | Default | May be | Meaning |\n|---|---|---|---|")
-        for name, default, *words in its:
-            escaped = [word.replace("<", "&lt;").replace("*", "\\*") for word in words]
-            cells = [f"`{name}`", f"`{default}`", *escaped]
-            print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        for row in section_rows:
+            cells = [
+                f"`{row.name}`",
+                f"`{escape_bars(row.default)}`",
+                escape(row.allowed),
+                escape(row.meaning),
+            ]
+            print(f"| {' | '.join(cells)} |")
     return 0
+
+
+def escape(text: str) -> str:
+    """Text for a cell of a Markdown table."""
+    return escape_bars(text.replace("<", "&lt;").replace("*", "\\*"))
+
+
+def escape_bars(text: str) -> str:
+    """The same for code, in which only `|` has a meaning."""
+    return text.replace("|", "\\|")

@@ -24,10 +24,13 @@ class CheckpointConfig(Settings):
 
     removed: ClassVar = {
         "orphan_grace_minutes": Removed(
-            "leave it out; files of saves that were never committed are removed after an hour",
-            lambda value: value == 60.0,
+            instead="leave it out; files of saves that were never committed are removed after an "
+            "hour",
+            ignored=lambda value: value == 60.0,
         ),
-        "takeover": Removed("leave it out; a second start takes over by itself", is_switch),
+        "takeover": Removed(
+            instead="leave it out; a second start takes over by itself", ignored=is_switch
+        ),
     }
 
     every_steps: int | None = Field(1000, ge=1)

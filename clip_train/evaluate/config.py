@@ -40,8 +40,8 @@ class EvaluateConfig(Settings):
 
     removed: ClassVar = {
         "linear_probe": Removed(
-            "use clip-train evaluate PLACE --linear-probe TRAIN",
-            lambda value: value is None,
+            instead="use clip-train evaluate PLACE --linear-probe TRAIN",
+            ignored=lambda value: value is None,
         )
     }
 

@@ -120,7 +120,9 @@ class OwnBlocks:
     """This rank's rows of S, or of S^T."""
 
     current: Block  # its n current pairs against all N + M columns
-    past: Block  # its m past pairs against the columns that are terms of the loss
+    # Its m past pairs against the columns that are terms of the loss. Mode `negatives` has them,
+    # too: past rows are entries of the current columns' softmaxes, and dL/ds needs them.
+    past: Block
 
 
 def banked(
@@ -146,8 +148,8 @@ def banked(
     texts = torch.cat([pairs.text_all, past["text"].to(pairs.text)])
     past_ids = past["ids"].to(ids)
     all_ids = torch.cat([ids, past_ids])
-    # a current pair is never the copy of another one
-    ids_of_past = torch.cat([torch.full_like(ids, NO_ID), past_ids])
+    # [N + M]: NO_ID in current columns, so current pairs stay negatives of each other
+    ids_without_current = torch.cat([torch.full_like(ids, NO_ID), past_ids])
     counts = shares(M, dist.world_size())
     first_past = N + sum(counts[: dist.rank()])
     own_past = slice(first_past, first_past + counts[dist.rank()])
@@ -157,13 +159,16 @@ def banked(
         """current: [n, D]. rows, cols: the features of all rows and columns, [N + M, D]."""
         return OwnBlocks(
             current=Block(
-                A=current, B=cols, row=own_rows.start, ids=EntryIds(all_ids, ids_of_past)
+                A=current,
+                B=cols,
+                row=own_rows.start,
+                ids=EntryIds(rows=all_ids, cols=ids_without_current),
             ),
             past=Block(
                 A=rows[own_past],
                 B=cols[:num_terms],
                 row=own_past.start,
-                ids=EntryIds(all_ids, all_ids),
+                ids=EntryIds(rows=all_ids, cols=all_ids),
             ),
         )
 
@@ -180,21 +185,22 @@ def banked(
         deferred=deferred,
     )
     weight, dtype = 1 / (2 * num_terms), image_rows.current.dtype
-    # the gradient of each current pair's own logit
+    # the gradient of each current pair's own logit: dL/dS_ii = -weight * (2 - p_ii - p'_ii)
     d_positive = (softmaxes.missing[own_rows, None] * -weight).to(dtype)  # [n, 1]
     d_image = pairs.text.to(dtype) * d_positive
     d_text = pairs.image.to(dtype) * d_positive
-    d_past = torch.zeros_like(image_rows.past.A, dtype=dtype)
     softmaxes.add_gradient(d_image, None, image_rows.current, weight)
-    softmaxes.add_gradient(d_past, None, image_rows.past, weight)
     softmaxes.add_gradient(d_text, None, text_rows.current, weight, transposed=True)
+    # d_past is only needed for the scale's gradient; past features get none
+    d_past = torch.zeros_like(image_rows.past.A, dtype=dtype)
+    softmaxes.add_gradient(d_past, None, image_rows.past, weight)
     # The scale's gradient, with G = dL/dS and S = s I T^T:
     #   dL/ds = sum_ij G_ij <I_i, T_j> = sum_i <I_i, (G T)_i>
-    # d_image is (G T)_i of the current rows. d_past is that of the past rows without their
-    # positives, G_ii = -weight * missing_i, which follow. No past feature changes. If past pairs are
-    # not terms, `own_past` selects none of the N products.
+    # d_image is (G T)_i of the current rows, and d_past that of the past rows without their positives
     d_scale = row_dots(pairs.image, d_image).sum() + row_dots(image_rows.past.A, d_past).sum()
-    d_scale -= (softmaxes.missing * products)[own_past].sum() * weight
+    if past_are_terms:
+        # the positives of the past rows: G_ii = -weight * missing_i
+        d_scale -= (softmaxes.missing * products)[own_past].sum() * weight
     return LossOutput.scaled(
         softmaxes.loss(), d_image, d_text, d_scale, scale, unsafe=softmaxes.unsafe
     )

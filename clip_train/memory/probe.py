@@ -26,10 +26,14 @@ class LiveBytes(DispatchMode):
         """known: tensors that exist already; views of them are not counted."""
         super().__init__()
         self.live = 0
-        self.highest = 0
+        self.highest = 0  # of this phase
         self._seen: dict[int, Any] = {}
         for tensor in known:
             self._add(tensor.untyped_storage(), 0)
+
+    def start_phase(self) -> None:
+        """Count the highest number of bytes anew."""
+        self.highest = self.live
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage_key(storage)
@@ -62,15 +66,18 @@ def fake_profile(
         model, inputs = make_model().train(), micro_batch(FAKE_SIZE)
         batch = (inputs.images, inputs.texts, inputs.sample_seeds)
         with LiveBytes([*model.parameters(), *model.buffers(), *batch]) as count:
+            # pass 1: without a graph
             with torch.no_grad():
                 out = IMAGE_TEXT.features(model, inputs)
             forward = count.highest
             del out
-            count.highest = count.live
+            # pass 2: forward with a graph
+            count.start_phase()
             features = IMAGE_TEXT.features(model, inputs)
             graph = count.live
             building = count.highest
-            count.highest = count.live
+            # pass 2: backward
+            count.start_phase()
             total = surrogate(features, {name: torch.ones_like(x) for name, x in features.items()})
             del features
             total.backward()

@@ -14,18 +14,18 @@ class LogConfig(Settings):
 
     removed: ClassVar = {
         "every_steps": Removed(
-            "leave it out; a progress line is logged every 10 seconds",
-            lambda value: isinstance(value, int),
+            instead="leave it out; a progress line is logged every 10 seconds",
+            ignored=lambda value: isinstance(value, int),
         ),
         "memory_snapshot": Removed(
-            "call torch.cuda.memory._record_memory_history() in a callback of your own "
+            instead="call torch.cuda.memory._record_memory_history() in a callback of your own "
             "(log.callbacks), and _dump_snapshot in its on_error",
-            lambda value: value is False,
+            ignored=lambda value: value is False,
         ),
         "strict_callbacks": Removed(
-            "leave it out; a callback ends the run if it raises an error of clip_train.errors, and "
-            "any other error is a warning",
-            lambda value: value is False,
+            instead="leave it out; a callback ends the run if it raises an error of "
+            "clip_train.errors, and any other error is a warning",
+            ignored=lambda value: value is False,
         ),
     }
     progress: bool = True
@@ -41,8 +41,8 @@ class LogConfig(Settings):
     """The project there; null: `clip-train`."""
 
     batch_digest: bool = False
-    """Record the sha256 of each global batch's sorted samples, by shard and key: equal digests, equal
-    batches."""
+    """Record a sha256 over the sorted (shard, key) pairs of each global batch. Two batches with equal
+    digests have the same samples."""
 
     profile_steps: Annotated[
         list[Annotated[int, Field(ge=1)]] | None,

@@ -13,7 +13,7 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from clip_train.models.openclip.config import library
 PREFIXES = ("hf-hub:", "hf:", "open_clip:")
 TRANSFORMERS_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
+REMEDY = "give the hub's repository as hf-hub:org/name"
 _TAGS = Path(__file__).parent / "openclip_tags.json"
 
 
@@ -43,29 +44,29 @@ def fetch(place: str) -> Path:
     UserError for an unknown form of name, or without huggingface_hub; CheckpointError if it cannot
     be fetched.
     """
-    repository, revision = resolve(place)
-    owner, name, *files = repository.split("/")
-    repository = f"{owner}/{name}"
+    found = resolve(place)
     try:
         import huggingface_hub as hub
         import huggingface_hub.errors
     except ImportError as e:
         raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
     missing = []
-    wanted = files or (TRANSFORMERS_WEIGHTS if place.startswith("hf:") else WEIGHTS_NAMES)
-    beside = TRANSFORMERS_CONFIGS if place.startswith("hf:") else (CONFIG_NAME,)
+    wanted = _weights_names(place, found)
+    descriptions = TRANSFORMERS_CONFIGS if place.startswith("hf:") else (CONFIG_NAME,)
     for name in wanted:
         try:
-            file = _verified(hub, place, repository, name, revision)
+            file = _verified(hub, place, found.repository, name, found.revision)
         except hub.errors.EntryNotFoundError as e:
             missing.append(e)
             continue
-        for other in beside:
-            with contextlib.suppress(hub.errors.EntryNotFoundError):  # weights alone will do
-                _verified(hub, place, repository, other, file.parent.name)  # of the same commit
+        commit = file.parent.name  # the cache has a folder for each commit
+        for description in descriptions:
+            # the description is optional
+            with contextlib.suppress(hub.errors.EntryNotFoundError):
+                _verified(hub, place, found.repository, description, commit)
         return file
     raise CheckpointError(
-        f"{place}: {repository} has neither {' nor '.join(wanted)}, or they cannot be "
+        f"{place}: {found.repository} has neither {' nor '.join(wanted)}, or they cannot be "
         f"reached: {missing[-1]}"
     )
 
@@ -73,7 +74,7 @@ def fetch(place: str) -> Path:
 def described_at(place: str, names: Collection[str] = TRANSFORMERS_CONFIGS) -> Path:
     """The folder in the cache with these files of hf:org/name, as far as it has them. Files that
     are in the cache are not asked for again. UserError, CheckpointError."""
-    repository, revision = resolve(place)
+    found = resolve(place)
     try:
         import huggingface_hub as hub
         import huggingface_hub.errors
@@ -81,14 +82,15 @@ def described_at(place: str, names: Collection[str] = TRANSFORMERS_CONFIGS) -> P
         raise UserError(f"{place} needs huggingface_hub: pip install 'clip-train[hub]'") from e
     folder: Path | None = None
     for name in names:
-        path = hub.try_to_load_from_cache(repository, name, revision=revision)
+        # str: cached; None: never asked; another object: known not to exist
+        path = hub.try_to_load_from_cache(found.repository, name, revision=found.revision)
         if path is None:
             with contextlib.suppress(hub.errors.EntryNotFoundError):
-                path = str(_verified(hub, place, repository, name, revision))
+                path = str(_verified(hub, place, found.repository, name, found.revision))
         if isinstance(path, str):
             folder = Path(path).parent
     if folder is None:
-        raise CheckpointError(f"{place}: {repository} has neither {' nor '.join(names)}")
+        raise CheckpointError(f"{place}: {found.repository} has neither {' nor '.join(names)}")
     return folder
 
 
@@ -97,14 +99,13 @@ def cached(place: str) -> Path | None:
 
     Nothing is fetched. UserError as in `resolve`.
     """
-    repository, revision = resolve(place)
-    owner, name, *files = repository.split("/")
+    found = resolve(place)
     try:
         import huggingface_hub as hub
     except ImportError:
         return None
-    for file in files or (TRANSFORMERS_WEIGHTS if place.startswith("hf:") else WEIGHTS_NAMES):
-        path = hub.try_to_load_from_cache(f"{owner}/{name}", file, revision=revision)
+    for name in _weights_names(place, found):
+        path = hub.try_to_load_from_cache(found.repository, name, revision=found.revision)
         if isinstance(path, str):
             return Path(path)
     return None
@@ -142,7 +143,8 @@ def upload(folder: Path, repository: str, message: str, *, public: bool) -> str:
     try:
         url = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-    except Exception as e:  # of its HTTP library too, which differs between releases
+    # errors of huggingface_hub and of its HTTP library, which differs between releases
+    except Exception as e:
         raise CheckpointError(
             f"--push (hf:{repository}) failed: {type(e).__name__}: {e}. The export is complete in "
             f"{folder}; run the same command again, or hf upload {repository} {folder}"
@@ -150,25 +152,45 @@ def upload(folder: Path, repository: str, message: str, *, public: bool) -> str:
     return str(url)
 
 
-def resolve(place: str) -> tuple[str, str | None]:
-    """(repository, revision or None for its newest). UserError.
+@dataclass(frozen=True)
+class HubPlace:
+    """Where on the hub a model's weights are."""
 
-    The repository of some tags ends with the name of a file, org/name/file.
-    """
+    repository: str  # org/name
+    file: str | None = None  # None: a usual name, such as open_clip_model.safetensors
+    revision: str | None = None  # None: the newest
+
+    @classmethod
+    def of(cls, name: str) -> "HubPlace":
+        """name: org/name or org/name/file, as in OpenCLIP's table of pretrained tags."""
+        owner, repository, *file = name.split("/", 2)
+        return cls(f"{owner}/{repository}", file[0] if file else None)
+
+
+def resolve(place: str) -> HubPlace:
+    """The place on the hub that a name means. UserError."""
     scheme, _, name = place.partition(":")
     if scheme in ("hf-hub", "hf"):
         match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@(\S+))?", name)
         if match is None:
             raise UserError(f"{place}: write {scheme}:org/name, or {scheme}:org/name@revision")
-        return match[1], match[2]
+        return HubPlace(match[1], revision=match[2])
     if "/" not in name:
         raise UserError(f"{place}: write open_clip:MODEL/TAG, such as {EXAMPLE}")
     # OpenCLIP itself accepts these spellings of a model and a tag
     model, _, tag = name.rpartition("/")
     model, tag = model.replace("/", "-"), tag.lower().replace("-", "_")
     known = _known_tags()
-    repository = known.repositories.get(f"{model}/{tag}")
-    return repository or _by_openclip(place, model, tag, known), None
+    if f"{model}/{tag}" in known.places:
+        return known.places[f"{model}/{tag}"]
+    return _by_openclip(place, model, tag, known)
+
+
+def _weights_names(place: str, found: HubPlace) -> Sequence[str]:
+    """The names that the weights' file may have."""
+    if found.file is not None:
+        return [found.file]
+    return TRANSFORMERS_WEIGHTS if place.startswith("hf:") else WEIGHTS_NAMES
 
 
 @dataclass(frozen=True)
@@ -176,52 +198,65 @@ class KnownTags:
     """openclip_tags.json."""
 
     open_clip: str  # its version
-    repositories: dict[str, str]  # by MODEL/TAG; some end with the name of a file
+    places: dict[str, HubPlace]  # by MODEL/TAG
 
 
 def _known_tags() -> KnownTags:
     content = json.loads(_TAGS.read_text())
-    return KnownTags(content["open_clip"], content["tags"])
+    places = {tag: HubPlace.of(name) for tag, name in content["tags"].items()}
+    return KnownTags(content["open_clip"], places)
 
 
-def _by_openclip(place: str, model: str, tag: str, known: KnownTags) -> str:
-    """The repository of a tag that only the installed OpenCLIP knows. UserError."""
-    name, by_name = f"{model}/{tag}", "give the hub's repository as hf-hub:org/name"
+def _by_openclip(place: str, model: str, tag: str, known: KnownTags) -> HubPlace:
+    """The place of a tag that only the installed OpenCLIP knows. UserError."""
     try:
         open_clip = library(place)
     except UserError:
         raise UserError(
-            f"{place} is not among the {len(known.repositories)} pretrained tags of OpenCLIP "
-            f"{known.open_clip}, which clip-train knows{_nearest(name, known.repositories)} "
-            f"Otherwise install a newer OpenCLIP (pip install 'clip-train[openclip]'), or {by_name}"
+            f"{place} is not among the {len(known.places)} pretrained tags of OpenCLIP "
+            f"{known.open_clip}, which clip-train knows. {_nearest(model, tag, known.places)}"
+            f"Otherwise install a newer OpenCLIP (pip install 'clip-train[openclip]'), or {REMEDY}"
         ) from None
     config = open_clip.get_pretrained_cfg(model, tag) or {}
     if config.get("hf_hub"):
-        return config["hf_hub"].rstrip("/")
+        return HubPlace.of(config["hf_hub"].rstrip("/"))
     if config:
         raise UserError(
             f"{place}: OpenCLIP has these weights at {config.get('url')}, not on the hub: download "
-            f"them, and give the file; or {by_name}"
+            f"them, and give the file; or {REMEDY}"
         )
-    tags = {*known.repositories, *("/".join(pair) for pair in open_clip.list_pretrained())}
+    tags = {*known.places, *("/".join(pair) for pair in open_clip.list_pretrained())}
     raise UserError(
         f"{place} is not a pretrained tag of OpenCLIP {known.open_clip}, nor of the installed "
-        f"{open_clip.__version__}{_nearest(name, tags)} Otherwise {by_name}"
+        f"{open_clip.__version__}. {_nearest(model, tag, tags)}Otherwise {REMEDY}"
     )
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    """The tags that resemble MODEL/TAG, or else the models, as the end of a sentence."""
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.8)
+def _nearest(model: str, tag: str, known: Collection[str]) -> str:
+    """A sentence, with a space behind it, that names the tags that resemble MODEL/TAG, the tags of
+    the model, or the models that resemble it. "" without any."""
+    close = difflib.get_close_matches(f"{model}/{tag}", sorted(known), n=3, cutoff=0.8)
     if close:
-        return f": did you mean {', '.join(close)}?"
-    model = name.partition("/")[0]
-    tags = sorted(tag.partition("/")[2] for tag in known if tag.startswith(f"{model}/"))
+        return f"Did you mean {', '.join(close)}? "
+    tags = sorted(name.partition("/")[2] for name in known if name.startswith(f"{model}/"))
     if tags:
-        return f": {model} has the tags {', '.join(tags)}."
-    models = sorted({tag.partition("/")[0] for tag in known})
+        return f"{model} has the tags {', '.join(tags)}. "
+    models = sorted({name.partition("/")[0] for name in known})
     close = difflib.get_close_matches(model, models, n=3, cutoff=0.4)
-    return f": the nearest models are {', '.join(close)}." if close else "."
+    if close:
+        return f"The nearest models are {', '.join(close)}. "
+    return ""
+
+
+def _places_like(repository: str) -> list[str]:
+    """The places of OpenCLIP's pretrained tags whose repositories resemble this one."""
+    places: dict[str, str] = {}  # by repository
+    for tag, known in _known_tags().places.items():
+        # only the tag says which file of the repository has the weights
+        name = f"hf-hub:{known.repository}" if known.file is None else f"open_clip:{tag}"
+        places.setdefault(known.repository, name)
+    close = difflib.get_close_matches(repository, places, n=3, cutoff=0.8)
+    return [places[name] for name in close]
 
 
 def _verified(hub: Any, place: str, repository: str, name: str, revision: str | None) -> Path:
@@ -237,18 +272,20 @@ def _verified(hub: Any, place: str, repository: str, name: str, revision: str | 
             )
         except hub.errors.EntryNotFoundError:
             raise
-        except Exception as e:  # of its HTTP library too, which differs between releases
-            near = ""
-            if isinstance(e, hub.errors.RepositoryNotFoundError):
-                close = difflib.get_close_matches(
-                    repository, set(_known_tags().repositories.values()), n=3, cutoff=0.8
-                )
-                near = f"; did you mean hf-hub:{' or hf-hub:'.join(close)}?" if close else ""
+        except hub.errors.RepositoryNotFoundError as e:
+            close = _places_like(repository)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise CheckpointError(
-                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}{near}"
+                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}{hint}"
+            ) from e
+        # errors of huggingface_hub and of its HTTP library, which differs between releases
+        except Exception as e:
+            raise CheckpointError(
+                f"{place}: {name} cannot be fetched: {type(e).__name__}: {e}"
             ) from e
         blob = path.resolve()
-        if len(blob.name) != 64 or blob.name == sha256_of(blob):
+        is_large_file = len(blob.name) == 64  # named by its sha256
+        if not is_large_file or blob.name == sha256_of(blob):
             return path
     raise CheckpointError(
         f"{place}: {name} does not have the checksum that the hub states ({blob.name}); "

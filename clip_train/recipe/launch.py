@@ -16,10 +16,12 @@ class LaunchConfig(Settings):
     """The `launch` section: time limits in seconds after which a phase counts as failed."""
 
     removed: ClassVar = {
-        "hang_start_seconds": Removed(_EXTEND, lambda value: value == 3600),
-        "hang_step_seconds": Removed("write launch.hang_seconds", lambda value: value is None),
-        "hang_save_seconds": Removed(_EXTEND, lambda value: value == 3600),
-        "hang_evaluate_seconds": Removed(_EXTEND, lambda value: value == 7200),
+        "hang_start_seconds": Removed(instead=_EXTEND, ignored=lambda value: value == 3600),
+        "hang_step_seconds": Removed(
+            instead="write launch.hang_seconds", ignored=lambda value: value is None
+        ),
+        "hang_save_seconds": Removed(instead=_EXTEND, ignored=lambda value: value == 3600),
+        "hang_evaluate_seconds": Removed(instead=_EXTEND, ignored=lambda value: value == 7200),
     }
 
     rendezvous_seconds: Seconds = 600.0

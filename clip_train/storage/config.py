@@ -11,14 +11,14 @@ class StorageConfig(Settings):
     """The `storage` section: reading remote files. Credentials come from the environment."""
 
     removed: ClassVar = {
-        "backoff_seconds": Removed("leave it out", lambda value: value == 0.2),
+        "backoff_seconds": Removed(instead="leave it out", ignored=lambda value: value == 0.2),
         "range_bytes": Removed(
-            "leave it out; an index (clip-train index) has blocks of its own",
-            lambda value: value == 4 << 20,
+            instead="leave it out; an index (clip-train index) has blocks of its own",
+            ignored=lambda value: value == 4 << 20,
         ),
         "read_ahead": Removed(
-            "leave it out, and lower storage.read_ahead_bytes to fetch fewer ranges ahead",
-            lambda value: value == 4,
+            instead="leave it out, and lower storage.read_ahead_bytes to fetch fewer ranges ahead",
+            ignored=lambda value: value == 4,
         ),
     }
 

@@ -2,8 +2,8 @@
 
 Every BEAT_SECONDS, each rank writes a key through its own client: a counter, its node, a line for
 rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
-finds another one silent, writes `abort`, which every rank reads once in LOOK_SECONDS. A rank that
-is asked to stop writes `stop`: one signal, or a STOP file that only rank 0 looks for, reaches ranks
+finds another one silent, writes `abort`, which every rank polls every POLL_SECONDS. A rank that is
+asked to stop (by a signal, or on rank 0 by a STOP file) writes `stop`. All ranks poll it, even those
 that wait for data.
 """
 
@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from clip_train.processes import node_name
@@ -27,14 +27,23 @@ if TYPE_CHECKING:
     from clip_train.stop import StopRequest
 
 BEAT_SECONDS = 3.0
-LOOK_SECONDS = 1.0  # between looks for a failure or a stop request of another rank
-SILENT_BEATS = 5  # a rank whose key has not changed in this many checks is lost: 15 to 18 s
+POLL_SECONDS = 1.0  # between polls for a failure or a stop request of another rank
+SILENT_BEATS = 5  # a rank whose key is unchanged in this many checks is lost: 15 to 18 s
 SILENT_SECONDS = 20.0  # the store itself is lost if it does not answer for this long
 LEAVE_SECONDS = 15.0  # wait for the others before rank 0, which holds the store, ends
 # The same before all have joined: imports may take one rank much longer than another.
-LEAVE_EARLY_SECONDS = 120.0
+LEAVE_BEFORE_JOIN_SECONDS = 120.0
 LEFT = b"left"
-ALL_JOINED = "all"  # key: set once all ranks have joined, or one has failed; ranks wait for it
+# key: set once all ranks have joined, or one has failed; ranks that have joined wait for it
+JOIN_IS_OVER = "all"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The latest heartbeat of a rank."""
+
+    value: bytes  # of its key: `NUMBER NODE LINE`, or LEFT
+    unchanged_beats: int = 0  # checks since the value changed
 
 
 class Heartbeat:
@@ -64,14 +73,12 @@ class Heartbeat:
         self._store_is_lost = False  # it may never answer again: nothing more is asked of it
         self._claiming = threading.Lock()
         self._answered = 0.0  # seconds, monotonic: the store's last answer
-        # rank -> its key's value, `NUMBER NODE LINE`, and looks since it changed
-        self.beats: dict[int, tuple[bytes, int]] = {}
+        self.beats: dict[int, Beat] = {}  # by rank
         self._closed = threading.Event()
-        self._wake = threading.Event()  # for the thread: something cannot wait for the next look
+        self._wake = threading.Event()  # for the thread: something cannot wait for the next poll
         self._counting = threading.Lock()
         self._needs_store = True  # no longer once this rank has left, or knows why all end
-        # the others know that this rank was asked to stop, or it knows from them
-        self._stop_is_shared = False
+        self._stop_is_exchanged = False  # this rank has written the key `stop`, or has read it
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def open(self, store: Store, *, server: Store | None = None) -> None:
@@ -87,25 +94,30 @@ class Heartbeat:
 
         Returns the failure that ends the run. From any thread.
         """
-        # With this rank's number: ranks that notice the same death at once have equal failures.
-        own = found = f"{self.env.rank} {json.dumps(asdict(failure))}".encode()
+        own = f"{self.env.rank} {json.dumps(asdict(failure))}".encode()
+        winner = own  # if the store is gone, each rank decides for itself
         with self._claiming:
             if self.abort is not None:
                 return self.abort
             if self.is_open:
-                with contextlib.suppress(RuntimeError):  # without the store, each rank decides
-                    found = self._store.compare_set("abort", "", own.decode())
-                    self._store.compare_set(ALL_JOINED, "", "1")
-                    self._count_left()
-            self._end_with(Failure(**json.loads(found.partition(b" ")[2])))
-        if found == own:
+                with contextlib.suppress(RuntimeError):
+                    winner = self._store.compare_set("abort", "", own.decode())
+                    # release ranks that still wait for the others to join
+                    self._store.compare_set(JOIN_IS_OVER, "", "1")
+                    self._mark_left()
+            self._end_with(Failure(**json.loads(winner.partition(b" ")[2])))
+        # the rank number in it makes equal failures of two ranks differ
+        if winner == own:
             self._publish(failure, trace)
         assert self.abort is not None
         return self.abort
 
     def wait(self, seconds: float) -> Failure | None:
-        """The failure that ends the run, if it is known within `seconds`; a collective fails before
-        a death is known."""
+        """Returns the failure that ends the run, or None if none is known within `seconds`.
+
+        Call this after a collective failed: the collective fails a few seconds before the heartbeat
+        finds the dead rank.
+        """
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(RuntimeError):  # the store is gone: the thread handles that
@@ -114,11 +126,12 @@ class Heartbeat:
                 return self.abort
             time.sleep(0.1)
 
-    def leave(self, *, late: bool = False) -> None:
+    def leave(self, *, wait_for_joining: bool = True) -> None:
         """This rank ends. Rank 0 holds the store, so it waits until every other living rank has left,
         or knows why all ranks end. A second call does nothing.
 
-        late: do not wait for ranks that have not joined yet.
+        wait_for_joining: if some ranks have not joined yet, rank 0 gives them
+        LEAVE_BEFORE_JOIN_SECONDS.
         """
         if self._closed.is_set() or not self.is_open:
             return
@@ -126,19 +139,24 @@ class Heartbeat:
         self._wake.set()
         if self._store_is_lost:
             return
-        early = not (self.all_joined or late)
-        end = time.monotonic() + (LEAVE_EARLY_SECONDS if early else LEAVE_SECONDS)
-        silent = sum(
-            value != LEFT and looks >= SILENT_BEATS - 1 for value, looks in self.beats.values()
+        patience = LEAVE_SECONDS
+        if not self.all_joined and wait_for_joining:
+            patience = LEAVE_BEFORE_JOIN_SECONDS
+        end = time.monotonic() + patience
+        # One check less than SILENT_BEATS: `_check_beats` stops at the first dead rank, before it
+        # counts that check for other ranks that died at the same time.
+        num_silent = sum(
+            beat.value != LEFT and beat.unchanged_beats >= SILENT_BEATS - 1
+            for beat in self.beats.values()
         )
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self.env.rank}", LEFT.decode())
-            left = self._count_left()
-            while self._server is not None and left + silent < self.env.world_size:
+            num_left = self._mark_left()
+            while self._server is not None and num_left + num_silent < self.env.world_size:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.05)
-                left = self._store.add("left", 0)
+                num_left = self._store.add("left", 0)
 
     def check(self, frozen_seconds: float = 0.0) -> Failure | None:
         """The failure that ends the run. The watchdog's thread calls this, so a store that does not
@@ -152,33 +170,35 @@ class Heartbeat:
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
-    def share_stop(self) -> None:
-        """This rank was asked to stop: the others learn it now rather than at the next look."""
+    def publish_stop_now(self) -> None:
+        """This rank was asked to stop: tell the others now rather than at the next poll."""
         self._wake.set()
 
-    def _count_left(self) -> int:
-        """The number of ranks that do not need the store any more; from here on also this one."""
+    def _mark_left(self) -> int:
+        """Register once that this rank no longer needs the store. Returns how many ranks have."""
         with self._counting:
-            own = 1 if self._needs_store else 0
+            is_first_call = self._needs_store
             self._needs_store = False
-        return self._store.add("left", own)
+        if is_first_call:
+            return self._store.add("left", 1)
+        return self._store.add("left", 0)  # only reads
 
     # -- the thread
 
     def _run(self) -> None:
         number, next_beat = 0, time.monotonic() + self._beat_seconds
         while True:
-            self._wake.wait(min(LOOK_SECONDS, self._beat_seconds))
+            self._wake.wait(min(POLL_SECONDS, self._beat_seconds))
             self._wake.clear()
             if self._closed.is_set():
                 return
             try:
-                self._share_stop()
+                self._exchange_stop()
                 self._poll()
                 if time.monotonic() >= next_beat:
                     number, next_beat = number + 1, time.monotonic() + self._beat_seconds
                     self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
-                    self._look()
+                    self._check_beats()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
                     self._lose_store(" ".join(str(e).split())[:100])
@@ -188,26 +208,28 @@ class Heartbeat:
     def _poll(self) -> None:
         if self.is_open and self.abort is None and self._store.check(["abort"]):
             rank, _, failure = self._store.get("abort").partition(b" ")
-            if int(rank) != self.env.rank:  # else the thread that claims it publishes it first
+            # own failure: claim() sets self.abort itself, after which it publishes
+            if int(rank) != self.env.rank:
                 self._end_with(Failure(**json.loads(failure)))
-                self._count_left()
+                self._mark_left()
 
     def _end_with(self, failure: Failure) -> None:
         self.aborted_at = time.monotonic()  # first: whoever sees `abort` reads it
         self.abort = failure
 
-    def _share_stop(self) -> None:
-        if self.stop is None or self._stop_is_shared:
+    def _exchange_stop(self) -> None:
+        """Write this rank's stop request, or read another rank's."""
+        if self.stop is None or self._stop_is_exchanged:
             return
         reason = self.stop.look()
         if reason is not None:
             self._store.set("stop", reason)
-            self._stop_is_shared = True
+            self._stop_is_exchanged = True
         elif self._store.check(["stop"]):
             self.stop.ask(self._store.get("stop").decode())
-            self._stop_is_shared = True
+            self._stop_is_exchanged = True
 
-    def _look(self) -> None:
+    def _check_beats(self) -> None:
         """Find a silent rank. Rank 0 reads all W keys, the others read rank 0's: nothing grows as W
         squared."""
         if self.abort is not None or not self.all_joined:
@@ -215,17 +237,22 @@ class Heartbeat:
         ranks = range(self.env.world_size) if self.env.rank == 0 else [0]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         for rank, value in zip(ranks, values, strict=True):
-            before, looks = self.beats.get(rank, (b"", 0))
-            looks = looks + 1 if value == before else 0
-            self.beats[rank] = (value, looks)
-            if looks >= SILENT_BEATS and value != LEFT and rank != self.env.rank:
-                how = f"no heartbeat for {looks * self._beat_seconds:.0f} s"
-                self.claim(self._lost(rank, how))
+            before = self.beats.get(rank)
+            unchanged_beats = 0
+            if before is not None and value == before.value:
+                unchanged_beats = before.unchanged_beats + 1
+            self.beats[rank] = Beat(value, unchanged_beats)
+            if unchanged_beats >= SILENT_BEATS and value != LEFT and rank != self.env.rank:
+                seconds = unchanged_beats * self._beat_seconds
+                self.claim(self._lost(rank, f"no heartbeat for {seconds:.0f} s"))
                 return
 
     def _lost(self, rank: int, how: str) -> Failure:
-        value, _ = self.beats.get(rank, (b"", 0))
-        node = " ".join(value.decode().split()[1:2]) or "another node"
+        node = "another node"
+        if rank in self.beats:
+            words = self.beats[rank].value.decode().split()  # NUMBER NODE LINE
+            if len(words) > 1:
+                node = words[1]
         return Failure(
             rank,
             node,
@@ -242,8 +269,9 @@ class Heartbeat:
             return
         failure = self._lost(0, how)
         self._end_with(failure)
-        # No store is left to decide which rank reports: rank 1 does, and if it may be lost too,
-        # one for each node.
-        elsewhere = self.env.rank > self.env.local_rank == 0 and failure.node != node_name()
-        if self.env.rank == 1 or elsewhere:
+        # No store is left to decide which rank reports. Rank 1 reports. It may have died with rank
+        # 0's node, so the first rank of every other node reports too.
+        first_of_node = self.env.rank > 0 and self.env.local_rank == 0
+        first_of_other_node = first_of_node and node_name() != failure.node
+        if self.env.rank == 1 or first_of_other_node:
             self._publish(failure, "")

@@ -166,7 +166,7 @@ class Outcome:
             if failure.rank > 0 and not failure.lost and failure.word != "PREEMPTED":
                 line = textwrap.shorten(str(failure), LAST_LINE, placeholder=" ...")
                 log(f"ended by {line}", logging.ERROR)
-        self.heartbeat.leave(late=isinstance(error, RendezvousError))
+        self.heartbeat.leave(wait_for_joining=not isinstance(error, RendezvousError))
         if failure.rank != rank:
             time.sleep(FIRST_SECONDS)
 

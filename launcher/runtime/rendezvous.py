@@ -29,7 +29,7 @@ from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserE
 from clip_train.processes import node_name
 from clip_train.torch_internals import backends
 from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
-from launcher.runtime.heartbeat import ALL_JOINED, Heartbeat
+from launcher.runtime.heartbeat import JOIN_IS_OVER, Heartbeat
 from launcher.runtime.log import log
 from launcher.slurm.scheduler import run_command
 
@@ -161,10 +161,10 @@ def meet(
         store.set("run", json.dumps(here))
     store.set(f"here/{env.rank}", node_name())
     if store.add("here", 1) == env.world_size:
-        store.set(ALL_JOINED, "1")
-    while not store.check([ALL_JOINED]):
+        store.set(JOIN_IS_OVER, "1")
+    while not store.check([JOIN_IS_OVER]):
         with contextlib.suppress(DistStoreError):  # timed out
-            store.wait([ALL_JOINED], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
+            store.wait([JOIN_IS_OVER], datetime.timedelta(seconds=min(seconds, REMIND_SECONDS)))
             break
         if time.monotonic() > end:
             raise RendezvousError(

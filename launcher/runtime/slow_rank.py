@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from clip_train.callbacks import Callback
-from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.heartbeat import Beat, Heartbeat
 from launcher.runtime.log import log, warn
 
 WINDOW_SECONDS = 10.0
@@ -27,12 +27,12 @@ CAUSES = {  # the key of a record -> the activity of a slow rank
 }
 
 
-def slow_ranks(beats: Mapping[int, tuple[bytes, int]]) -> dict[tuple[int, str], tuple[float, str]]:
+def slow_ranks(beats: Mapping[int, Beat]) -> dict[tuple[int, str], tuple[float, str]]:
     """By rank and cause: the additional time as a share of a step, and a text.
 
     beats: from the heartbeat, by rank.
     """
-    lines = {rank: value.decode().split(" ", 2) for rank, (value, _) in beats.items()}
+    lines = {rank: beat.value.decode().split(" ", 2) for rank, beat in beats.items()}
     sums = {rank: json.loads(parts[2]) for rank, parts in lines.items() if "{" in parts[-1]}
     found = {}
     for cause, does in CAUSES.items():

@@ -181,7 +181,7 @@ class Watchdog(Callback):
         if self.stop.look():
             if self._asked is None:
                 self._asked = now
-                self._heartbeat.share_stop()
+                self._heartbeat.publish_stop_now()
             patience = STOP_CLOSE_SECONDS if self._phase is Phase.CLOSE else STOP_SECONDS
             if now - max(self._asked, self._since) > patience:
                 self._end_stopped()

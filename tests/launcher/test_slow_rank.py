@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from launcher.runtime.environment import RankEnv
-from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.heartbeat import Beat, Heartbeat
 from launcher.runtime.slow_rank import SlowRank
 from tests.launcher.conftest import ENDLESS, finish, kill, metrics, start, wait_for
 
@@ -29,7 +29,7 @@ def words(means: Means, windows: int, ranks: int = 8) -> Iterator[str | None]:
         for rank in range(ranks):
             wait, encode = means(window, rank)
             seconds = {"step_seconds": STEP, "data_wait_seconds": wait, "compute_seconds": encode}
-            board.beats[rank] = f"{window} n{rank // 4} {json.dumps(seconds)}".encode(), 0
+            board.beats[rank] = Beat(f"{window} n{rank // 4} {json.dumps(seconds)}".encode())
         record = {"step": window + 1, **seconds}
         callback.after_step(record, [], {})
         yield record.get("slow_rank")

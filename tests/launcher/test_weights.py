@@ -18,7 +18,7 @@ from torch import Tensor
 from clip_train import dist
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.config import ModelConfig
-from clip_train.models.hub import resolve
+from clip_train.models.hub import HubPlace, resolve
 from clip_train.models.weights import export_openclip, initial_weights
 from clip_train.recipe.recipe import load_config
 from clip_train.recipe.weights import weights_here
@@ -229,12 +229,12 @@ def test_an_unknown_tag_names_the_nearest(monkeypatch, capsys):
         ("ViTamin-S/datacomp1b", "jienengchen/ViTamin-S/pytorch_model.bin"),
         ("ViT-B/32/LAION2B-s34B-b79K", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"),  # as OpenCLIP
     ):
-        assert resolve(f"open_clip:{place}") == (repository, None)
+        assert resolve(f"open_clip:{place}") == HubPlace.of(repository)
     for place, said in (
-        ("ViT-B-32/laion2b_s34b_b79", "did you mean ViT-B-32/laion2b_s34b_b79k, "),
+        ("ViT-B-32/laion2b_s34b_b79", "Did you mean ViT-B-32/laion2b_s34b_b79k, "),
         ("EVA02-B-16/none", "EVA02-B-16 has the tags merged2b_s8b_b131k."),
-        ("ViT-B-16-SigLIP3/webli", "did you mean ViT-B-16-SigLIP/webli, "),
-        ("convnext_bass/none", "the nearest models are convnext_base, "),
+        ("ViT-B-16-SigLIP3/webli", "Did you mean ViT-B-16-SigLIP/webli, "),
+        ("convnext_bass/none", "The nearest models are convnext_base, "),
         ("ViT-B-32", "write open_clip:MODEL/TAG"),
     ):
         with pytest.raises(UserError) as error:

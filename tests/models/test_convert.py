@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
-from clip_train.models.hub import resolve
+from clip_train.models.hub import HubPlace, resolve
 from clip_train.models.weights import export_openclip, initial_weights, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
@@ -282,7 +282,7 @@ def test_a_torchscript_archive_is_refused_and_the_hub_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"ViT-B-32\.pt .*a TorchScript archive") as e:
         load_openclip(archive, small_architecture())
     remedy = re.search(r"model\.init_from=(\S+/\w+)", str(e.value))
-    assert remedy and resolve(remedy[1]) == ("timm/vit_base_patch32_clip_224.openai", None)
+    assert remedy and resolve(remedy[1]) == HubPlace("timm/vit_base_patch32_clip_224.openai")
 
 
 def test_an_exports_activation_function_is_compared(tmp_path: Path):

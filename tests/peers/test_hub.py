@@ -15,7 +15,7 @@ import torch
 
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.errors import UserError
-from clip_train.models.hub import resolve
+from clip_train.models.hub import HubPlace, resolve
 from clip_train.models.weights import export_openclip, load_openclip
 from tests.models.small import small_architecture, small_model
 from tests.peers.hub import COMMIT, Hub
@@ -132,6 +132,8 @@ def test_what_is_not_there_is_said(tmp_path: Path, hub: Hub):
             "hf-hub:laion/CLIP-ViT-B-32-laion2b-s34b-b79k",
             "did you mean hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
         ),
+        # hf-hub: does not find its file, pytorch_model.bin; the tag names it
+        ("hf-hub:jienengchen/ViTamin-L2-256", "did you mean open_clip:ViTamin-L2-256/datacomp1b"),
         ("hf-hub:me/clip@never", "RevisionNotFoundError"),
     ):
         _, said = fetch(hub, place, tmp_path / "home")
@@ -153,13 +155,15 @@ def test_a_tag_may_name_a_file_of_its_repository(tmp_path: Path, hub: Hub):
 
 
 def test_places_on_the_hub():
-    assert resolve("hf-hub:laion/CLIP-x_y.1") == ("laion/CLIP-x_y.1", None)
-    assert resolve("hf-hub:laion/CLIP@v1/2") == ("laion/CLIP", "v1/2")
-    assert resolve("open_clip:ViT-B-32/laion2b_s34b_b79k") == (
-        "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
-        None,
+    assert resolve("hf-hub:laion/CLIP-x_y.1") == HubPlace("laion/CLIP-x_y.1")
+    assert resolve("hf-hub:laion/CLIP@v1/2") == HubPlace("laion/CLIP", revision="v1/2")
+    assert resolve("open_clip:ViT-B-32/laion2b_s34b_b79k") == HubPlace(
+        "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
     )
-    with pytest.raises(UserError, match=r"did you mean ViT-B-32/laion2b_s34b_b79k"):
+    assert resolve("open_clip:ViTamin-S/datacomp1b") == HubPlace(
+        "jienengchen/ViTamin-S", file="pytorch_model.bin"
+    )
+    with pytest.raises(UserError, match=r"Did you mean ViT-B-32/laion2b_s34b_b79k"):
         resolve("open_clip:ViT-B-32/laion2b_s34b_b79")
     with pytest.raises(UserError, match="write hf-hub:org/name"):
         resolve("hf-hub:laion")

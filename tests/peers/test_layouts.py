@@ -16,7 +16,7 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 from clip_train.errors import UserError
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import AnyArchitecture, load_architecture
-from clip_train.models.hub import resolve
+from clip_train.models.hub import HubPlace, resolve
 from clip_train.models.weights import load_openclip
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
@@ -223,8 +223,8 @@ def test_every_tag_of_openclip_is_known_where_it_is_installed():
     for model, tag in open_clip.list_pretrained():
         config = open_clip.get_pretrained_cfg(model, tag)
         found = resolve(f"open_clip:{model}/{tag}")
-        assert found == (config["hf_hub"].rstrip("/"), None)
-    version = re.escape(f"nor of the installed {open_clip.__version__}: ")
+        assert found == HubPlace.of(config["hf_hub"].rstrip("/"))
+    version = re.escape(f"nor of the installed {open_clip.__version__}. ")
     with pytest.raises(UserError, match=rf"{version}ViT-B-16-SigLIP has the tags webli\."):
         resolve("open_clip:ViT-B-16-SigLIP/laion2b")
 
