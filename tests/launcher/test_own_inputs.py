@@ -80,7 +80,7 @@ def test_audio_trains_resumes_and_is_evaluated(tmp_path, monkeypatch):
     )
     status, out = run(kept, model, STAGE, verb="evaluate")
     assert (
-        status == 2 and "names data.inputs={'audio': 'examples.audio:waveform'}, which is" in out
+        status == 2 and "names data.inputs={audio: 'examples.audio:waveform'}, which is" in out
     ), out
     status, out = run(kept, model, inputs, verb="evaluate")
     assert status == 2 and f"names data.stages=['{__name__}.clean" in out, out
