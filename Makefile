@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
-	@echo "make test        what every change needs, in 13 to 19 minutes on 2 cores (WORKERS=1: one after the other)"
+	@echo "make test        what every change needs, in 15 to 22 minutes on 2 cores (WORKERS=1: one after the other)"
 	@echo "make test-all    besides: real Slurm, two hosts, a browser, all faults of S3, full products, a third of the planted faults, make hour; 55 minutes"
 	@echo "make faults      all planted faults: each must turn a test red (10 minutes)"
 	@echo "make stress      the numerics tests as other processors round, and make test shuffled, with delays (an hour and a half)"
