@@ -109,7 +109,7 @@ def described(weights: str, place: str) -> str:
         name, *others = fitting or ["ViT-B-32"]
         by_size = f"; {' and '.join([name, *others])} would fit its sizes" if fitting else ""
         raise UserError(
-            f"{place} has no {CONFIG_NAME} beside it, which would name the model: give the name, as "
+            f"{place} has no {CONFIG_NAME} beside it, so its model is unknown: name the model, as "
             f"in clip-train evaluate {place} model.name={name}{by_size}"
         )
     try:

@@ -100,8 +100,8 @@ def needed_width(scores: Scores, console: Console, *, stacked: bool) -> int:
 def scores_table(scores: Scores, *, stacked: bool, names: bool = True) -> Table:
     """Make a table with a row for each data set and a column for each score.
 
-    stacked: show the best value below the last one instead of beside it. names: if False, the
-    column of data sets' names is empty.
+    stacked: put the best value below the last one. Without it, they are side by side.
+    names: whether the column of data sets' names is filled.
     """
     table = Table(box=None, pad_edge=False)
     # the empty corner holds the legend

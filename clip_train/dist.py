@@ -59,7 +59,7 @@ def gather_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """[sum(counts), ...] on each rank -> [counts[rank], ...]: the sum over ranks of its own rows.
+    """Sum over ranks, and keep this rank's rows: [sum(counts), ...] -> [counts[rank], ...].
 
     Unequal counts are padded to the longest first. All ranks know all counts. No gradient.
     """

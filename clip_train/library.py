@@ -86,11 +86,11 @@ def contrastive_step(
             ranks take the same number of micro-batches, at most the smallest share.
         scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call
             `scaler.step(optimizer)` and `scaler.update()` afterwards.
-        split_by: of ragged inputs, each with what counts its rows: the name of an input beside it,
-            with a number of rows for each sample, or with numbers whose product it is,
-            {"pixel_values": "image_grid_thw"}, or, if its name begins with `cu_`, with the ends of
-            all samples after a 0, {"input_ids": "cu_seqlens"}; or a list with a number for each
-            sample. What counts may itself be ragged.
+        split_by: {ragged input: what counts its rows}, such as {"pixel_values": "image_grid_thw"}.
+            What counts is a list of the rows of each sample, or the name of an input beside it. That
+            input has a number for each sample, or a row of factors. If its name begins with `cu_`,
+            it has the ends of all samples, after a 0. It may itself be ragged. A key may also name
+            one tower's input, as "query.input_ids".
         arguments: further named inputs, for names that `contrastive_step` has itself.
 
     Returns:

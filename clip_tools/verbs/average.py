@@ -4,7 +4,7 @@ import argparse
 import re
 
 from clip_tools.verbs.export import add_format
-from launcher.cli.arguments import add_ema, add_help, path_or_url, paths_or_urls
+from launcher.cli.arguments import add_ema, add_help, add_output, paths_or_urls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=paths_or_urls,
         help="folders or URLs of runs, each with a step",
     )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=path_or_url,
-        default="average",
-        help="folder to write (default: average)",
-    )
+    add_output(parser, "average")
     add_format(parser)
     add_ema(parser)
 

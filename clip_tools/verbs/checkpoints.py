@@ -50,24 +50,27 @@ def run(place: str, overrides: list[str], verify: bool, as_json: bool) -> int:
         console.print("no checkpoints")
         return status
     table = Table(box=None, pad_edge=False)
-    for column in ("step", "lease", "written (UTC)", "MB", "layout", "where", "state"):
+    columns = ("step", "lease", "written (UTC)", "MB", "layout", "where", "state")
+    for column in columns:
         table.add_column(
             column, justify="right" if column in ("step", "MB") else "left", overflow="fold"
         )
     for line in lines:
-        held = "?"
+        layout = "?"
         if line["engine"] is not None:
             sharding = describe_sharding(line["engine"])
-            held = f"{line['ranks']} x {sharding}, {line['engine'].get('precision')}"
-        table.add_row(
-            str(line["step"]),
-            str(line["epoch"]),
-            line["created"].removesuffix("+00:00").replace("T", " "),
-            f"{line['num_bytes'] / 1e6:,.1f}",
-            held,
-            line["where"],
-            line["problem"] or ("complete, every byte verified" if verify else "complete"),
-        )
+            layout = f"{line['ranks']} x {sharding}, {line['engine'].get('precision')}"
+        complete = "complete, every byte verified" if verify else "complete"
+        cells = {
+            "step": str(line["step"]),
+            "lease": str(line["epoch"]),
+            "written (UTC)": line["created"].removesuffix("+00:00").replace("T", " "),
+            "MB": f"{line['num_bytes'] / 1e6:,.1f}",
+            "layout": layout,
+            "where": line["where"],
+            "state": line["problem"] or complete,
+        }
+        table.add_row(*[cells[column] for column in columns])
     console.print(table)
     console.print(" ".join(["in", *urls]), soft_wrap=True)
     return status

@@ -8,11 +8,11 @@ from clip_train.errors import UserError
 from launcher.cli.arguments import (
     add_ema,
     add_help,
+    add_output,
     add_overrides,
     add_place,
     add_step,
     add_weights,
-    path_or_url,
 )
 from launcher.cli.process import Process
 from launcher.runtime.log import log
@@ -32,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_place(parser)
     add_overrides(parser)
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=path_or_url,
-        default="features",
-        help="folder to write (default: features)",
-    )
+    add_output(parser, "features")
     parser.add_argument(
         "--images-only",
         action="store_true",

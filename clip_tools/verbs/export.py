@@ -7,10 +7,10 @@ from clip_train.errors import UserError
 from launcher.cli.arguments import (
     add_ema,
     add_help,
+    add_output,
     add_overrides,
     add_place,
     add_step,
-    path_or_url,
 )
 from launcher.runtime.log import log
 
@@ -34,12 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_place(parser)
     add_overrides(parser)
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=path_or_url,
-        help="folder to write (default: <run.dir>/export)",
-    )
+    add_output(parser, None, "<run.dir>/export")
     add_step(parser)
     add_format(parser)
     add_ema(parser)

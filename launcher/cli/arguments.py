@@ -58,6 +58,17 @@ def add_shards(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_output(parser: argparse.ArgumentParser, default: str | None, shown: str = "") -> None:
+    """--output. default: None if it follows from other arguments; `shown` in the help then."""
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=path_or_url,
+        default=default,
+        help=f"folder to write (default: {default or shown})",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """`key.path=value`, behind the other arguments; `launcher.cli.main.parse` also finds those
     that follow options."""
