@@ -178,8 +178,7 @@ def contrastive_step(
     engine = ModuleEngine(
         model,
         parts,
-        inputs,
-        named,
+        [*by_key.values()],
         k=len(micro_batches),
         scaler=scaler,
         objective=objective,
@@ -412,19 +411,19 @@ class ModuleEngine:
         model: Callable[..., Any],
         parts: Parts,
         inputs: Any,
-        named: Any,
         k: int,
         scaler: torch.amp.GradScaler | None = None,
         objective: Objective | None = None,
         towers: Sequence[str] = (),
     ):
-        """towers: the names of the inputs of which each micro-batch has one; empty: it has all."""
+        """inputs: all arguments of the model, for the device. towers: the names of the inputs of
+        which each micro-batch has one; empty: it has all."""
         self.model = model
         self.objective = InfoNCE() if objective is None else objective
         self.towers = towers
         self.scaler = scaler
         parameters = parts.parameters
-        leaves = [*parameters[:1], *tree_leaves((inputs, named))]
+        leaves = [*parameters[:1], *tree_leaves(inputs)]
         devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         self.device = next(devices, torch.device("cpu"))
         self.ddp, self.sharded = parts.ddp, parts.sharded

@@ -411,10 +411,10 @@ def test_a_function_replays_randomness_on_its_inputs_device():
         (list(images), list(texts)),
         (["a"] * 4, {"b": texts}),
     ):
-        assert ModuleEngine(function, Parts.of(function), *pair, 2).device.type == "meta"
-    assert ModuleEngine(function, Parts.of(function), "abcd", "abcd", 2).device.type == "cpu"
+        assert ModuleEngine(function, Parts.of(function), pair, 2).device.type == "meta"
+    assert ModuleEngine(function, Parts.of(function), ["abcd"], 2).device.type == "cpu"
     towers = Towers()
-    assert ModuleEngine(towers, Parts.of(towers), images, texts, 2).device.type == "cpu"
+    assert ModuleEngine(towers, Parts.of(towers), (images, texts), 2).device.type == "cpu"
 
 
 @pytest.mark.parametrize("micro_size, kept", [(2, 1), (6, 1), (4, 2)])

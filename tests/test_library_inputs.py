@@ -278,6 +278,21 @@ def test_names_that_the_step_has_itself_go_through():
     assert loss.isfinite()
 
 
+def test_inputs_in_arguments_say_where_the_step_runs():
+    """A function has no parameters: whose random numbers are replayed follows from its inputs."""
+
+    def function(ids, loss):
+        return {"query": ids, "document": loss}
+
+    values = {
+        name: torch.empty(4, 3, device="meta", requires_grad=True) for name in ("ids", "loss")
+    }
+    loss = contrastive_step(
+        function, arguments=values, micro_size=4, ids=[1, 2, 3, 4], loss=Ranking(scale=9)
+    )
+    assert loss.device.type == "meta"
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
