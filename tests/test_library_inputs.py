@@ -278,19 +278,27 @@ def test_names_that_the_step_has_itself_go_through():
     assert loss.isfinite()
 
 
-def test_inputs_in_arguments_say_where_the_step_runs():
+def test_inputs_in_arguments_say_where_the_step_runs(monkeypatch):
     """A function has no parameters: whose random numbers are replayed follows from its inputs."""
+    devices = []
+
+    def noted(device):
+        devices.append(device.type)
+        return {"rng.cpu": torch.get_rng_state()}
+
+    monkeypatch.setattr("clip_train.step.rng_state", noted)
 
     def function(ids, loss):
-        return {"query": ids, "document": loss}
+        return ids, loss, torch.ones(1, device="meta")
+
+    def product(image, text, scale, bias, rows):
+        return scale.sum() * (image * text).sum()
 
     values = {
         name: torch.empty(4, 3, device="meta", requires_grad=True) for name in ("ids", "loss")
     }
-    loss = contrastive_step(
-        function, arguments=values, micro_size=4, ids=[1, 2, 3, 4], loss=Ranking(scale=9)
-    )
-    assert loss.device.type == "meta"
+    contrastive_step(function, arguments=values, micro_size=4, loss=product)
+    assert {*devices} == {"meta"}
 
 
 @pytest.mark.parametrize(
