@@ -211,3 +211,19 @@ def metrics(run_dir: Path) -> list[dict]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory) -> Path:
+    """A file of random weights of the model `tiny`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from clip_train.models.clip import build_model
+    from clip_train.models.config import load_architecture
+
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    model = build_model(load_architecture("tiny"))
+    save_file({name: x.detach().clone() for name, x in model.state_dict().items()}, file)
+    return file

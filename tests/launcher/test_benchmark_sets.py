@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import webdataset
-from safetensors.torch import save_file
 
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.data.tokenizer import Tokenizer
 from clip_train.data.validation import ValLoader
 from clip_train.evaluate.zero_shot import ZeroShotClasses
-from clip_train.models.clip import build_model
-from clip_train.models.config import load_architecture
 from launcher.cli.main import main
 from tests.data.shards import counted, jpeg
 
@@ -55,15 +51,6 @@ def captioned(tmp_path) -> Path:
     folder = tmp_path / "wds_captions"
     samples = [{"jpg": jpeg(i), "txt": "\n".join(captions_of(i))} for i in range(12)]
     return export(folder, "test", samples, per_shard=5)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
-    model = build_model(load_architecture("tiny"))
-    save_file({name: x.detach().clone() for name, x in model.state_dict().items()}, file)
-    return file
 
 
 def evaluated(capsys, *arguments: str) -> dict[str, Any]:

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from clip_train.evaluate.features import Encoded
-from clip_train.models.clip import build_model
-from clip_train.models.config import load_architecture
 from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
 from launcher.slurm.submit import frozen_recipe
@@ -50,15 +47,6 @@ def places(tmp_path_factory) -> dict[str, str]:
         "flickr": str(root / "wds_flickr"),
         "plain": f"{root}/plain/test/*.tar",
     }
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
-    model = build_model(load_architecture("tiny"))
-    save_file({name: x.detach().clone() for name, x in model.state_dict().items()}, file)
-    return file
 
 
 def four_sets(places: dict[str, str]) -> list[str]:
