@@ -94,14 +94,14 @@ def test_a_teachers_url_signature_is_not_written_or_compared(tmp_path):
     to = str(tmp_path)
     url = "https://host/{}/model?X-Amz-Date=2{}&X-Amz-Signature={}"
     for signature in ("abc123", "def456"):
-        teacher = SimpleNamespace(source=url.format("one", signature, signature), resize=AS_CLIP)
+        teacher = SimpleNamespace(where=url.format("one", signature, signature), resize=AS_CLIP)
         write_missing(to, [], [teacher], options)
     kept = (tmp_path / "reinforced.json").read_text()
     assert "https://host/one/model?" in kept and "abc123" not in kept
     with pytest.raises(UserError, match="give another place"):
-        teacher = SimpleNamespace(source=url.format("other", "abc123", "abc123"), resize=AS_CLIP)
+        teacher = SimpleNamespace(where=url.format("other", "abc123", "abc123"), resize=AS_CLIP)
         write_missing(to, [], [teacher], options)
     with pytest.raises(UserError, match="give another place"):  # with other crops
         squash = Resize(resize_mode="squash")
-        teacher = SimpleNamespace(source=url.format("one", "abc123", "abc123"), resize=squash)
+        teacher = SimpleNamespace(where=url.format("one", "abc123", "abc123"), resize=squash)
         write_missing(to, [], [teacher], options)
