@@ -186,6 +186,10 @@ class Trainer:
         Returns True if any rank was asked to stop. `run` then saves."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
+        if plan.micro_tokens is not None:
+            # a sum over 8 bytes on the CPU, while the device has nothing to do
+            most = dist.max_scalars(batch.least_chunks(plan.micro_tokens))[0]
+            batch = replace(batch, num_chunks=int(most))
         try:
             result, next_plan = recovering_step(
                 self.engine,
@@ -210,7 +214,12 @@ class Trainer:
             ) from None
         if next_plan is not plan:  # out of memory: all later steps use the smaller micro-batches
             kept = min(self.plan.kept_graphs, next_plan.kept_graphs)
-            self.plan = replace(self.plan, micro_size=next_plan.micro_size, kept_graphs=kept)
+            self.plan = replace(
+                self.plan,
+                micro_size=next_plan.micro_size,
+                micro_tokens=next_plan.micro_tokens,
+                kept_graphs=kept,
+            )
         self.step += 1
         self.skipped.step = self.step
         self.samples += next_plan.global_size
@@ -259,7 +268,7 @@ class Trainer:
             "step_seconds": seconds,  # waiting for data included
             "data_wait_seconds": waited,
             "micro_size": plan.micro_size,
-            "accum_steps": plan.accum_steps,
+            "accum_steps": plan.accum_steps if plan.micro_tokens is None else result.accum_steps,
             "kept_graphs": plan.kept_graphs,
             "rounds": result.rounds,  # 2: exponentials underflowed, and the step was computed again
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),

@@ -45,6 +45,7 @@ from clip_train.storage.urls import is_remote, local_path
 SHARDS_TRIED = 3  # before training, until one can be used
 CAPTIONS_MEASURED = 100  # before training
 SHOWN_CHARACTERS = 60  # of a caption in a message
+MOST_PATCHES = 65_535  # of an image: a side of its grid has 16 bits
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
@@ -246,11 +247,27 @@ class DataConfig(Settings):
     """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
     color behind it shows, as in OpenCLIP and transformers."""
 
-    resize: Literal["auto", "shortest", "squash", "longest"] = "auto"
+    resize: Literal["auto", "shortest", "squash", "longest", "native"] = "auto"
     """How evaluation, `embed`, `caption` and the library make a square of an image; exports have it
     too. auto: as the description of the weights (`init_from`) or of the model says, and else
     shortest. shortest: resize the shorter side, and keep the middle. squash: resize both sides.
-    longest: resize the longer side, and pad with black. Training crops as data.aug_ratio says."""
+    longest: resize the longer side, and pad with black. Training crops as data.aug_ratio says.
+    native: no squares; training and evaluation keep each image's aspect ratio, and give the model
+    as many patches as data.tokens allows (docs/native_resolution.md)."""
+
+    tokens: Annotated[
+        dict[Annotated[int, Field(gt=0, le=MOST_PATCHES)], Weight]
+        | Annotated[int, Field(gt=0, le=MOST_PATCHES)]
+        | None,
+        Allowed(
+            "a number of patches, or the share of samples at each, or null",
+            example="'{128: 1, 256: 2, 576: 1}'",
+        ),
+        Refused,
+    ] = None
+    """With resize: native, the most patches of an image: 256, or budgets with the share of samples
+    at each, {128: 1, 256: 2, 576: 1}, drawn by the sample's seed. Evaluation takes the largest.
+    null: as many patches as a square of model.image_size has."""
 
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
@@ -281,6 +298,22 @@ class DataConfig(Settings):
                 f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has "
                 "no files; set data.inputs=null, or data.kind=shards"
             )
+
+    @rule
+    def _native_resolution(self) -> Messages:
+        if self.resize != "native":
+            if self.tokens is not None:
+                yield (
+                    f"data.tokens ({shown(self.tokens)}) is for native resolution: set "
+                    "data.resize=native, or take it out"
+                )
+            return
+        for key in ("inputs", "reinforced"):
+            if getattr(self, key) is not None:
+                yield (
+                    f"data.{key} ({shown(getattr(self, key))}) has squares or no images, and "
+                    "data.resize is native: set one of them to null or auto"
+                )
 
     @rule
     def _reinforced_brings_augmentations(self) -> Messages:
@@ -324,6 +357,19 @@ class DataConfig(Settings):
                 f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
                 f"OpenCLIP's is {type(self).model_fields[key].default}"
             )
+
+    @property
+    def budgets(self) -> dict[int, float]:
+        """The share of samples at each budget of `tokens`; empty: the model's own."""
+        if isinstance(self.tokens, int):
+            return {self.tokens: 1.0}
+        return self.tokens or {}
+
+    def tokens_per_image(self, most: int) -> float:
+        """The mean number of patches of an image, if each has nearly its budget. most: without
+        `tokens`, the budget of all images."""
+        budgets = self.budgets or {most: 1.0}
+        return sum(n * share for n, share in budgets.items()) / sum(budgets.values())
 
     @property
     def num_texts(self) -> int:

@@ -37,7 +37,7 @@ from clip_train.models.openclip.config import (
 )
 from clip_train.models.transformers import description, is_transformers
 from clip_train.places import expanded
-from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
+from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeMode
 from clip_train.settings import (
     IMPORT_PATH,
     MAX_LOGIT_SCALE,
@@ -71,7 +71,14 @@ OWN_FACTS = (
     "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "interpolation",
     "init_logit_bias", "tokenizer", "context_length",
 )  # fmt: skip
-NOT_IN_MODEL_CFG = {"image_mean", "image_std", "interpolation", "resize_mode", "lora"}
+NOT_IN_MODEL_CFG = {
+    "image_mean",
+    "image_std",
+    "interpolation",
+    "resize_mode",
+    "image_tokens",
+    "lora",
+}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -146,6 +153,15 @@ class Architecture(DescribedModel):
     # How evaluation makes a square of an image. OpenCLIP has them in `preprocess_cfg`.
     interpolation: Interpolation = RESIZED["interpolation"]
     resize_mode: ResizeMode = RESIZED["resize_mode"]
+    # Native resolution: the most patches of an image, of its own aspect ratio. None: squares.
+    image_tokens: PositiveInt | None = None
+
+    @property
+    def patches(self) -> Patches | None:
+        """How images become patches of their own number; None: they are squares."""
+        if self.image_tokens is None:
+            return None
+        return Patches(self.vision_cfg.patch_size, self.image_tokens)
 
     @property
     def resize(self) -> Resize:

@@ -20,7 +20,7 @@ from pydantic import (
 
 from clip_train.errors import UserError, raise_all
 from clip_train.models.lora import Lora
-from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
+from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeMode
 from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
@@ -93,6 +93,11 @@ class DescribedModel(Described):
     image_mean: Channels = IMAGE_MEAN
     image_std: Channels = IMAGE_STD
     lora: Lora | None = None  # of the recipe
+
+    @property
+    def patches(self) -> Patches | None:
+        """How images become patches of their own number; None: they are squares."""
+        return None
 
 
 class VisionKeys(Described):
