@@ -19,6 +19,8 @@ class Resize:
     """shortest: the shorter side is resized, and the middle is kept. squash: both sides are
     resized. longest: the longer side is resized, and the shorter one is padded with black. native:
     no square, see `Patches`."""
+    image_tokens: int | None = None
+    """Native resolution: the most patches of an image. None: squares."""
 
 
 AS_CLIP = Resize()

@@ -25,6 +25,7 @@ from clip_train.models import hub
 from clip_train.models.files import CONFIG_NAME
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
+    NOT_IN_MODEL_CFG,
     PREFIX,
     TRANSFORMERS,
     Described,
@@ -71,14 +72,6 @@ OWN_FACTS = (
     "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "interpolation",
     "init_logit_bias", "tokenizer", "context_length",
 )  # fmt: skip
-NOT_IN_MODEL_CFG = {
-    "image_mean",
-    "image_std",
-    "interpolation",
-    "resize_mode",
-    "image_tokens",
-    "lora",
-}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -153,19 +146,16 @@ class Architecture(DescribedModel):
     # How evaluation makes a square of an image. OpenCLIP has them in `preprocess_cfg`.
     interpolation: Interpolation = RESIZED["interpolation"]
     resize_mode: ResizeMode = RESIZED["resize_mode"]
-    # Native resolution: the most patches of an image, of its own aspect ratio. None: squares.
-    image_tokens: PositiveInt | None = None
 
     @property
     def patches(self) -> Patches | None:
-        """How images become patches of their own number; None: they are squares."""
         if self.image_tokens is None:
             return None
         return Patches(self.vision_cfg.patch_size, self.image_tokens)
 
     @property
     def resize(self) -> Resize:
-        return Resize(self.interpolation, self.resize_mode)
+        return Resize(self.interpolation, self.resize_mode, self.image_tokens)
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""

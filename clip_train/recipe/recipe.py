@@ -330,6 +330,9 @@ class Recipe(Settings):
         keys = {key: trained[key] for key in RESIZED if key in trained}
         if self.data.resize != "auto":
             keys["resize_mode"] = self.data.resize
+        trained_tokens = keys.pop("image_tokens", None)
+        if self.data.resize == "auto" and trained_tokens is not None:
+            keys["resize_mode"] = "native"
         if keys.get("resize_mode", architecture.resize_mode) != "native":
             return architecture.model_copy(update=keys)
         if type(architecture) is not Architecture:
@@ -339,7 +342,7 @@ class Recipe(Settings):
                 "such as ViT-B-16 without open_clip:"
             )
         square = (architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size) ** 2
-        most = max(self.data.budgets, default=trained.get("image_tokens") or square)
+        most = max(self.data.budgets, default=trained_tokens or square)
         return architecture.model_copy(update={**keys, "image_tokens": most})
 
     @property
