@@ -1,6 +1,7 @@
 """The size of the images that a model is given: squares, with the names and defaults of OpenCLIP's
 `preprocess_cfg`, or native resolution."""
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -73,3 +74,28 @@ def budget_at(shares: Mapping[int, float], place: float) -> int:
             return budget
         place -= share
     return max(shares)
+
+
+@dataclass(frozen=True)
+class BudgetSchedule:
+    """The share of samples at each budget of patches, which may change with the step."""
+
+    pieces: tuple[Mapping[int, float], ...]  # one after the other
+    ends: tuple[int, ...] = ()  # for each piece except the last: the first step after it
+
+    def at(self, step: int) -> Mapping[int, float]:
+        return self.pieces[bisect.bisect_right(self.ends, step)]
+
+    @property
+    def most(self) -> int:
+        """The largest budget of all steps."""
+        return max(map(max, self.pieces))
+
+    @property
+    def tokens_per_image(self) -> float:
+        """The mean number of patches of an image, if each has its budget: the largest of all
+        pieces."""
+        return max(
+            sum(budget * share for budget, share in shares.items()) / sum(shares.values())
+            for shares in self.pieces
+        )

@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.fields import metadata
@@ -26,6 +26,7 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
+from clip_train.resizing import BudgetSchedule
 from clip_train.settings import (
     Allowed,
     ImportPath,
@@ -57,6 +58,19 @@ Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 Strength = Annotated[float, Field(ge=0, le=10)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+Budget = Annotated[int, Field(gt=0, le=MOST_PATCHES)]
+Budgets = dict[Budget, Weight]
+
+
+class TokenStage(Settings):
+    """A piece of `data.tokens_schedule`."""
+
+    until_step: PositiveInt
+    """The first step, counted from 0, that no longer belongs to this piece."""
+    tokens: Budgets | Budget
+    """As data.tokens, in this piece."""
 
 
 class DataConfig(Settings):
@@ -256,9 +270,7 @@ class DataConfig(Settings):
     as many patches as data.tokens allows (docs/native_resolution.md)."""
 
     tokens: Annotated[
-        dict[Annotated[int, Field(gt=0, le=MOST_PATCHES)], Weight]
-        | Annotated[int, Field(gt=0, le=MOST_PATCHES)]
-        | None,
+        Budgets | Budget | None,
         Allowed(
             "a number of patches, or the share of samples at each, or null",
             example="'{128: 1, 256: 2, 576: 1}'",
@@ -268,6 +280,15 @@ class DataConfig(Settings):
     """With resize: native, the most patches of an image: 256, or budgets with the share of samples
     at each, {128: 1, 256: 2, 576: 1}, drawn by the sample's seed. Evaluation takes the largest.
     null: as many patches as a square of model.image_size has."""
+
+    tokens_schedule: Annotated[
+        list[TokenStage] | None,
+        Allowed("a list of pieces, or null", example="'[{until_step: 9000, tokens: 64}]'"),
+        Refused,
+    ] = None
+    """Other budgets for the first steps, as pieces [{until_step: 9000, tokens: 64}, {until_step:
+    12000, tokens: {64: 1, 144: 1}}, ...]: from small to large images. After the last piece, tokens
+    applies."""
 
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
@@ -307,7 +328,23 @@ class DataConfig(Settings):
                     f"data.tokens ({shown(self.tokens)}) is for native resolution: set "
                     "data.resize=native, or take it out"
                 )
+            if self.tokens_schedule is not None:
+                yield (
+                    f"data.tokens_schedule ({shown(self.tokens_schedule)}) is for native "
+                    "resolution: set data.resize=native, or take it out"
+                )
             return
+        ends = [stage.until_step for stage in self.tokens_schedule or []]
+        if any(b <= a for a, b in itertools.pairwise(ends)):
+            yield (
+                f"data.tokens_schedule: until_step must rise from piece to piece, got {ends}; sort "
+                "them"
+            )
+        if ends and self.tokens is None:
+            yield (
+                f"data.tokens_schedule ({shown(self.tokens_schedule)}) needs data.tokens, which "
+                "applies after its last piece; set it"
+            )
         for key in ("inputs", "reinforced"):
             if getattr(self, key) is not None:
                 yield (
@@ -359,17 +396,16 @@ class DataConfig(Settings):
             )
 
     @property
-    def budgets(self) -> dict[int, float]:
-        """The share of samples at each budget of `tokens`; empty: the model's own."""
-        if isinstance(self.tokens, int):
-            return {self.tokens: 1.0}
-        return self.tokens or {}
-
-    def tokens_per_image(self, most: int) -> float:
-        """The mean number of patches of an image, if each has nearly its budget. most: without
-        `tokens`, the budget of all images."""
-        budgets = self.budgets or {most: 1.0}
-        return sum(n * share for n, share in budgets.items()) / sum(budgets.values())
+    def budgets(self) -> BudgetSchedule | None:
+        """The budgets of `tokens` and its schedule; None: the model's own."""
+        if self.tokens is None:
+            return None
+        stages = self.tokens_schedule or []
+        pieces = [stage.tokens for stage in stages] + [self.tokens]
+        return BudgetSchedule(
+            tuple({piece: 1.0} if isinstance(piece, int) else piece for piece in pieces),
+            tuple(stage.until_step for stage in stages),
+        )
 
     @property
     def num_texts(self) -> int:

@@ -12,7 +12,7 @@ import random
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +63,12 @@ class Decoder:
     # the width of all teachers' stored features together; 0: they are not read
     stored_width: int = 0
     alpha: Alpha = "white"  # as `data.alpha`
+
+    def with_budgets(self, budgets: Mapping[int, float]) -> "Decoder":
+        """With other budgets of patches, at native resolution."""
+        if budgets == self.transform.budgets:
+            return self
+        return replace(self, transform=replace(self.transform, budgets=budgets))
 
     def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """One sample: for each column, a tensor, a number or a string. Raises InvalidSample.

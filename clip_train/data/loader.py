@@ -146,7 +146,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             scaled_decode=config.scaled_decode,
             augmentation=own_augmentation(config.aug_own, config.aug_own_options),
             patches=patches,
-            budgets=config.budgets or {patches.most: 1.0} if patches is not None else {},
+            budgets={} if patches is None else {patches.most: 1.0},
             **config.augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
@@ -175,6 +175,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             decoder=decoder,
             tokenizer=tokenizer or Tokenizer(context_length),
             row=row_shape(self.layout, image_size, patches),
+            budgets=config.budgets,
         )
         self._lengths, self._pack_texts = lengths, pack_texts
         self._is_native = patches is not None

@@ -181,10 +181,10 @@ def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
-    tokens = None
-    if config.batch.micro_tokens is not None and architecture.patches is not None:
-        # a micro-batch has this many on average, whatever its images are
-        tokens = config.data.tokens_per_image(architecture.patches.most)
+    tokens, budgets = None, config.data.budgets
+    if config.batch.micro_tokens is not None and budgets is not None:
+        # micro_tokens are as many images of this size as the plan's micro_size says
+        tokens = budgets.tokens_per_image
     student = _profile(
         architecture, precision, config.model.dropout, checkpointing, frozen, T, tokens
     )

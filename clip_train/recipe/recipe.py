@@ -342,7 +342,8 @@ class Recipe(Settings):
                 "such as ViT-B-16 without open_clip:"
             )
         square = (architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size) ** 2
-        most = max(self.data.budgets, default=trained_tokens or square)
+        budgets = self.data.budgets
+        most = (trained_tokens or square) if budgets is None else budgets.most
         return architecture.model_copy(update={**keys, "image_tokens": most})
 
     @property

@@ -201,7 +201,10 @@ def resolve(
         collect(without_decay, config.optim, names)
     tokens_per_image = None
     if architecture is not None and architecture.patches is not None:
-        tokens_per_image = config.data.tokens_per_image(architecture.patches.most)
+        budgets = config.data.budgets
+        tokens_per_image = (
+            architecture.patches.most if budgets is None else budgets.tokens_per_image
+        )
     plan = collect(plan_batch, config.batch, world_size, tokens_per_image)
     engine = config.engine.on_this_machine(world_size, per_node)
     if is_rank:
