@@ -130,6 +130,13 @@ def train_step(
     )
 
 
+def with_equal_chunks(batch: Batch, micro_tokens: int) -> Batch:
+    """The batch with the number of micro-batches that the rank with the most patches needs.
+    Collective: 8 bytes on the CPU. It is not part of `train_step`, which one rank may repeat."""
+    most = dist.max_scalars(batch.least_chunks(micro_tokens))[0]
+    return replace(batch, num_chunks=int(most))
+
+
 def read_together(
     numbers: Mapping[str, Tensor | float], norms: Tensor, flag_sum: Tensor
 ) -> tuple[dict[str, float], list[float], float]:

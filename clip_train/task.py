@@ -131,13 +131,15 @@ class Batch:
         patches = self.columns.get("patch_counts")
         tokens = lengths.max(axis=1) if patches is None else np.array(patches)  # to sort by
         places = tokens.argsort(kind="stable")
+        counts = self.shares or (n,)
         if micro_tokens is None:
-            counts = self.shares or (n,)
             k = num_chunks(max(counts), min(counts), micro_size)
             sizes = chunk_sizes(n, k, micro_size)
         else:
-            most = min(self.shares or (n,))  # no rank can have more
+            most = min(counts)  # the rank with the fewest samples cannot have more chunks
             sizes = token_chunks(tokens[places].tolist(), micro_tokens, min(self.num_chunks, most))
+            if len(sizes) > most:  # each sample was a chunk: the two smallest share one
+                sizes[:2] = [2]
         order = None
         if len(sizes) > 1 and tokens.min() < tokens.max():
             lengths = lengths[places]

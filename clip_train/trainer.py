@@ -29,7 +29,7 @@ from clip_train.errors import (
 from clip_train.metrics.meters import peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
-from clip_train.step import StepDiscarded, restore_rng, rng_state
+from clip_train.step import StepDiscarded, restore_rng, rng_state, with_equal_chunks
 from clip_train.stop import StopRequest
 from clip_train.task import Batch, Flags, Objective, StepResult
 
@@ -187,9 +187,7 @@ class Trainer:
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
         if plan.micro_tokens is not None:
-            # a sum over 8 bytes on the CPU, while the device has nothing to do
-            most = dist.max_scalars(batch.least_chunks(plan.micro_tokens))[0]
-            batch = replace(batch, num_chunks=int(most))
+            batch = with_equal_chunks(batch, plan.micro_tokens)
         try:
             result, next_plan = recovering_step(
                 self.engine,
