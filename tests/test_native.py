@@ -172,7 +172,7 @@ def share_of_batch(rank: int, world_size: int, order: list[int], pack_texts: boo
 
 def test_features_and_gradients_are_those_of_each_image_alone():
     model = make_model().double()
-    weights = {name: p for name, p in model.named_parameters()}
+    weights = dict(model.named_parameters())
     rows = torch.stack([to_rows(image, PATCH, MOST) for image in images()])
     seen = model(rows, texts(), num_patches=sum(patch_counts(rows)))[:2]
     direction = torch.randn(2, len(GRIDS), seen[0].shape[1], dtype=torch.float64)
@@ -265,9 +265,8 @@ def test_all_ranks_have_equally_many_micro_batches_within_the_budget():
         assert len({len(micro_batches) for micro_batches in ranks}) == 1
         for micro_batches in ranks:
             assert sum(len(m.images) for m in micro_batches) in (3, 4)
-            # ranks of four samples and of three have three chunks: two images share one
-            allowed = micro_tokens if micro_tokens > 20 else micro_tokens + 1
             for micro_batch in micro_batches:
-                assert len(micro_batch.images) > 0
-                assert micro_batch.num_patches <= allowed
+                # ranks of three samples cannot have four chunks: two images share one elsewhere
+                fits = micro_batch.num_patches <= micro_tokens
+                assert fits or (micro_tokens == 20 and len(micro_batch.images) == 2)
                 assert micro_batch.num_patches == sum(micro_batch.columns["patch_counts"])
