@@ -31,6 +31,14 @@ def to_rows(image: Tensor, patch_size: int, most: int) -> Tensor:
     return out
 
 
+def from_rows(rows: Tensor) -> Tensor:
+    """The image of `to_rows`: uint8 [3, h p, w p]."""
+    height, width = grids_of(rows[None])[0].tolist()
+    side = math.isqrt(rows.shape[1] // 3)
+    patches = rows[1 : 1 + height * width].view(height, width, 3, side, side)
+    return patches.permute(2, 0, 3, 1, 4).reshape(3, height * side, width * side)
+
+
 def grids_of(images: Tensor) -> Tensor:
     """uint8 [b, 1 + T, 3 p p] -> int64 [b, 2]: the rows and the columns of patches of each image."""
     header = images[:, 0, :GRID_BYTES].long()
