@@ -545,6 +545,7 @@ class VisionTower(nn.Module):
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
         self.image_size, self.heads = cfg.image_size, cfg.heads
+        self.image_tokens = architecture.image_tokens
         self.side = side = cfg.image_size // cfg.patch_size  # of the table of positions
         scale = cfg.width**-0.5
         self.conv1 = PatchEmbedding(architecture)
@@ -599,6 +600,9 @@ class VisionTower(nn.Module):
         packing = Packing.of(
             last, length, num_patches + len(images), sample_seeds, flash, reads_first=True
         )
+        if flash and self.image_tokens is not None:
+            # there it is only a bound, and a constant one needs no second graph
+            packing = packing._replace(length=1 + self.image_tokens)
         # a row of `images` for each token; the class token's has the grid, which is replaced
         x = self.conv1(images.flatten(0, 1)[packing.rows])  # [P, width]
         is_class = (packing.places == 0)[:, None]
