@@ -103,11 +103,12 @@ class Packing(NamedTuple):
         visible = torch.arange(length, device=last.device) <= last[:, None]  # [b, L]
         # a copy: compiled blocks would each copy a view
         rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1).clone()
-        ends = (last + 1).cumsum(0)
-        starts = F.pad(ends, (1, 0))
-        read = starts[:-1] if reads_first else ends - 1
+        places = rows % length
+        starts = (places == 0).nonzero_static(size=len(last)).squeeze(1)
+        starts = F.pad(starts, (0, 1), value=num_tokens)
+        read = starts[:-1] if reads_first else starts[1:] - 1
         seeds = None if seeds is None else seeds[rows // length]
-        return cls(rows, rows % length, seeds, read, last, length, starts.int() if flash else None)
+        return cls(rows, places, seeds, read, last, length, starts.int() if flash else None)
 
     def visible(self) -> Tensor:
         """bool [b, 1, 1, L]: tokens of samples that are not packed, without padding."""
