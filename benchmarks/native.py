@@ -5,9 +5,9 @@
 
 Three tables:
 
-- negatives: samples of each step in an epoch of 1,000,000 samples on 8 ranks. OpenCLIP's rule is that of its main branch
-  (89fb801, June 2026, `NaFlexBatchScheduler` and its defaults): for each batch a length is drawn from 128, 256, 576, 784
-  and 1,024, and a rank's batch is 16,384 / length, rounded down to a multiple of 8.
+- negatives: samples of each step in an epoch of 1,000,000 samples on 8 ranks. OpenCLIP's rule is that of its main
+  branch (89fb801, June 2026, `NaFlexBatchScheduler`, its defaults): for each batch a length is drawn from 128, 256,
+  576, 784 and 1,024, and a rank's batch is 16,384 / length, rounded down to a multiple of 8.
 - padding: of 20,000 images with aspect ratios from 1:3 to 3:1, the share of tokens that are padding.
 - seconds: CPU seconds of a forward and a backward of an image tower (width 384, 6 blocks, patches of 16 px), for each
   1,000 patches and for each TFLOP, in turn in one run: squares of 224 px; native images packed and cut by patches;
@@ -145,6 +145,7 @@ def native(tower: VisionTower, parts: list[Tensor]) -> Callable[[], None]:
 
 def naflex(parts: list[Tensor]) -> Callable[[], None]:
     """timm's NaFlexVit on the same micro-batches: padded to their longest, with a mask."""
+    import tests.peers.torchvision_shim  # noqa: F401  before timm
     from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
     config = NaFlexVitCfg(
