@@ -145,7 +145,6 @@ def native(tower: VisionTower, parts: list[Tensor]) -> Callable[[], None]:
 
 def naflex(parts: list[Tensor]) -> Callable[[], None]:
     """timm's NaFlexVit on the same micro-batches: padded to their longest, with a mask."""
-    import tests.peers.torchvision_shim  # noqa: F401  before timm
     from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
     config = NaFlexVitCfg(
@@ -191,6 +190,8 @@ def seconds(count: int, rounds: int) -> list[dict[str, Any]]:
         "ours": (native(tower, parts), sum(counts), sum(map(flops.image_of, counts))),
     }
     if find_spec("timm") is not None:
+        import tests.peers.torchvision_shim  # noqa: F401  before timm
+
         work["NaFlexVit"] = (naflex(parts), *work["ours"][1:])
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(1 + rounds):  # the first one warms up
