@@ -189,6 +189,20 @@ def test_features_and_gradients_are_those_of_each_image_alone():
     torch.testing.assert_close(model(rows)[0], seen[0], rtol=0, atol=1e-14)
 
 
+def test_masked_attention_is_that_of_each_image_alone():
+    """As a compiled tower computes it on a CPU: padded, with a mask."""
+    model = make_model().double()
+    rows = torch.stack([to_rows(image, PATCH, MOST) for image in images()])
+    expected = model(rows)[0]
+    model.visual.loops = False
+    torch.testing.assert_close(model(rows)[0], expected, rtol=0, atol=1e-13)
+    gradients = [
+        torch.autograd.grad(features[:, 0].sum(), model.visual.proj)[0]
+        for features in (expected, model(rows)[0])
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-13)
+
+
 def test_a_square_of_the_models_size_has_the_features_of_the_plain_tower():
     model = make_model().double()
     squares = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)

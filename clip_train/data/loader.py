@@ -141,13 +141,16 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         # the number of steps that are decoded at the same time, each by other workers
         self._turns = parts[0].turns
+        augmentation = config.augmentation
+        if patches is not None:  # or crops would not have the image's own shape
+            augmentation = {**augmentation, "relative_ratio": True}
         transform = TrainTransform(
             image_size,
             scaled_decode=config.scaled_decode,
             augmentation=own_augmentation(config.aug_own, config.aug_own_options),
             patches=patches,
             budgets={} if patches is None else {patches.most: 1.0},
-            **config.augmentation,
+            **augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
         choose_texts = partial(

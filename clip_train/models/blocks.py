@@ -32,7 +32,12 @@ from clip_train.models.one_pass import (
 )
 from clip_train.native import grids_of, position_weights
 from clip_train.settings import Recompute
-from clip_train.torch_internals import has_forward_hooks, has_onednn_linear, onednn_linear
+from clip_train.torch_internals import (
+    FakeTensor,
+    has_forward_hooks,
+    has_onednn_linear,
+    onednn_linear,
+)
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 _HAS_ONEDNN = (
@@ -83,6 +88,7 @@ class Packing(NamedTuple):
     last: Tensor  # int64 [b]: the last token of each sample, a place in [L]
     length: int  # L
     starts: Tensor | None  # int32 [b + 1]: of each sample in [P], and P; for flash attention
+    sizes: list[int] | None = None  # b: tokens of each sample, where attention is a loop over them
 
     @classmethod
     def of(
@@ -103,11 +109,12 @@ class Packing(NamedTuple):
         visible = torch.arange(length, device=last.device) <= last[:, None]  # [b, L]
         # a copy: compiled blocks would each copy a view
         rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1).clone()
-        ends = (last + 1).cumsum(0)
-        starts = F.pad(ends, (1, 0))
-        read = starts[:-1] if reads_first else ends - 1
+        places = rows % length
+        starts = (places == 0).nonzero_static(size=len(last)).squeeze(1)
+        starts = F.pad(starts, (0, 1), value=num_tokens)
+        read = starts[:-1] if reads_first else starts[1:] - 1
         seeds = None if seeds is None else seeds[rows // length]
-        return cls(rows, rows % length, seeds, read, last, length, starts.int() if flash else None)
+        return cls(rows, places, seeds, read, last, length, starts.int() if flash else None)
 
     def visible(self) -> Tensor:
         """bool [b, 1, 1, L]: tokens of samples that are not packed, without padding."""
@@ -257,6 +264,8 @@ class Attention(nn.Module):
             parts = recomputed(norm, self._projected, x, token, packing)
         if packing is not None and packing.starts is not None:
             return self._values_of_packed(parts, causal, token, packing, packing.starts)
+        if packing is not None and packing.sizes is not None:
+            return self._values_of_each(parts, causal, packing.sizes)
         visible = None  # [b, 1, 1, L]
         if token is None:
             q, k, v = (self._heads(part, packing) for part in parts)
@@ -296,6 +305,22 @@ class Attention(nn.Module):
             q, k, v, queries, starts, longest, packing.length, window_size=window
         )  # [P, heads, width / heads], or [b, ...]
         return out.flatten(1).unsqueeze(1)
+
+    def _values_of_each(self, parts: list[Tensor], causal: bool, sizes: list[int]) -> Tensor:
+        """`_values_of_packed` as a loop over the samples, for a CPU: [P, 1, width], or [b, 1, width]
+        where there is one query of each sample."""
+        heads = [part.squeeze(1).unflatten(1, (self.heads, -1)).transpose(0, 1) for part in parts]
+        of_sample = sizes
+        if len(parts[0]) == len(sizes):
+            of_sample = [1] * len(sizes)  # the token that is read sees all of its sample's tokens
+            causal = False
+        queries = heads[0].split(of_sample, dim=1)
+        keys, values = (x.split(sizes, dim=1) for x in heads[1:])
+        outputs = []
+        for q, k, v in zip(queries, keys, values, strict=True):  # [heads, tokens, width / heads]
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=causal)
+            outputs.append(out[0])
+        return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1).unsqueeze(1)
 
     def _projected(self, x: Tensor, token: Tensor | None, packing: Packing | None) -> list[Tensor]:
         """[..., width] -> queries, keys and values of all tokens, [..., width] each. With `token`
@@ -534,6 +559,9 @@ class VisionTower(nn.Module):
     Blocks and patches have torch's initialization, as in OpenCLIP.
     """
 
+    # On a CPU, attention of native images is a loop over them. Compiled blocks cannot loop.
+    loops = True
+
     def __init__(
         self,
         architecture: Architecture,
@@ -545,6 +573,7 @@ class VisionTower(nn.Module):
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
         self.image_size, self.heads = cfg.image_size, cfg.heads
+        self.image_tokens = architecture.image_tokens
         self.side = side = cfg.image_size // cfg.patch_size  # of the table of positions
         scale = cfg.width**-0.5
         self.conv1 = PatchEmbedding(architecture)
@@ -599,6 +628,11 @@ class VisionTower(nn.Module):
         packing = Packing.of(
             last, length, num_patches + len(images), sample_seeds, flash, reads_first=True
         )
+        if self.loops and images.device.type == "cpu" and not isinstance(images, FakeTensor):
+            packing = packing._replace(sizes=(last + 1).tolist())
+        if flash and self.image_tokens is not None:
+            # there it is only a bound, and a constant one needs no second graph
+            packing = packing._replace(length=1 + self.image_tokens)
         # a row of `images` for each token; the class token's has the grid, which is replaced
         x = self.conv1(images.flatten(0, 1)[packing.rows])  # [P, width]
         is_class = (packing.places == 0)[:, None]
