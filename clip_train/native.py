@@ -72,7 +72,8 @@ def resize_weights(
     *,
     antialias: bool = True,
 ) -> Tensor:
-    """The weights by which a row of `source` values is resized, as `F.interpolate` does.
+    """The weights by which a row of `source` values is resized, as `F.interpolate` does. (On a CPU it
+    gives all rows of an image of width 1 the value of the first one, if they are floats.)
 
     places: int64 [P], of the output values. sizes: int64 [P], the length of the output that each
     belongs to. antialias: false only with bilinear, whose weights are those of F.interpolate then,

@@ -256,17 +256,16 @@ def to_naflex(state: Mapping[str, Tensor]) -> State:
     """
     out: State = {}
     for name, tensor in state.items():
-        rest = name.removeprefix(TRUNK)
-        if name == TRUNK + "pos_embed" and tensor.ndim == 3:  # [1, positions, width]
+        ours = name.replace(f"{TRUNK}patch_embed.proj.", f"{TRUNK}embeds.proj.")
+        if name == f"{TRUNK}pos_embed" and tensor.ndim == 3:  # [1, positions, width]
             side = math.isqrt(tensor.shape[1])
             if side**2 == tensor.shape[1]:
                 out[f"{TRUNK}embeds.pos_embed"] = tensor.unflatten(1, (side, side))
                 continue
-        elif name != rest and rest.startswith("patch_embed."):
-            if tensor.ndim == 4:  # a convolution's: [width, 3, p, p]
-                tensor = tensor.permute(0, 2, 3, 1).flatten(1).contiguous()
-            name = TRUNK + rest.replace("patch_embed.", "embeds.", 1)
-        out[name] = tensor
+        if ours != name and tensor.ndim == 4:  # a convolution's: [width, 3, p, p]
+            out[ours] = tensor.permute(0, 2, 3, 1).flatten(1).contiguous()
+        else:
+            out[ours] = tensor
     return out
 
 
@@ -274,10 +273,10 @@ def from_naflex(state: Mapping[str, Tensor]) -> State:
     """The inverse of `to_naflex`, but the weight of patches stays a matrix."""
     out: State = {}
     for name, tensor in state.items():
-        here = name.replace(f"{TRUNK}embeds.proj.", f"{TRUNK}patch_embed.proj.")
         if name == f"{TRUNK}embeds.pos_embed":
-            here, tensor = f"{TRUNK}pos_embed", tensor.flatten(1, 2)
-        out[here] = tensor
+            out[f"{TRUNK}pos_embed"] = tensor.flatten(1, 2)
+        else:
+            out[name.replace(f"{TRUNK}embeds.proj.", f"{TRUNK}patch_embed.proj.")] = tensor
     return out
 
 

@@ -37,7 +37,7 @@ open_clip = pytest.importorskip(
     "open_clip", reason="PEER MISSING: scripts/setup_peers.sh", exc_type=ImportError
 )
 PATCH, MOST = 4, 20  # the table of positions is 4 x 4
-GRIDS = [(1, 1), (4, 4), (2, 7), (5, 3), (1, 20), (3, 2), (6, 3), (10, 2), (2, 2)]
+GRIDS = [(1, 1), (4, 4), (2, 7), (5, 3), (1, 20), (3, 2), (6, 3), (10, 2), (7, 1)]
 SIZES = {"patch_size": PATCH, "embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
 TOWERS = {  # timm's model, pool, projection
@@ -125,12 +125,11 @@ def resized_positions(weights: dict[str, Tensor], tower: str, rows: int, columns
             resized = F.interpolate(table, size=target, mode="linear")[:, :, :kept]
             out[f"{at}_{axis}"] = resized.transpose(1, 2)
         return out
-    resized = F.interpolate(
-        weights[at].permute(0, 3, 1, 2),
-        size=(height, width),
-        mode="bilinear" if tower == "siglip" else "bicubic",
-        antialias=True,
-    )
+    mode = "bilinear" if tower == "siglip" else "bicubic"
+    resized = weights[at].permute(0, 3, 1, 2)
+    # one axis after the other: with a width of 1, torch on a CPU gives all rows the first one's value
+    for size in ((height, resized.shape[3]), (height, width)):
+        resized = F.interpolate(resized, size=size, mode=mode, antialias=True)
     return {at: resized[:, :, :rows, :columns].permute(0, 2, 3, 1)}
 
 
@@ -160,8 +159,7 @@ def test_features_and_gradients_are_those_of_each_image_alone(tower: str, tmp_pa
     parameters = dict(model.visual.named_parameters())
     direction = torch.randn_like(seen)
     own, alone = (
-        torch.autograd.grad((x * direction).sum(), [*parameters.values()])
-        for x in (seen, expected)
+        torch.autograd.grad((x * direction).sum(), [*parameters.values()]) for x in (seen, expected)
     )
     for name, a, b in zip(parameters, own, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=name)
@@ -212,7 +210,7 @@ def steps(layout: str, architecture: AnyArchitecture, micro_tokens: int) -> Any:
 
 @pytest.mark.parametrize(
     "layout, world_size, micro_tokens",
-    [(PLAIN[0], 1, 20), (PLAIN[0], 1, 1000), (FSDP[-1], 2, 24), (ZERO[-1], 2, 40), (ZERO[1], 3, 30)],
+    [(PLAIN[0], 1, 20), (FSDP[-1], 2, 24), (ZERO[-1], 2, 40), (ZERO[1], 3, 30)],
 )
 def test_micro_batches_ranks_and_engines_do_not_change_a_step(
     layout: str, world_size: int, micro_tokens: int, tmp_path: Path

@@ -229,7 +229,7 @@ class OpenCLIPArchitecture(DescribedModel):
 
     @property
     def native_patch_size(self) -> int | None:
-        if not self.is_naflex:
+        if not self.is_naflex or self.multimodal_cfg is not None:
             return None
         vision = self.vision_cfg.model_dump()
         for arguments in (vision.get("timm_model_args"), vision.get("timm_model_kwargs")):

@@ -122,6 +122,8 @@ class Captioner(Contrastive, open_clip.CoCa):
         images: Tensor | None = None,
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
+        num_tokens: int | None = None,
+        num_patches: int | None = None,
     ) -> Any:
         """As `Contrastive.forward`; of images with their texts also "caption_loss" (`Features`)."""
         if images is None or texts is None:
