@@ -119,8 +119,9 @@ def test_a_native_teacher_is_refused(trained, data, tmp_path):
 
 
 def test_tokens_without_native_resolution_are_refused(recipe):
-    status, out = run(recipe, "batch.micro_tokens=100", "--dry-run")
+    status, out = run(recipe, "batch.micro_tokens=100", "evaluate.tokens=[9]", "--dry-run")
     assert status == 2 and "counts patches at native resolution" in out
+    assert "evaluate.tokens ([9]) needs native resolution" in out
 
 
 def test_another_budget_is_another_run(trained):
