@@ -16,13 +16,14 @@ from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engines.base import Engine
+from clip_train.errors import UserError
 from clip_train.evaluate.data_sets import EvaluationSet
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.resizing import Patches
-from clip_train.settings import MEAN
+from clip_train.settings import MEAN, shown
 
 if TYPE_CHECKING:
     from clip_train.models.config import AnyArchitecture
@@ -47,6 +48,11 @@ def evaluation(
     """
     if not sets:
         return None
+    if config.evaluate.tokens is not None and architecture.patches is None:
+        raise UserError(
+            f"evaluate.tokens ({shown(config.evaluate.tokens)}) needs a model of native resolution, "
+            f"and {config.model.name} sees squares: set data.resize=native, or evaluate.tokens=null"
+        )
 
     @cache
     def index(key: str, place: str, labeled: bool) -> ShardIndex | ImageFolder:
@@ -131,8 +137,7 @@ def evaluation(
         for data_set in sets:
             metrics = run_set(data_set, examples, rank_invalid, architecture.patches)
             for tokens in config.evaluate.tokens or []:
-                assert architecture.patches is not None
-                patches = replace(architecture.patches, most=tokens)
+                patches = architecture.patches and replace(architecture.patches, most=tokens)
                 # the samples that cannot be used are the same
                 fewer = run_set(data_set, None, [], patches)
                 metrics |= {f"tokens_{tokens}/{metric}": value for metric, value in fewer.items()}

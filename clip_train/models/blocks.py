@@ -619,6 +619,8 @@ class VisionTower(nn.Module):
         self, images: Tensor, sample_seeds: Tensor | None, num_patches: int | None
     ) -> Tensor:
         """`forward` of native images, packed: no padding is computed."""
+        if self.training and self.patch_dropout > 0:
+            raise ValueError("patch_dropout is for squares; set it to 0 for native images")
         grids = grids_of(images)
         last = grids.prod(1)  # [b]: the class token is token 0
         if num_patches is None:

@@ -376,7 +376,12 @@ def native_mistakes(config: Recipe, architecture: AnyArchitecture) -> list[str]:
                     tokens is not None,
                     f"batch.micro_tokens ({tokens}) counts patches at native resolution: set "
                     "data.resize=native, or use batch.micro_size",
-                )
+                ),
+                (
+                    config.evaluate.tokens is not None,
+                    f"evaluate.tokens ({shown(config.evaluate.tokens)}) needs native resolution: "
+                    "set data.resize=native, or evaluate.tokens=null",
+                ),
             ]
         )
     dropped = architecture.vision_cfg.patch_dropout

@@ -111,9 +111,17 @@ def test_mistakes_name_the_key_and_the_remedy(trained, tmp_path, overrides, mess
     assert re.search(message, " ".join(out.split())), out
 
 
+def test_a_native_teacher_is_refused(trained, data, tmp_path):
+    places = ("--teacher", str(trained.parent / "run"), "--to", str(tmp_path / "out"))
+    shard = sorted(Path(data.train).parent.glob("*.tar"))[0]
+    status, out = run(shard, *places, verb="reinforce")
+    assert status == 2 and "trained at native resolution" in out, out
+
+
 def test_tokens_without_native_resolution_are_refused(recipe):
-    status, out = run(recipe, "batch.micro_tokens=100", "--dry-run")
+    status, out = run(recipe, "batch.micro_tokens=100", "evaluate.tokens=[9]", "--dry-run")
     assert status == 2 and "counts patches at native resolution" in out
+    assert "evaluate.tokens ([9]) needs native resolution" in out
 
 
 def test_another_budget_is_another_run(trained):
