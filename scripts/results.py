@@ -69,6 +69,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
+        Table("pixels", show=("files", "OpenCLIP, RGB", "transformers 5 Pillow")),
         Table(
             "linear", "error, text", only=("fp32", "bf16"), show=("engine.linear", "error, text")
         ),
