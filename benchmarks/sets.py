@@ -1,9 +1,9 @@
 """`evaluate.sets` beside clip_benchmark: the same weights on shards that clip_benchmark exported.
 
-A tiny CLIP is trained on the demo's shapes and exported for OpenCLIP. clip_benchmark's exporter writes three sets with
-classes (one with three of them, where its top-5 is NaN; all unbalanced) and two with several captions of an image (one
-of odd sizes). Then `clip-train evaluate` scores all of them at once, and `clip_benchmark eval` one after another, in
-fp32. Run it with .venv-peers/bin/python.
+A tiny CLIP is trained on the demo's shapes and exported for OpenCLIP. clip_benchmark's exporter writes three unbalanced
+sets with classes (one with three of them, where its top-5 is NaN), and three with several captions of an image: of
+different captions, of images that are resized, and of captions that other images have too. Then `clip-train evaluate`
+scores all of them at once, and `clip_benchmark eval` one after another, in fp32. Run it with .venv-peers/bin/python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from sklearn.datasets import load_digits
 
 from clip_tools.demo import BACKGROUNDS, COLORS, PHRASE, SHAPES, SIZES, TEMPLATES, draw_shape
 
-TARGETS = {"scores": "each equals clip_benchmark's to 1e-6, and each mean that of its scores"}
+TARGETS = {
+    "scores": "each equals clip_benchmark's to 1e-6, or to 0.01 with a reason",
+    "means": "each is that of the scores above it",
+}
+REASONS = {  # of sets
+    "resized": "pixels differ by at most 2 levels (pixels.json)",
+    "repeated captions": "equal captions tie: sorted stably here, in any order by torch.topk",
+}
 SIDE = 64  # pixels
 CLASSES = {"zero_shot_top1": "acc1", "zero_shot_top5": "acc5"}
 CLASSES["zero_shot_mean_per_class_recall"] = "mean_per_class_recall"
@@ -74,16 +81,25 @@ def digits(num: int) -> Labeled:
     return out
 
 
-def captioned(num: int, odd: bool) -> list[tuple[Image.Image, list[str]]]:
+def captioned(num: int, *, unique: bool = True) -> list[tuple[Image.Image, list[str]]]:
+    """Shapes with one to five captions. unique: they begin with the number of the image."""
     rng, out = random.Random(num), []
     for i in range(num):
         image, combination = shape(rng)
-        texts = [template.format(*combination) for template in TEMPLATES]
-        if odd:
-            image = image.resize((SIDE + 3 * (i % 30), SIDE + 2 * (i % 17)))
-            texts = texts[: 1 + i % 4]
+        texts = [template.format(*combination) for template in TEMPLATES[: 1 + i % 5]]
+        if unique:
+            texts = [f"{i} {text}" for text in texts]
         out.append((image, texts))
     return out
+
+
+def resized(
+    samples: list[tuple[Image.Image, list[str]]],
+) -> list[tuple[Image.Image, list[str]]]:
+    return [
+        (image.resize((SIDE + 3 * (i % 30), SIDE + 2 * (i % 17))), texts)
+        for i, (image, texts) in enumerate(samples)
+    ]
 
 
 def write_sets(folder: Path, num: int) -> list[str]:
@@ -105,7 +121,11 @@ def write_sets(folder: Path, num: int) -> list[str]:
         "sizes and colors": labeled(1, ("red", "blue", "yellow"), ["a {c} circle", "{c}"], num),
         "digits": digits(num),
     }
-    with_captions = {"five captions": captioned(num, False), "odd sizes": captioned(num + 7, True)}
+    with_captions = {
+        "captions": captioned(num),
+        "resized": resized(captioned(num)),
+        "repeated captions": captioned(num, unique=False),
+    }
     for name, labels in with_classes.items():
         convert_dataset(labels, "test", str(folder / name.replace(" ", "_")), **options)
     for name, texts in with_captions.items():
@@ -141,7 +161,7 @@ def theirs(folder: Path, name: str, export: Path) -> dict[str, float]:
 
 def main() -> int:
     args = parser(__doc__ or "").parse_args()
-    num, steps = (60, 20) if args.quick else (600, 120)
+    num, steps = (60, 20) if args.quick else (600, 60)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with contextlib.redirect_stdout(sys.stderr):
@@ -160,25 +180,32 @@ def main() -> int:
         mine = CLASSES if "acc1" in peers[name] else {each: each for each in RECALLS}
         for metric, peer in mine.items():
             rows.append(row(name, metric, ours[f"{name}/{metric}"], peers[name][peer]))
-    for mine in (CLASSES, {each: each for each in RECALLS}):
-        for metric in mine:
-            values = [each["clip_benchmark"] for each in rows if each["score"] == metric]
-            rows.append(row("mean", metric, ours[f"mean/{metric}"], statistics.mean(values)))
-    missed = [
-        f"scores: {each['set']}, {each['score']}: {each['clip-train']} and {each['clip_benchmark']}"
-        for each in rows
-        if each["difference"] > 1e-6 and not args.quick
-    ]
-    return finish("clip_benchmark's sets", rows, TARGETS, missed, args)
+    missed = [f"scores: {each}" for each in rows if each["difference"] > limit(each["set"])]
+    for metric in (*CLASSES, *RECALLS):
+        of_metric = [each for each in rows if each["score"] == metric]
+        mine, peer = (
+            statistics.mean(each[program] for each in of_metric)
+            for program in ("clip-train", "clip_benchmark")
+        )
+        rows.append(row("mean", metric, ours[f"mean/{metric}"], peer))
+        if abs(ours[f"mean/{metric}"] - mine) > 1e-9:
+            missed.append(f"means: {metric}")
+    return finish("clip_benchmark's sets", rows, TARGETS, [] if args.quick else missed, args)
+
+
+def limit(name: str) -> float:
+    return 0.01 if name in REASONS else 1e-6
 
 
 def row(name: str, score: str, ours: float, theirs: float) -> dict[str, Any]:
+    name = name.replace("_", " ")
     return {
-        "set": name.replace("_", " "),
+        "set": name,
         "score": score,
         "clip-train": ours,
         "clip_benchmark": theirs,
         "difference": 0.0 if math.isnan(theirs) else abs(ours - theirs),
+        "why": "fewer than five classes" if math.isnan(theirs) else REASONS.get(name, ""),
     }
 
 
