@@ -24,7 +24,7 @@ from common import ROOT, finish, parser
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from clip_tools.demo import BACKGROUNDS, COLORS, PHRASE, SHAPES, SIZES, TEMPLATES, draw_shape
+from clip_tools.demo import BACKGROUNDS, COLORS, SHAPES, SIZES, TEMPLATES, draw_shape
 
 TARGETS = {
     "scores": "each equals clip_benchmark's to 1e-6, or to 0.01 with a reason",
@@ -104,12 +104,13 @@ def resized(
 
 def write_sets(folder: Path, num: int) -> list[str]:
     """By clip_benchmark's exporter. Returns the names of the sets, those with classes first."""
-    import tests.peers.torchvision_shim  # noqa: F401  before clip_benchmark
     from clip_benchmark.webdataset_builder import (
         PIL_to_bytes,
         convert_dataset,
         convert_retrieval_dataset,
     )
+
+    import tests.peers.torchvision_shim  # noqa: F401  before clip_benchmark
 
     options: dict[str, Any] = {
         "transform": PIL_to_bytes("webp"),
@@ -190,6 +191,9 @@ def main() -> int:
         rows.append(row("mean", metric, ours[f"mean/{metric}"], peer))
         if abs(ours[f"mean/{metric}"] - mine) > 1e-9:
             missed.append(f"means: {metric}")
+    for each in rows:
+        if math.isnan(each["clip_benchmark"]):
+            each["clip_benchmark"] = "NaN"  # JSON has no such number
     return finish("clip_benchmark's sets", rows, TARGETS, [] if args.quick else missed, args)
 
 

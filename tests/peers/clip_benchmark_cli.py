@@ -11,7 +11,7 @@ import numpy as np
 import tests.peers.torchvision_shim  # noqa: F401  before open_clip
 
 
-def number(array: Any) -> float:
+def as_float(array: Any) -> float:
     """As `float`, which it calls on arrays of one number: numpy 2.4 refuses that."""
     return float(array.item() if isinstance(array, np.ndarray) else array)
 
@@ -35,5 +35,5 @@ if __name__ == "__main__":
     from clip_benchmark.cli import main
     from clip_benchmark.metrics import zeroshot_classification
 
-    zeroshot_classification.float = number  # type: ignore[attr-defined]
+    zeroshot_classification.float = as_float  # type: ignore[attr-defined]
     sys.exit(main())

@@ -24,6 +24,7 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
 from tests.data.shards import counted, write_shard
+from tests.peers.clip_benchmark_cli import as_float
 
 pytestmark = [
     pytest.mark.peer,
@@ -190,17 +191,12 @@ def test_openclips_evaluation(tmp_path: Path, models: tuple[Any, Any, Any], capt
     )
 
 
-def number(array: Any) -> float:
-    """As `float`, which both call on arrays of one number: numpy 2.4 refuses that."""
-    return float(array.item() if isinstance(array, np.ndarray) else array)
-
-
 def test_zero_shot_of_clip_benchmark(
     tmp_path: Path, models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
 ):
     from clip_benchmark.metrics import zeroshot_classification
 
-    monkeypatch.setattr(zeroshot_classification, "float", number, raising=False)
+    monkeypatch.setattr(zeroshot_classification, "float", as_float, raising=False)
     peer, transform, ours = models
     write_wds(tmp_path, 0)
     config = EvaluateConfig(zero_shot_classes=str(tmp_path / "classes.json"))
@@ -213,6 +209,9 @@ def test_zero_shot_of_clip_benchmark(
     assert found["zero_shot_samples"] == NUM
     assert found["zero_shot_top1"] == pytest.approx(theirs["acc1"], abs=1e-4)
     assert found["zero_shot_top5"] == pytest.approx(theirs["acc5"], abs=1e-4)
+    assert found["zero_shot_mean_per_class_recall"] == pytest.approx(
+        theirs["mean_per_class_recall"], abs=1e-4
+    )
 
 
 def test_zero_shot_of_openclip_on_a_folder_for_each_class(
@@ -222,7 +221,7 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
     from open_clip_train import zero_shot
     from torchvision.datasets import ImageFolder as TorchvisionFolder
 
-    monkeypatch.setattr(zero_shot, "float", number, raising=False)
+    monkeypatch.setattr(zero_shot, "float", as_float, raising=False)
     peer, transform, ours = models
     for i in range(1000):
         (tmp_path / f"n{i:04d}").mkdir()
