@@ -128,8 +128,13 @@ def load(place: Path, folder: ImageFolder | None = None, **more: Any) -> ValLoad
     )
 
 
-def measured(model: Any, config: EvaluateConfig, *data: Any) -> dict[str, float]:
-    return evaluate(PlainEngine(model), *data[:1], config, Tokenizer(24), *data[1:])
+def measured(model: Any, config: EvaluateConfig, loader: ValLoader) -> dict[str, float]:
+    """Retrieval, or zero-shot classification if the config has classes."""
+    classes = None
+    if config.zero_shot_classes is not None:
+        classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
+    tokenize, captions = Tokenizer(24), classes is None
+    return evaluate(PlainEngine(model), loader, config, tokenize, classes, captions=captions)
 
 
 def clip_benchmarks(folder: Path, transform: Any, task: str) -> Any:
@@ -200,7 +205,7 @@ def test_zero_shot_of_clip_benchmark(
     peer, transform, ours = models
     write_wds(tmp_path, 0)
     config = EvaluateConfig(zero_shot_classes=str(tmp_path / "classes.json"))
-    found = measured(ours, config, None, load(tmp_path / "test" / "{0..2}.tar", labelled=True))
+    found = measured(ours, config, load(tmp_path / "test" / "{0..2}.tar", labelled=True))
     dataset, loader = clip_benchmarks(tmp_path, transform, "zeroshot_classification")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
     theirs = zeroshot_classification.evaluate(
@@ -229,7 +234,7 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
             (tmp_path / f"n{i:04d}" / f"{i}.png").write_bytes(png(i))
     config = EvaluateConfig(zero_shot_classes="imagenet", templates="simple")
     folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
-    found = measured(ours, config, None, load(tmp_path, folder, labelled=True))
+    found = measured(ours, config, load(tmp_path, folder, labelled=True))
     dataset = TorchvisionFolder(str(tmp_path), transform=transform, allow_empty=True)
     loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH)
     classifier = open_clip.build_zero_shot_classifier(
