@@ -24,6 +24,7 @@ from common import ROOT, finish, parser
 from PIL import Image
 from sklearn.datasets import load_digits
 
+import tests.peers.torchvision_shim  # noqa: F401  before clip_benchmark
 from clip_tools.demo import BACKGROUNDS, COLORS, SHAPES, SIZES, TEMPLATES, draw_shape
 
 TARGETS = {
@@ -109,8 +110,6 @@ def write_sets(folder: Path, num: int) -> list[str]:
         convert_dataset,
         convert_retrieval_dataset,
     )
-
-    import tests.peers.torchvision_shim  # noqa: F401  before clip_benchmark
 
     options: dict[str, Any] = {
         "transform": PIL_to_bytes("webp"),
