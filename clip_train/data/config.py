@@ -98,9 +98,7 @@ class DataConfig(Settings):
 
     weights_schedule: Annotated[
         list[TrainWeightsStage] | None,
-        Allowed(
-            "a list of pieces, or null", example="'[{until_step: 1000, train_weights: [1, 0]}]'"
-        ),
+        Allowed("pieces such as [{until_step: 1000, train_weights: [1, 0]}], or null"),
     ] = None
     """Other shares of the sources in the first steps, as pieces [{until_step: 1000, train_weights:
     [1, 0]}, ...]. After the last piece, train_weights applies."""

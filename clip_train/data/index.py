@@ -594,6 +594,9 @@ def to_bytes(
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     head = f'"format": "{FORMAT}", "sha256": "{digest}"'
     if columns:
-        files = {name: column._asdict() for name, column in sorted(columns.items())}
+        files = {
+            name: {"file": column.file, "sha256": column.sha256, "without": column.without}
+            for name, column in sorted(columns.items())
+        }
         head += f', "columns": {json.dumps(files)}'
     return f'{{{head}, "shards": {{\n{rows}\n}}}}\n'.encode()
