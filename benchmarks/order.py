@@ -252,10 +252,7 @@ def positions_row(train: str, lanes: int, positions: int, block: int = 32) -> di
         edges.append([edge / total for edge in itertools.accumulate(map(Fraction, stage_weights))])
     taken = [[0, 0] for _ in range(lanes)]  # by stream, of each source
     first_shards, counts = (0, len(FIRST)), [0, 0]
-    seen: list[Counter[tuple[int, int]]] = [Counter(), Counter()]
-    # by source: a piece of the source's stream that is complete, position by position
-    wrong = checked = 0
-    stage = 0
+    wrong = checked = stage = 0
     for position in range(positions):
         while stage < len(ends) and position >= ends[stage]:
             stage += 1
@@ -275,15 +272,15 @@ def positions_row(train: str, lanes: int, positions: int, block: int = 32) -> di
             for each, count in zip(bits, of_source.counts, strict=True)
         ]
         for epoch in range(positions // 2 // len(rows[source])):
-            seen[source] = Counter()
+            seen: Counter[tuple[int, int]] = Counter()
             begin = epoch * len(rows[source])
             for q in range(begin, begin + len(rows[source])):
                 found = of_source.block(q % lanes, q // lanes)
                 places = [(s.shard, n) for s in found.segments for n in range(s.start, s.stop)]
                 shard, n = places[found.order[q // lanes - found.first]]
-                seen[source][shard, kept[shard][n]] += 1
+                seen[shard, kept[shard][n]] += 1
                 checked += 1
-            wrong += seen[source] != dict.fromkeys(rows[source], 1)
+            wrong += seen != dict.fromkeys(rows[source], 1)
     return {
         "what": "positions",
         "layout": f"{lanes} streams, {len(STAGES) + 1} weights, keep {KEEP}",

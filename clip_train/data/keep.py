@@ -31,6 +31,9 @@ UID_COLUMN = "uid"  # DataComp's name for it in a sample's .json
 UID = np.dtype([("f0", "<u8"), ("f1", "<u8")])
 UID_PATTERN = re.compile(r"[0-9a-fA-F]{32}")
 DIGITS = 16  # of the sha256 of a list
+LARGEST_BUCKET = (
+    64  # uids of a list whose first bits are equal; uids are hashes, so most have 1 or 2
+)
 
 Mask = Any  # bool [n] of n samples: those that are kept
 Columns = Mapping[str, Any]  # by name: an array [n] of numbers, bytes or uids
@@ -267,6 +270,9 @@ class UidList:
     first: Any  # uint64 [k]: the first half of each
     last: Any  # uint64 [k]
     digest: str
+    # [2^bits]: where the uids with these first bits begin; None: the uids are not spread evenly
+    buckets: Any
+    bits: int
 
     columns = (UID_COLUMN,)
 
@@ -300,7 +306,12 @@ class UidList:
             first, last = first[order], last[order]
         digest = hashlib.sha256(first.data)
         digest.update(last.data)
-        return cls(first, last, digest.hexdigest()[:DIGITS])
+        bits = max(1, len(first).bit_length() - 1)
+        edges = np.arange(1 << bits, dtype=np.uint64) << np.uint64(64 - bits)
+        buckets = np.searchsorted(first, edges)
+        if np.diff(buckets, append=len(first)).max() > LARGEST_BUCKET:
+            buckets = None
+        return cls(first, last, digest.hexdigest()[:DIGITS], buckets, bits)
 
     @property
     def identity(self) -> str:
@@ -318,7 +329,7 @@ class UidList:
         first, last = np.ascontiguousarray(uids["f0"]), np.ascontiguousarray(uids["f1"])
         found = np.zeros(len(uids), bool)
         # the uids of the list with the same first half stand side by side: step through them
-        place = np.searchsorted(self.first, first)
+        place = self._places(first)
         todo = np.flatnonzero((first != 0) | (last != 0))
         while len(todo):
             todo = todo[place[todo] < len(self.first)]
@@ -327,6 +338,19 @@ class UidList:
             todo = todo[~found[todo]]
             place[todo] += 1
         return found
+
+    def _places(self, first: Any) -> Any:
+        """As `numpy.searchsorted(self.first, first)`. In a list of many uids, that takes 30 times as
+        long, because each step of a binary search waits for the memory."""
+        if self.buckets is None:
+            return np.searchsorted(self.first, first)
+        place = self.buckets[first >> np.uint64(64 - self.bits)].astype(np.int64)
+        todo = np.arange(len(first))
+        while len(todo):
+            todo = todo[place[todo] < len(self.first)]
+            todo = todo[self.first[place[todo]] < first[todo]]
+            place[todo] += 1
+        return place
 
 
 @dataclass(frozen=True)

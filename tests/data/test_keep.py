@@ -256,6 +256,25 @@ def test_a_list_of_uids_keeps_its_samples(scored, tmp_path):
     assert (found.kept, list(found.places)) == (loader.index.kept, list(loader.index.places))
 
 
+@pytest.mark.parametrize("spread", ["evenly", "low", "equal"])
+def test_any_uids_are_found(tmp_path, spread):
+    """Hashes; numbers whose first half is small, or the same for all."""
+    draw = random.Random(spread)
+    most = {"evenly": 2**64, "low": 2**20, "equal": 1}[spread]
+    pool = [f"{draw.randrange(most):016x}{draw.randrange(1, 2**64):016x}" for _ in range(3000)]
+    wanted = pool[::3] + [f"{draw.randrange(most):016x}{n:016x}" for n in range(1, 500)]
+    members = []
+    for number, text in enumerate(pool):
+        fields = json.dumps({"uid": text}).encode()
+        members += [(f"k{number}.jpg", b""), (f"k{number}.json", fields)]
+    write_shard(tmp_path / "0.tar", members)
+    index(tmp_path, ("uid",))
+    config = config_of(tmp_path / "*.tar", write_list(tmp_path / "keep.npy", wanted))
+    found = index_of(config.train, "auto", StorageConfig(), keep=config.kept)
+    bits = np.unpackbits(np.frombuffer(found.shard(0).kept, np.uint8))
+    assert np.flatnonzero(bits).tolist() == list(range(0, 3000, 3))
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
