@@ -233,7 +233,7 @@ def source_by_force(edges: list[Fraction], position: int) -> int:
 def positions_row(train: str, lanes: int, positions: int, block: int = 32) -> dict[str, Any]:
     """Walks the stream of two sources with a keep and changing weights, position by position."""
     config = DataConfig(
-        train=train, train_weights=[2, 1], weights_schedule=STAGES, keep=KEEP, lanes=lanes,
+        train=train, train_weights=[2, 1], train_weights_schedule=STAGES, keep=KEEP, lanes=lanes,
         shuffle_block=block,
     )  # fmt: skip
     with TrainLoader(
@@ -435,7 +435,7 @@ def main() -> int:
             row("killed, resumed", where, begun + resumed, reference)
         table.append(resume_row(config, stop))
         changing = {
-            "train": f"{first}::{second}", "train_weights": [2, 1], "weights_schedule": STAGES, "keep": KEEP,
+            "train": f"{first}::{second}", "train_weights": [2, 1], "train_weights_schedule": STAGES, "keep": KEEP,
             "shuffle_block": 32,
         }  # fmt: skip
         expected = digests(changing, (1, 0), steps)

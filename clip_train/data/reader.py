@@ -423,7 +423,7 @@ def make_order(
     """
     weights = config.train_weights or [1.0]
     stages = []
-    for stage in config.weights_schedule or []:
+    for stage in config.train_weights_schedule or []:
         end = sizes.before(max(stage.until_step, order_start)) - sizes.before(order_start)
         stages.append(WeightsStage(end, tuple(stage.train_weights)))
     # without weights, all shards are one source

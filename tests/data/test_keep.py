@@ -487,7 +487,7 @@ def test_another_keep_is_refused_unless_it_is_allowed(scored, tmp_path):
     assert resumed(state, other, changed=True).order_start == 1
     # a state of an earlier version
     del (plain := state_of(config_of(scored / "*.tar", None)))["order"]["data.keep"]
-    del plain["order"]["data.weights_schedule"]
+    del plain["order"]["data.train_weights_schedule"]
     assert resumed(plain, config_of(scored / "*.tar", None)).order_start == 0
     with pytest.raises(UserError, match=r"data\.keep was None, is clip_score > 0\.3"):
         resumed(plain, other)

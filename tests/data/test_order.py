@@ -336,7 +336,7 @@ CHANGING = [
 
 @pytest.fixture(scope="module")
 def changing(unequal, second) -> list[list[str]]:
-    return keys_of(mixed(unequal, second, weights_schedule=CHANGING, resampled=False), 40)[0]
+    return keys_of(mixed(unequal, second, train_weights_schedule=CHANGING, resampled=False), 40)[0]
 
 
 def test_weights_change_at_their_steps(changing):
@@ -349,7 +349,9 @@ def test_weights_change_at_their_steps(changing):
 def test_epochs_of_a_source_go_on_while_its_weight_changes(unequal, second, changing):
     """What the second source gives, stream by stream, is what it gives with other weights."""
     second_alone = [{"until_step": 30, "train_weights": [0, 1]}]  # blocks are as large as there
-    other, _ = keys_of(mixed(unequal, second, weights_schedule=second_alone, resampled=False), 30)
+    other, _ = keys_of(
+        mixed(unequal, second, train_weights_schedule=second_alone, resampled=False), 30
+    )
     for stream in range(8):
         own = [k for batch in changing for k in batch[3 * stream : 3 * stream + 3] if of_second(k)]
         expected = [k for batch in other for k in batch[3 * stream : 3 * stream + 3]]
@@ -362,13 +364,15 @@ def test_epochs_of_a_source_go_on_while_its_weight_changes(unequal, second, chan
 def test_changing_weights_resume_on_another_layout(
     unequal, second, changing, stop, world_size, workers
 ):
-    config = mixed(unequal, second, weights_schedule=CHANGING, resampled=False, workers=workers)
+    config = mixed(
+        unequal, second, train_weights_schedule=CHANGING, resampled=False, workers=workers
+    )
     assert keys_of(config, 6, world_size, step=stop)[0] == changing[stop : stop + 6]
 
 
 def test_restarted_data_changes_weights_at_the_same_steps(unequal, second):
     """The order starts at step 15 anew; the pieces are those of the run's steps."""
-    config = mixed(unequal, second, weights_schedule=CHANGING)
+    config = mixed(unequal, second, train_weights_schedule=CHANGING)
     arguments = {"image_size": 8, "context_length": 8, "seed": 5, "global_size": 24}
     with TrainLoader(config, **arguments, step=17, order_start=15) as loader:
         counts = [sum(map(of_second, next(loader).keys)) for _ in range(12)]
@@ -377,18 +381,20 @@ def test_restarted_data_changes_weights_at_the_same_steps(unequal, second):
 
 
 def test_other_weights_over_steps_are_refused_at_a_resume(unequal, second):
-    config = mixed(unequal, second, weights_schedule=CHANGING)
+    config = mixed(unequal, second, train_weights_schedule=CHANGING)
     with loader_of(config) as loader:
         state = {**loader.state(), "step": 0}
     scaled = [
         {**stage, "train_weights": [5 * w for w in stage["train_weights"]]} for stage in CHANGING
     ]
-    with loader_of(mixed(unequal, second, weights_schedule=scaled)) as loader:
+    with loader_of(mixed(unequal, second, train_weights_schedule=scaled)) as loader:
         loader.load_state_dict(state)
     for other in (None, CHANGING[:2], [*CHANGING[:2], {"until_step": 27, "train_weights": [0, 2]}]):
         with (
-            loader_of(mixed(unequal, second, weights_schedule=other)) as loader,
-            pytest.raises(UserError, match=r"data\.weights_schedule was \[\[9, \[1\.0, 0\.0\]\], "),
+            loader_of(mixed(unequal, second, train_weights_schedule=other)) as loader,
+            pytest.raises(
+                UserError, match=r"data\.train_weights_schedule was \[\[9, \[1\.0, 0\.0\]\], "
+            ),
         ):
             loader.load_state_dict(state)
 
@@ -423,37 +429,37 @@ def test_each_source_keeps_its_own_order(unequal, second):
         ({"train_weights": "1::2::3"}, r"one for each of the 2 sources"),
         ({"resampled": [True, False]}, r"data.resampled"),
         (
-            {"weights_schedule": [{"until_step": 9, "train_weights": [1, 2]}]},
-            r"data\.weights_schedule .* needs data\.train_weights",
+            {"train_weights_schedule": [{"until_step": 9, "train_weights": [1, 2]}]},
+            r"data\.train_weights_schedule .* needs data\.train_weights",
         ),
         (
-            {"train_weights": [1, 2], "weights_schedule": CHANGING[::-1]},
+            {"train_weights": [1, 2], "train_weights_schedule": CHANGING[::-1]},
             r"must rise from piece to piece, got \[26, 20, 9\]; sort them",
         ),
         (
             {
                 "train_weights": [1, 2],
-                "weights_schedule": [{"until_step": 9, "train_weights": [1, 2, 3]}],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [1, 2, 3]}],
             },
             r"train_weights \(\[1\.0, 2\.0, 3\.0\]\) until step 9 must have one number for each of the 2",
         ),
         (
             {
                 "train_weights": [1, 2],
-                "weights_schedule": [{"until_step": 9, "train_weights": [0, 0]}],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [0, 0]}],
             },
             r"and one above 0",
         ),
         (
             {
                 "train_weights": [1, 2],
-                "weights_schedule": [{"until_step": 9, "train_weights": [-1, 2]}],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [-1, 2]}],
             },
-            r"data\.weights_schedule\.0\.train_weights",
+            r"data\.train_weights_schedule\.0\.train_weights",
         ),
         (
-            {"weights_schedule": [{"until": 9, "train_weights": [1, 2]}]},
-            r"weights_schedule\.0\.until \(9\): no such key; known keys are until_step, train_weights",
+            {"train_weights_schedule": [{"until": 9, "train_weights": [1, 2]}]},
+            r"train_weights_schedule\.0\.until \(9\): no such key; known keys are until_step, train_weights",
         ),
     ],
 )

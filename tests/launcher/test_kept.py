@@ -1,4 +1,4 @@
-"""`data.keep` and `data.weights_schedule` through the real command: a run equals one over the kept samples alone."""
+"""`data.keep` and changing weights through the real command: a run equals one over the kept samples alone."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_weights_over_steps_are_the_same_after_a_kill(tmp_path, pool, model):
     """On two ranks with workers, and on one."""
     train = f"{pool}/00000.tar::{pool}/kept/00001.tar"
     stages = "[{until_step: 6, train_weights: [1, 0]}, {until_step: 15, train_weights: [1, 3]}]"
-    weights = ("data.train_weights=[2, 1]", f"data.weights_schedule={stages}", "run.steps=24")
+    weights = ("data.train_weights=[2, 1]", f"data.train_weights_schedule={stages}", "run.steps=24")
     whole = recipe_in(tmp_path / "whole", train, model)
     status, out = run(whole, *weights)
     assert status == 0, out
