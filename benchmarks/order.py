@@ -331,9 +331,11 @@ def count_rows(folder: Path, number: int, per_shard: int = 10_000) -> list[dict[
                 digest.update(chunk)
         names = [f"{shard:06d}.tar" for shard in range(total // per_shard)]
         entry = ShardEntry(per_shard, "0" * 64, Checksums(8, 8, "0" * 16), None, array("Q"))
-        columns = {column: ColumnFile("column.npy", digest.hexdigest())}
+        name = f"clip_train_column_{digest.hexdigest()[:16]}.npy"
+        (place / "column.npy").rename(place / name)
+        columns = {column: ColumnFile(name, digest.hexdigest())}
         (place / INDEX_NAME).write_bytes(to_bytes(dict.fromkeys(names, entry), columns))
-        shards = [[f"{place}/{name}" for name in names]]
+        shards = [[f"{place}/{shard}" for shard in names]]
         seconds = []
         for wanted in (None, Keep(keep, f"{place}/*.tar")):
             begin_seconds = time.process_time()
@@ -357,7 +359,7 @@ def count_rows(folder: Path, number: int, per_shard: int = 10_000) -> list[dict[
                 "cpu_seconds": round(seconds[1], 2),
             }
         )
-        (place / "column.npy").unlink()
+        (place / name).unlink()
     return table
 
 

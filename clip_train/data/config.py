@@ -423,8 +423,9 @@ class DataConfig(Settings):
         stages = self.train_weights_schedule or []
         if stages and self.train_weights is None:
             yield (
-                f"data.train_weights_schedule ({shown(self.train_weights_schedule)}) needs data.train_weights, "
-                "which apply after it; set them, or data.train_weights_schedule=null"
+                f"data.train_weights_schedule ({shown(self.train_weights_schedule)}) needs "
+                "data.train_weights, which apply after it; set them, or "
+                "data.train_weights_schedule=null"
             )
         ends = [stage.until_step for stage in stages]
         if any(b <= a for a, b in itertools.pairwise(ends)):
@@ -605,6 +606,13 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     storage = storage or StorageConfig()
     sources = existing(config.train, "data.train")
     index = look_up(sources, config.verify, storage, config.kept)
+    edges = itertools.pairwise(itertools.accumulate(index.sources, initial=0))
+    for source, (start, stop) in zip(split_sources(config.train), edges, strict=True):
+        if config.kept and config.train_weights and not any(index.places[start:stop]):
+            raise UserError(
+                f"{config.kept} keeps no sample of the source {source} of data.train; correct it, or "
+                "take the source out of data.train and data.train_weights"
+            )
     if synthetic_size(index.shards[0]) is not None:
         return SourceSummary("noise", "words drawn at random", index)
     mistakes: list[UserError] = []

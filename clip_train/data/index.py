@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clip_train.data.index_columns import ColumnFile, places_in, read_column
+from clip_train.data.index_columns import FILE_PATTERN, ColumnFile, places_in, read_column
 from clip_train.data.keep import ExpressionError, Keep
 from clip_train.data.shards import (
     Row,
@@ -566,11 +566,14 @@ def parse(data: bytes) -> dict[str, IndexLine]:
 def columns_in(data: bytes) -> dict[str, ColumnFile]:
     """The columns of an index file, by name; {} for one of an earlier version. Raises as `parse`."""
     lines = data.splitlines(keepends=True)
-    columns = json.loads(lines[0] + lines[-1]).get("columns", {})
-    return {
-        name: ColumnFile(row["file"], row["sha256"], tuple(row["without"]))
-        for name, row in columns.items()
-    }
+    rows = json.loads(lines[0] + lines[-1]).get("columns", {})
+    columns = {}
+    for name, row in rows.items():
+        # an index from somebody else must not lead to other files
+        if FILE_PATTERN.fullmatch(row["file"]) is None:
+            raise ValueError(f"the file of its column {name} is {row['file']!r}")
+        columns[name] = ColumnFile(row["file"], row["sha256"], tuple(row["without"]))
+    return columns
 
 
 def to_bytes(

@@ -10,6 +10,7 @@ import hashlib
 import io
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ MAX_TEXT_BYTES = 256
 READS = 3  # of a file that seems damaged: bits may flip in transit
 CHUNK_BYTES = 1 << 24
 DIGITS = 16  # of its sha256, in the name of a file
+FILE_PATTERN = re.compile(r"clip_train_column_[0-9a-f]+\.npy")
 INTEGERS = tuple(map(np.dtype, ("<i2", "<i4", "<i8")))
 
 

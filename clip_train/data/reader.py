@@ -435,7 +435,7 @@ def make_order(
     for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         source_files = Files.of(index, storage, start, stop)
         if not sum(source_files.places):
-            kept = f", of which data.keep ({config.keep}) keeps any" if config.keep else ""
+            kept = f" that {config.kept} keeps" if config.kept else ""
             raise UserError(
                 f"data.train ({config.train}): found no samples{kept} in the {stop - start} shards "
                 "of a source"

@@ -226,6 +226,33 @@ def test_a_keep_needs_an_index_with_columns(tmp_path):
         check_config(recipe, "recipe")
 
 
+def test_each_source_with_a_weight_needs_a_kept_sample(scored):
+    train = f"{scored}/s0.tar::{scored}/s2.tar"
+    keep = f"not uid == '{uid(133)}'"  # the one sample of s2.tar
+    assert check_source(config_of(train, keep)).index.num_samples == 130
+    weighted = config_of(train, keep, train_weights=[1, 1])
+    with pytest.raises(UserError, match=r"keeps no sample of the source .*s2\.tar of data\.train"):
+        check_source(weighted)
+    with pytest.raises(
+        UserError, match=r"found no samples that data\.keep .* keeps in the 1 shards"
+    ):
+        loader_of(weighted)
+
+
+def test_an_index_of_somebody_else_leads_to_no_other_file(tmp_path):
+    write_scored(tmp_path / "data", [5])
+    index(tmp_path / "data", ("width",))
+    (column,) = (tmp_path / "data").glob("*.npy")
+    precious = tmp_path / "precious.npy"
+    precious.write_bytes(column.read_bytes())
+    file = tmp_path / "data" / INDEX_NAME
+    file.write_bytes(file.read_bytes().replace(column.name.encode(), b"../precious.npy"))
+    with pytest.raises(UserError, match=r"is damaged \(the file of its column width is '\.\./"):
+        check_source(config_of(tmp_path / "data" / "*.tar", "width > 0"))
+    assert main(["index", str(tmp_path / "data" / "*.tar"), "--workers", "1"]) == 2
+    assert precious.exists()
+
+
 # -- lists of uids
 
 
