@@ -291,8 +291,8 @@ class DataConfig(Settings):
     and data.val before it is decoded. If a stage drops a sample, the sample is invalid."""
 
     alpha: Annotated[Literal["white", "drop"], Refused] = "white"
-    """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
-    color behind it shows, as in OpenCLIP and transformers."""
+    """Transparent pixels. white: blended with white, as in transformers 5. drop: their transparency
+    is ignored, and the color behind it shows, as in OpenCLIP and transformers 4."""
 
     resize: Literal["auto", "shortest", "squash", "longest", "native"] = "auto"
     """How evaluation, `embed`, `caption` and the library make a square of an image; exports have it
