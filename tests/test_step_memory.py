@@ -120,8 +120,8 @@ def test_a_step_needs_what_is_predicted(case, tmp_path):
             tmp_path / "trace.json",
         )
         predicted = memory.bytes_for(micro_size, kept)
-        # the state of the generator, 5 kB for each micro-batch, is not counted
-        generators = 2**15
+        # states of the generator, about 10 kB for each micro-batch, are not counted
+        generators = 2**16
         # the largest parts of a step need not meet
         assert needed - generators <= predicted, (micro_size, kept, predicted / needed)
         assert predicted <= 1.15 * needed, (micro_size, kept, predicted / needed)
