@@ -140,6 +140,7 @@ def contrastive_memory(
             samples differ in size, put the largest there.
 
     Memory is counted by CUDA's allocator, elsewhere by the tensors that torch's operators return.
+    FLOPs are those of operators that torch's FlopCounterMode knows.
 
     Raises:
         ValueError: as of `contrastive_step`. No limit where there is no CUDA device. A ZeRO engine,
