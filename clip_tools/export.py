@@ -9,6 +9,7 @@ from clip_tools.exports import (
     check_transformers,
     export_peft,
     export_transformers,
+    is_naflex,
     is_siglip,
 )
 from clip_train.checkpoint.reader import averaged
@@ -101,7 +102,9 @@ def write_export(
         state = on_base(found[0], {name: read(name) for name in like}, config)
         plain = architecture.model_copy(update={"lora": None})
         written = export_transformers(state, plain, folder)
-        kind = "SiglipModel" if siglip else "CLIPModel"
+        kind = "CLIPModel"
+        if siglip:
+            kind = "Siglip2Model" if is_naflex(architecture) else "SiglipModel"
         line = f"transformers.{kind}.from_pretrained('{written.resolve()}')"
     else:
         if description.get("open_clip"):

@@ -246,7 +246,7 @@ def trained_with(file: Path) -> dict[str, Any]:
             quick_gelu = bool(keys.get("quick_gelu", False))
         else:
             config, keys = read_object(file.with_name("config.json")), preprocessor(file.parent)
-            if config.get("model_type") not in ("clip", "siglip"):
+            if config.get("model_type") not in ("clip", "siglip", "siglip2"):
                 return {}
             # CLIPModel's default is "quick_gelu"
             activation = (config.get("vision_config") or {}).get("hidden_act", "quick_gelu")
@@ -381,6 +381,10 @@ def _rename(fitted: Fitted, expected: Shapes, tower: str | None) -> None:
     ):
         fitted.state = layouts.siglip_from_transformers(fitted.state)
         fitted.repairs.append("renamed parameters of transformers' SiglipModel to OpenCLIP's names")
+    has_squares = f"{layouts.TRUNK}patch_embed.proj.weight" in fitted.state
+    if has_squares and f"{layouts.TRUNK}embeds.proj.weight" in expected:
+        fitted.state = layouts.to_naflex(fitted.state)
+        fitted.repairs.append("renamed the image tower's patches and positions to NaFlexVit's")
     if fitted.layout == layouts.LONG_CLIP:
         _join_long_clip(fitted)
     if tower == "image" and not any(name.startswith("visual.") for name in fitted.state):
