@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from clip_train.models.clip import build_model
-from clip_train.models.files import TOKENIZER_FILES
+from clip_train.models.files import TOKENIZER_FILES, read_object
 from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
 from clip_train.models.openclip.model import tokenizer, tokenizer_folder
+from clip_train.models.weights import save_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
@@ -65,8 +68,9 @@ def activation(module: Any) -> str:
 
 
 def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
-    """Copy the tokenizer's files if the architecture names a transformers tokenizer; otherwise let
-    transformers save the one OpenCLIP uses. Raises UserError, CheckpointError."""
+    """Copy the tokenizer's files if the architecture names a transformers tokenizer, with the
+    model's length in `model_max_length`; otherwise let transformers save the one OpenCLIP uses.
+    Raises UserError, CheckpointError."""
     folder.mkdir(parents=True, exist_ok=True)
     name = architecture.text_cfg.hf_tokenizer_name or ""
     if name.startswith(TRANSFORMERS):
@@ -74,6 +78,10 @@ def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
         for file in TOKENIZER_FILES:
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)
+        length = {"model_max_length": architecture.text_cfg.context_length}
+        keys = read_object(source / TOKENIZER_CONFIG)
+        if keys | length != keys:  # or a processor would pad and cut texts to another length
+            save_json(folder, TOKENIZER_CONFIG, keys | length)
         return
     # None: the model uses CLIP's own tokenizer; no file is written
     loaded: Any = tokenizer(architecture)

@@ -35,7 +35,7 @@ from clip_train.models.config import (
     OwnModel,
     vocabulary_mistakes,
 )
-from clip_train.models.freeze import trained_parameters
+from clip_train.models.freeze import check_drawn_positions, trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
 from clip_train.recipe.recipe import Recipe, with_samples
@@ -196,6 +196,7 @@ def resolve(
         problems += map(UserError, collect(random_mistakes, architecture) or [])
         collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
+        collect(check_drawn_positions, model, names)
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
     plan = collect(plan_batch, config.batch, world_size)

@@ -103,6 +103,45 @@ def test_siglip_comes_in_and_goes_out_exactly(tmp_path: Path, act: str):
         assert torch.equal(tensor.float(), model.state_dict()[name].float()), name
 
 
+@pytest.mark.parametrize("keep", ["all", "all_but_last", 4, 0])
+def test_siglip_reads_longer_texts_here_and_in_transformers(tmp_path: Path, keep: Any):
+    """The pooled row is the last one of the longer table; features and ids equal transformers'."""
+    from tests.peers.siglip import CONTEXT, save_siglip
+
+    theirs, said = save_siglip(tmp_path / "theirs"), []
+    name, longer = "text.positional_embedding", 3 * CONTEXT
+    old = theirs.text_model.embeddings.position_embedding.weight.detach().float()
+    keys = {"context_length": longer, "keep_positions": keep}
+    config = ModelConfig(init_from=str(tmp_path / "theirs"), **keys)
+    model = build_model(config.architecture()).double().eval()
+    model.load_state_dict(dict(initial_weights(config, 0, said.append).whole()))
+    new = model.state_dict()[name].float()
+    assert new.shape == (longer, 32)
+    first = {"all": CONTEXT, "all_but_last": CONTEXT - 1}.get(keep, keep)
+    assert torch.equal(new[:first], old[:first])
+    assert torch.equal(new[-1], old[-1]) == (keep != "all")
+    words = {
+        "all": "stay in their places, 32 are drawn behind them; texts are read at the last",
+        "all_but_last": "32 are drawn before the last one, where texts are read",
+        4: "to 48 tokens, the first 4 and the last as they are",
+        0: "the text's from 16 to 48 tokens",
+    }
+    assert any(words[keep] in line for line in said), said
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    ids = tokenizer_of(model.architecture)(TEXTS)
+    assert ids.shape == (6, longer)
+    out = export_transformers(model.state_dict(), model.architecture, tmp_path / "out")
+    peer = transformers.SiglipModel.from_pretrained(out).double().eval()
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    both = processor(text=TEXTS, padding="max_length", truncation=True, return_tensors="pt")
+    assert torch.equal(both["input_ids"], ids)
+    expected = features_of(peer, (images.double() / 255 - 0.5) / 0.5, ids)
+    again = started(out)
+    assert again.architecture.text_cfg.context_length == longer
+    for mine, other in zip(ours(again, images, ids), expected, strict=True):
+        torch.testing.assert_close(mine, other, **EXACT)
+
+
 def test_siglip_keeps_its_activation_through_openclips_layout(tmp_path: Path):
     from tests.peers.siglip import save_siglip
 

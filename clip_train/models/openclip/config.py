@@ -139,6 +139,13 @@ class TextKeys(Described):
     hf_tokenizer_name: str | None = None  # None: CLIP's own
     tokenizer_kwargs: dict[str, Any] | None = None
 
+    @property
+    def reads_last(self) -> bool:
+        """Whether a text is read at the last position, padding included, as SigLIP's is; or at a
+        token of its own behind all others."""
+        keys = self.model_extra or {}
+        return keys.get("pool_type") == "last" or bool(keys.get("embed_cls"))
+
     @field_validator("tokenizer_kwargs")
     @classmethod
     def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
