@@ -17,6 +17,7 @@ from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.layouts import siglip_to_transformers, to_transformers
 from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
+from clip_train.models.low_rank import FUSED
 from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
 from clip_train.models.weights import save_json, save_weights
 from clip_train.storage.local import LocalStorage
@@ -236,15 +237,18 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
     """Write the files that `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the
     folder.
 
-    peft has one adapter for packed attention weights, always together with one for `out_proj`. Our
-    three adapters become one of block matrices, with three times the rank and alpha. Parameters
-    trained beside the adapters are saved in trained.safetensors.
+    peft has one adapter for packed attention weights, always together with one for `out_proj`, and
+    one for a fused layer. Several adapters in one weight become one of block matrices, with as many
+    times the rank and alpha. Parameters trained beside the adapters are saved in
+    trained.safetensors.
     """
     out: dict[str, Tensor] = {}
     adapters = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     rest = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
-    packed = [x for x in layers if len(state[f"{x}.lora_A"]) == 3 * lora.rank]
+    count = {layer: len(state[f"{layer}.lora_A"]) // lora.rank for layer in layers}
+    several = {layer: number for layer, number in count.items() if number > 1}
+    packed = [layer for layer in several if layer.rpartition(".")[2] not in FUSED]
     outputs = {f"{x}.out_proj": state[f"{x}.lora_A"].shape[1] for x in packed}
     for layer in dict.fromkeys([*layers, *outputs]):
         width = outputs.get(layer, 0)
@@ -262,8 +266,8 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": [layer for layer in layers if layer not in outputs],
-        "rank_pattern": dict.fromkeys(packed, 3 * lora.rank),
-        "alpha_pattern": dict.fromkeys(packed, 3 * lora.alpha),
+        "rank_pattern": {layer: number * lora.rank for layer, number in several.items()},
+        "alpha_pattern": {layer: number * lora.alpha for layer, number in several.items()},
     }
     path = save_weights(out, Path(folder), "adapter_model.safetensors").parent
     save_weights(rest, path, "trained.safetensors")
