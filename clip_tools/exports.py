@@ -13,8 +13,12 @@ from torch import Tensor
 
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
-from clip_train.models.config import AnyArchitecture, Architecture
-from clip_train.models.layouts import siglip_to_transformers, to_transformers
+from clip_train.models.config import AnyArchitecture, Architecture, VisionConfig
+from clip_train.models.layouts import (
+    chinese_to_transformers,
+    siglip_to_transformers,
+    to_transformers,
+)
 from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
 from clip_train.models.low_rank import FUSED
@@ -66,10 +70,20 @@ def is_siglip(architecture: AnyArchitecture | None) -> bool:
     )
 
 
+def is_chinese_clip(architecture: AnyArchitecture | None) -> bool:
+    """Whether it is a ChineseCLIPModel of transformers."""
+    return isinstance(architecture, OpenCLIPArchitecture) and bool(architecture.text_cfg.bert)
+
+
 def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -> None:
     """UserError if OpenCLIP has no image tower of these sizes; a warning if its activation
     differs."""
     assert isinstance(architecture, OpenCLIPArchitecture)
+    if is_chinese_clip(architecture):
+        raise UserError(
+            f"--format open_clip: OpenCLIP has no text tower like that of {architecture.open_clip}, "
+            "a ChineseCLIPModel: export with --format transformers"
+        )
     arguments = architecture.own_keys().get("vision_cfg", {}).get("timm_model_args")
     if arguments is None:
         return
@@ -104,6 +118,8 @@ def check_transformers(architecture: AnyArchitecture) -> None:
                 "--format transformers: SiglipModel has a logit_bias, and this model has none "
                 "(model.init_logit_bias): export with --format open_clip"
             )
+        return
+    if is_chinese_clip(architecture):
         return
     assert isinstance(architecture, Architecture)
     parts = {
@@ -140,6 +156,15 @@ def export_transformers(
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
+    if is_chinese_clip(architecture):
+        assert isinstance(architecture, OpenCLIPArchitecture)
+        from clip_tools.siglip import copy_tokenizer
+
+        copy_tokenizer(str(architecture.text_cfg.hf_tokenizer_name), path)
+        save_weights(dict(chinese_to_transformers(state)), path, "model.safetensors")
+        save_json(path, "config.json", chinese_config(architecture))
+        save_json(path, "preprocessor_config.json", pixel_keys(architecture))
+        return path
     if isinstance(architecture, OpenCLIPArchitecture):
         from clip_tools.siglip import siglip_config, write_tokenizer
 
@@ -191,6 +216,38 @@ def export_transformers(
     return path
 
 
+def chinese_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
+    """transformers' config.json of a ChineseCLIPModel."""
+    vision = VisionConfig.model_validate(
+        architecture.vision_cfg.model_dump(include=set(VisionConfig.model_fields))
+    )
+    vision_config = {
+        "model_type": "chinese_clip_vision_model",
+        "hidden_size": vision.width,
+        "intermediate_size": vision.mlp_width,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "num_channels": 3,
+        "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
+        "layer_norm_eps": 1e-5,
+        "projection_dim": architecture.embed_dim,
+    }
+    return {
+        "architectures": ["ChineseCLIPModel"],
+        "model_type": "chinese_clip",
+        "torch_dtype": "float32",
+        "projection_dim": architecture.embed_dim,
+        "logit_scale_init_value": architecture.init_logit_scale,
+        "text_config": {
+            "model_type": "chinese_clip_text_model",
+            **(architecture.text_cfg.bert or {}),
+        },
+        "vision_config": vision_config,
+    }
+
+
 def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
     """transformers' preprocessor_config.json, as evaluation resizes here."""
     side = architecture.vision_cfg.image_size
@@ -209,6 +266,9 @@ def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
         "image_mean": list(architecture.image_mean),
         "image_std": list(architecture.image_std),
     }
+    if is_chinese_clip(architecture) and squash:
+        keys |= {"image_processor_type": "ChineseCLIPImageProcessor", "do_center_crop": False}
+        return {"processor_class": "ChineseCLIPProcessor", **keys}
     if siglip:
         return {"processor_class": "SiglipProcessor", **keys}
     return {**keys, "do_center_crop": not squash, "crop_size": square}

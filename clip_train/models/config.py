@@ -498,7 +498,8 @@ def load_architecture(name: str) -> AnyArchitecture:
 def parse_transformers(folder: Path, place: str) -> AnyArchitecture:
     """The model of transformers in a folder. UserError."""
     content = description(folder, place)
-    if "timm_model_name" in content["model_cfg"]["vision_cfg"]:
+    model = content["model_cfg"]
+    if "timm_model_name" in model["vision_cfg"] or "hf_model_name" in model["text_cfg"]:
         return parse_openclip(content, place)
     return parse_architecture(content, place)
 

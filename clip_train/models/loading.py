@@ -72,6 +72,10 @@ REMEDIES = {
     layouts.TRANSFORMERS_SIGLIP: (
         "give its whole folder, whose config.json names the model, or OpenCLIP's name of it{same}"
     ),
+    layouts.TRANSFORMERS_CHINESE: (
+        "give its whole folder as model.init_from, whose config.json names the model, and leave "
+        "model.name out"
+    ),
     layouts.MOBILE_CLIP: "give OpenCLIP's file of the same model: hf-hub:apple/MobileCLIP-...",
     layouts.OWN_PIECE: "give the run's folder, or that of the checkpoint",
     layouts.PEFT: "merge the adapters into their model, and give that",
@@ -247,11 +251,11 @@ def trained_with(file: Path) -> dict[str, Any]:
             quick_gelu = bool(keys.get("quick_gelu", False))
         else:
             config, keys = read_object(file.with_name("config.json")), preprocessor(file.parent)
-            if config.get("model_type") not in ("clip", "siglip"):
+            if config.get("model_type") not in ("clip", "siglip", "chinese_clip"):
                 return {}
-            # CLIPModel's default is "quick_gelu"
+            # the default of CLIPModel and ChineseCLIPModel is "quick_gelu"
             activation = (config.get("vision_config") or {}).get("hidden_act", "quick_gelu")
-            quick_gelu = config["model_type"] == "clip" and activation == "quick_gelu"
+            quick_gelu = config["model_type"] != "siglip" and activation == "quick_gelu"
         pixels: dict[str, Any] = {
             key: tuple(map(float, np.broadcast_to(keys[key], 3)))
             for key in ("image_mean", "image_std")
@@ -385,6 +389,11 @@ def _rename(fitted: Fitted, expected: Shapes, tower: str | None) -> None:
     ):
         fitted.state = layouts.siglip_from_transformers(fitted.state)
         fitted.repairs.append("renamed parameters of transformers' SiglipModel to OpenCLIP's names")
+    if fitted.layout == layouts.TRANSFORMERS_CHINESE and not _has_own(expected):
+        fitted.state = layouts.chinese_from_transformers(fitted.state)
+        fitted.repairs.append(
+            "renamed parameters of transformers' ChineseCLIPModel to OpenCLIP's names"
+        )
     if fitted.layout == layouts.LONG_CLIP:
         _join_long_clip(fitted)
     if tower == "image" and not any(name.startswith("visual.") for name in fitted.state):
