@@ -347,6 +347,57 @@ def test_the_recipe_of_longer_texts_trains_and_exports(tmp_path: Path):
     assert ids.shape[1] == 40
 
 
+def test_a_multilingual_sentencepiece_tokenizer_pads_as_trained(tmp_path: Path):
+    """Like Gemma's of SigLIP 2: pieces with byte fallback, an end, padding behind it to the length."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    from tests.peers.siglip import CONTEXT, save_siglip
+
+    texts = [
+        "ein Foto einer Katze",
+        "一只猫",
+        "фото кошки",
+        "a photo of a cat",
+        "  two   Cats, 🐈 ",
+    ]
+    theirs = save_siglip(tmp_path / "theirs")
+    pad, eos, bos, unk = special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = dict.fromkeys("".join(texts[:4]).replace(" ", "▁"))
+    vocabulary = {piece: number for number, piece in enumerate([*special, *pieces, *words])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unk, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, 1)]
+    )
+    names = {"pad_token": pad, "eos_token": eos, "bos_token": bos, "unk_token": unk}
+    transformers.GemmaTokenizerFast(
+        tokenizer_object=tokenizer, **names, padding_side="right", add_bos_token=False,
+        add_eos_token=True, model_max_length=10**30,
+    ).save_pretrained(tmp_path / "theirs")  # fmt: skip
+    architecture = load_architecture(str(tmp_path / "theirs"))
+    ids = tokenizer_of(architecture)(texts)
+    cat = [vocabulary[letter] for letter in "一只猫"]
+    assert ids[1].tolist() == [*cat, 1, *[0] * (CONTEXT - 4)]
+    cat_face = [vocabulary[f"<0x{byte:02X}>"] for byte in "🐈".encode()]
+    long = tokenizer_of(architecture.model_copy(update={"text_cfg": architecture.text_cfg.model_copy(
+        update={"context_length": 40})}))(texts)  # fmt: skip
+    row = long[4].tolist()
+    assert any(row[i : i + 4] == cat_face for i in range(36))
+    assert (ids[:, -1] == 0).tolist() == [False, True, True, False, False]  # cut, or padded
+    out = export_transformers(
+        started(tmp_path / "theirs").state_dict(), architecture, tmp_path / "out"
+    )
+    for folder, length in ((tmp_path / "theirs", {"max_length": CONTEXT}), (out, {})):
+        processor = transformers.AutoProcessor.from_pretrained(folder)
+        both = processor(
+            text=texts, padding="max_length", truncation=True, return_tensors="pt", **length
+        )
+        assert torch.equal(both["input_ids"], ids)
+    assert theirs.config.text_config.max_position_embeddings == CONTEXT
+
+
 ON_HUB = """
 import json, sys, tests.peers.torchvision_shim
 from clip_train.models.config import ModelConfig
