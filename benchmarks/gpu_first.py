@@ -27,9 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train import dist
+from clip_train.engines.base import PlainEngine
 from clip_train.losses.info_nce import InfoNCE
-from clip_train.models.clip import flops_per_sample
-from clip_train.models.config import load_architecture
+from clip_train.models.clip import flops_per_sample, forward_flops
+from clip_train.models.config import Architecture, load_architecture
+from clip_train.native import patch_counts, to_rows
+from clip_train.resizing import Patches
 from clip_train.step import train_step
 from clip_train.task import Batch
 from tests.ranks import device, run_ranks
@@ -44,6 +47,7 @@ BUDGETS = {
     "first_kernels": 90,
     "first_block": 90,
     "first_fp8": 90,
+    "first_native": 90,
 }
 """Stage -> seconds. A process needs 10 to 15 s there before it does anything, a compiled step of
 ViT-B/32 or L/14 25 s, one of H/14 40 s."""
@@ -322,7 +326,92 @@ def with_linear(linear: str | None) -> Row:
     return {"check": f"ViT-L-14, linear {linear}", "samples/s": round(n / gpu.seconds(step, 5, 3))}
 
 
+def native(world: int) -> Iterator[Row]:
+    """Images of native resolution: a step on the GPU beside the CPU's, and its speed beside squares."""
+    yield from run_ranks(native_step, 1, "fp32")[0]
+    if not gpu.DRY:
+        yield from run_ranks(native_step, 1, "bf16")[0]
+        yield from run_ranks(native_speed, 1)[0]
+
+
+def native_batch(architecture: Architecture, n: int) -> Batch:
+    """Images of 1:3 to 3:1 with at most 128, 256 or 576 patches; small ones where it is dry."""
+    most, budgets = (16, (4, 9, 16)) if gpu.DRY else (576, (128, 256, 256, 576))
+    size, generator = architecture.vision_cfg.patch_size, torch.Generator().manual_seed(3)
+    patches = Patches(size, most)
+    rows = []
+    for i, ratio in enumerate((3 ** (2 * torch.rand(n, generator=generator) - 1)).tolist()):
+        shape = patches.size_within(round(600 * ratio), 600, budgets[i % len(budgets)])
+        image = torch.randint(0, 256, (3, *shape), generator=generator, dtype=torch.uint8)
+        rows.append(to_rows(image, size, most))
+    images = torch.stack(rows)
+    squares = gpu.batch_of(architecture, n)
+    columns = squares.columns.plus(images=images, patch_counts=patch_counts(images))
+    return replace(squares, columns=columns, num_chunks=1)
+
+
+def native_architecture() -> Architecture:
+    architecture = gpu.architecture_of("ViT-B-16")
+    return architecture.model_copy(update={"image_tokens": 16 if gpu.DRY else 576})
+
+
+def native_step(precision: str) -> list[Row]:
+    """Loss and norm of the gradient, by two cuts, beside a model on the CPU in float32."""
+    architecture, n = native_architecture(), 16
+    batch = native_batch(architecture, n)
+    results = []
+    for micro_tokens in (1_000_000, 64 if gpu.DRY else 2304):
+        engine = gpu.engine_of("plain", 0, precision, architecture, n)
+        own = batch.to(device())
+        step = train_step(
+            engine, own, InfoNCE(), micro_size=n, micro_tokens=micro_tokens, kept_graphs=1, lr=0.0
+        )
+        results.append((step.loss, step.grad_norm))
+    on_cpu = PlainEngine(gpu.model_of(architecture), torch.optim.SGD([torch.zeros(1)], 0.0))
+    expected = train_step(on_cpu, batch, InfoNCE(), micro_size=n, kept_graphs=1, lr=0.0)
+    worst = max(
+        max(abs(loss / expected.loss - 1), abs(norm / expected.grad_norm - 1))
+        for loss, norm in results
+    )
+    limit = 1e-4 if precision == "fp32" else 2e-2
+    row: Row = {"check": f"native, {precision}: the CPU's step, by two cuts", "ok": worst < limit}
+    return [row | {"error": worst, "losses": [loss for loss, _ in results]}]
+
+
+def native_speed() -> list[Row]:
+    """A step of ViT-B/16 in bf16, compiled: patches a second, native and squares, in turn."""
+    architecture, n = native_architecture(), 512
+    squares = gpu.own_batch(architecture, n)
+    mixed = native_batch(architecture, n).to(device())
+    patches = {"squares of 224 px": 196 * n, "native": sum(mixed.columns["patch_counts"])}
+    flops = forward_flops(architecture)
+    rows: list[Row] = []
+    for name, own in (("squares of 224 px", squares), ("native", mixed)) * 2:
+        engine = gpu.engine_of("plain", 0, "bf16", architecture, n, compile=True)
+        step = partial(
+            train_step,
+            engine,
+            own,
+            InfoNCE(),
+            micro_size=256,
+            micro_tokens=65_536 if name == "native" else None,
+            kept_graphs=1,
+            lr=1e-4,
+        )
+        taken = gpu.seconds(step, 4, 3)
+        counts = own.columns.get("patch_counts") or [196] * n
+        computed = 3 * (sum(map(flops.image_of, counts)) + n * flops.text)
+        rows.append(
+            {
+                "check": f"ViT-B/16, {name}",
+                "patches/s": round(patches[name] / taken),
+                "MFU": round(computed / taken / gpu.peak_flops(), 3),
+            }
+        )
+    return rows
+
+
 STAGES = {
     f"first_{stage.__name__}": stage
-    for stage in (engines, command, sizes, kernels, block, ranks, peer, fp8)
+    for stage in (engines, command, sizes, kernels, block, ranks, peer, fp8, native)
 }

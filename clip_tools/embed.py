@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clip_tools.place import weights_at
-from clip_train.data.images import to_square
+from clip_train.data.images import for_evaluation
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import Alpha, decode_image
 from clip_train.data.tokenizer import Tokenize
@@ -22,7 +22,7 @@ from clip_train.errors import UserError
 from clip_train.models.clip import build_model
 from clip_train.models.config import AnyArchitecture
 from clip_train.recipe.tokenizer import tokenizer_of
-from clip_train.resizing import AS_CLIP, Resize
+from clip_train.resizing import AS_CLIP, Patches, Resize
 from clip_train.storage.local import LocalStorage
 from clip_train.task import IMAGE_TEXT, FragmentSource
 
@@ -39,6 +39,7 @@ class Loaded:
     where: str  # the weights are from, for messages
     alpha: Alpha = "white"  # as `data.alpha`
     resize: Resize = AS_CLIP  # as the model was trained
+    patches: Patches | None = None  # native resolution; None: squares
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class Loaded:
             where=where,
             alpha=alpha,
             resize=architecture.resize,
+            patches=architecture.patches,
         )
 
     @property
@@ -67,13 +69,13 @@ class Loaded:
         return next(self.model.parameters()).device
 
     def preprocess(self, image: Image.Image | bytes) -> Tensor:
-        """An image, or the bytes of its file -> uint8 [3, S, S], as in evaluation: the
-        model itself normalizes. UserError if it does not decode."""
+        """An image, or the bytes of its file -> uint8 [3, S, S], or `Patches.row`, as in evaluation:
+        the model itself normalizes. UserError if it does not decode."""
         try:
             pixels = decode_image(image, alpha=self.alpha)
         except InvalidSample as e:
             raise UserError(f"the image cannot be used: {e}; convert it to RGB of 8 bits") from e
-        return to_square(pixels, self.image_size, self.resize)
+        return for_evaluation(pixels, self.image_size, self.resize, self.patches)
 
     def pixels(self, images: Tensor) -> Tensor:
         """uint8 [b, 3, S, S], or rows of `data.inputs` -> float32 [b, D]: features, of unit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,10 @@ class BatchConfig(Settings):
     """Samples per forward pass on a rank, or fewer if the rank has fewer. It changes memory and
     speed, never the result; the last micro-batch may be shorter. auto: the fastest that fits, by
     its predicted size."""
+    micro_tokens: Annotated[PositiveInt | None, Rounding] = None
+    """Native resolution (data.resize): at most so many patches of images per forward pass on a
+    rank, in place of micro_size. It changes memory and speed, never the result. Large images then
+    share a micro-batch with fewer others."""
     kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = "auto"
     """How many micro-batches, counted from the last, keep their graph and skip the second forward.
     Each costs one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by
@@ -154,14 +159,35 @@ def chunk_sizes(n: int, k: int, micro_size: int) -> list[int]:
     return sizes
 
 
+def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
+    """Sizes of micro-batches in order, each with at most `most` tokens, or one sample.
+
+    num_tokens: of each sample. k: the minimum number of chunks, because another rank has that many;
+    needs at least k samples.
+    """
+    sizes, total = [0], 0
+    for tokens in num_tokens:
+        total += tokens
+        if total > most and sizes[-1]:
+            sizes.append(0)
+            total = tokens
+        sizes[-1] += 1
+    while len(sizes) < min(k, len(num_tokens)):
+        i = sizes.index(max(sizes))
+        sizes[i : i + 1] = [sizes[i] - sizes[i] // 2, sizes[i] // 2]
+    return sizes
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How a rank computes its share of a global batch."""
 
     global_size: int  # G
     world_size: int  # W
-    micro_size: int  # b
+    micro_size: int  # b; with micro_tokens its expected value
     kept_graphs: int  # m, 1 <= m <= accum_steps
+    # native resolution: the most patches of a micro-batch; None: micro_size samples
+    micro_tokens: int | None = None
 
     def at(self, global_size: int) -> BatchPlan:
         """The same plan for a global batch that is not larger."""
@@ -176,7 +202,8 @@ class BatchPlan:
 
     @property
     def accum_steps(self) -> int:
-        """k micro-batches per step, on every rank; the last may be short."""
+        """k micro-batches per step, on every rank; the last may be short. With micro_tokens, the
+        expected number: each step has its own."""
         return num_chunks(self.per_rank, self.global_size // self.world_size, self.micro_size)
 
     @property
@@ -186,8 +213,12 @@ class BatchPlan:
         return 2 - sum(chunks[-self.kept_graphs :]) / self.per_rank
 
 
-def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
+def plan_batch(
+    config: BatchConfig, world_size: int, tokens_per_image: float | None = None
+) -> BatchPlan:
     """The plan of the largest global batch on `world_size` ranks.
+
+    tokens_per_image: at native resolution, the mean number of patches, for `micro_tokens`.
 
     An `auto` value starts as the smallest plan; `clip_train.memory.plan` chooses later, once memory
     has been measured. UserError if a rank would get no sample.
@@ -195,6 +226,9 @@ def plan_batch(config: BatchConfig, world_size: int) -> BatchPlan:
     config.sizes.check_ranks(world_size)
     largest = max(config.sizes.sizes)
     micro = 1 if config.micro_size == "auto" else config.micro_size
+    if config.micro_tokens is not None and tokens_per_image is not None:
+        micro = max(1, int(config.micro_tokens / tokens_per_image))
     counts: dict[Any, Any] = {"auto": 1, "all": largest}
     kept = counts.get(config.kept_graphs, config.kept_graphs)
-    return BatchPlan(largest, world_size, micro, kept).at(largest)
+    plan = BatchPlan(largest, world_size, micro, kept, config.micro_tokens)
+    return plan.at(largest)

@@ -16,11 +16,20 @@ class ForwardFlops:
     text: float
     text_per_token: float
     text_per_square: float
+    # the same of the patches of an image, at native resolution; 0: all images are alike
+    image_per_token: float = 0.0
+    image_per_square: float = 0.0
 
     @property
     def total(self) -> float:
         """With all padding, which the model may skip."""
         return self.image + self.text
+
+    def image_of(self, tokens: float | None) -> float:
+        """An image of that many patches; None: as all images."""
+        if tokens is None:
+            return self.image
+        return self.image_per_token * tokens + self.image_per_square * tokens**2
 
     def text_of(self, tokens: float) -> float:
         """The texts, with that many tokens each."""

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clip_train.errors import UserError
+from clip_train.resizing import Patches
 from clip_train.settings import import_path
 
 if TYPE_CHECKING:  # a recipe is read without torch
@@ -53,10 +54,16 @@ def layout_of(paths: Mapping[str, str] | None, image_size: int) -> tuple[Input, 
     return tuple(layout)
 
 
-def row_shape(layout: Sequence[Input], image_size: int) -> tuple[int, ...]:
-    """A sample's shape in `Batch.images`: [3, S, S], or [B] bytes where inputs are named."""
-    image = (3, image_size, image_size)
-    return (sum(each.nbytes for each in layout),) if layout else image
+def row_shape(
+    layout: Sequence[Input], image_size: int, patches: Patches | None = None
+) -> tuple[int, ...]:
+    """A sample's shape in `Batch.images`: [3, S, S], or [B] bytes where inputs are named, or
+    `Patches.row` at native resolution."""
+    if layout:
+        return (sum(each.nbytes for each in layout),)
+    if patches is not None:
+        return patches.row
+    return (3, image_size, image_size)
 
 
 def unpack(rows: Tensor, layout: Sequence[Input]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from clip_train import dist
-from clip_train.batch import chunk_sizes, num_chunks
+from clip_train.batch import chunk_sizes, num_chunks, token_chunks  # noqa: F401  for programs
 from clip_train.columns import Columns
 from clip_train.cutting import Inputs, SplitBy
 from clip_train.engines.base import surrogate
@@ -226,25 +226,6 @@ def chunks_of(micro_size: int | Sequence[int], n: int, counts: Sequence[int]) ->
     if isinstance(micro_size, Sequence):
         return [*micro_size]
     return chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
-
-
-def token_chunks(num_tokens: Sequence[int], most: int, k: int = 1) -> list[int]:
-    """Sizes of micro-batches in order, each with at most `most` tokens, or one sample.
-
-    num_tokens: of each sample. k: the minimum number of chunks, because another rank has that many;
-    needs at least k samples.
-    """
-    sizes, total = [0], 0
-    for tokens in num_tokens:
-        total += tokens
-        if total > most and sizes[-1]:
-            sizes.append(0)
-            total = tokens
-        sizes[-1] += 1
-    while len(sizes) < min(k, len(num_tokens)):
-        i = sizes.index(max(sizes))
-        sizes[i : i + 1] = [sizes[i] - sizes[i] // 2, sizes[i] // 2]
-    return sizes
 
 
 @dataclass

@@ -12,6 +12,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def recovering_step(
                 batch,
                 objective,
                 micro_size=plan.micro_size,
+                micro_tokens=plan.micro_tokens,
                 kept_graphs=plan.kept_graphs,
                 lr=lr,
                 flags=flags_of_attempt,
@@ -184,7 +186,10 @@ def halved(plan: BatchPlan) -> BatchPlan | None:
     if b == 1 and m == 1:
         return None
     half = -(-b // 2)
-    return BatchPlan(plan.global_size, plan.world_size, half, max(1, m * b // 2 // half))
+    half_tokens = None if plan.micro_tokens is None else -(-plan.micro_tokens // 2)
+    return replace(
+        plan, micro_size=half, kept_graphs=max(1, m * b // 2 // half), micro_tokens=half_tokens
+    )
 
 
 def release() -> None:

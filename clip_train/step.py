@@ -51,6 +51,7 @@ def train_step(
     objective: Objective,
     *,
     micro_size: int,
+    micro_tokens: int | None = None,
     kept_graphs: int,
     lr: float,
     flags: Callable[[], Flags] = Flags,
@@ -59,7 +60,8 @@ def train_step(
     """Take one optimizer step on the global batch; `batch` is this rank's share.
 
     batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
-    result does not depend on `micro_size` or `kept_graphs` beyond rounding. flags: of this rank,
+    result does not depend on `micro_size`, `micro_tokens` (as in `Batch.micro_batches`) or
+    `kept_graphs` beyond rounding. flags: of this rank,
     asked for after its backward pass. guard: around each part (`clip_train.recovery`).
 
     Raises, on all ranks, StepDiscarded, and DivergedError if the loss or the gradient norm is not
@@ -67,7 +69,7 @@ def train_step(
     norm in its own `step` raises DivergedError after it.
     """
     engine.train()
-    micro_batches = batch.micro_batches(micro_size)
+    micro_batches = batch.micro_batches(micro_size, micro_tokens)
 
     random_state = rng_state(engine.device)
     # Try the fast way to compute the loss, which subtracts no maximum from the logits. If its
@@ -115,13 +117,24 @@ def train_step(
     if not math.isfinite(report.grad_norm) and not report.skipped:
         raise DivergedError(f"the gradient norm is {report.grad_norm} at a loss of {loss:.6g}")
     objective.after_step()
+    values["text_tokens"] = micro_batches.tokens_per_text
+    if micro_batches.patches_per_image is not None:
+        values["image_tokens"] = micro_batches.patches_per_image
     return replace(
         report,
         loss=loss,
-        metrics=report.metrics | values | {"text_tokens": micro_batches.tokens_per_text},
+        metrics=report.metrics | values,
+        accum_steps=len(micro_batches),
         flags=agreed,
         rounds=rounds,
     )
+
+
+def with_equal_chunks(batch: Batch, micro_tokens: int) -> Batch:
+    """The batch with the number of micro-batches that the rank with the most patches needs.
+    Collective: 8 bytes on the CPU. It is not part of `train_step`, which one rank may repeat."""
+    most = dist.max_scalars(batch.least_chunks(micro_tokens))[0]
+    return replace(batch, num_chunks=int(most))
 
 
 def read_together(

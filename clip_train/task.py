@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clip_train.batch import chunk_sizes, num_chunks
+from clip_train.batch import chunk_sizes, num_chunks, token_chunks
 from clip_train.columns import Columns
 from clip_train.settings import MAX_LOGIT_SCALE, Matmul
 
@@ -59,11 +59,14 @@ class Batch:
     A batch of `TrainLoader` also has all other columns of `clip_train.data.decode.Decoder`: the
     lists "keys" and "names"; with `data.reinforced` "teacher_features", float32 [n, F], of image
     and texts; with `loss.groups` "ids", int64 [n]. The loader adds the list "text_lengths" if the
-    model reads nothing behind a text's end."""
+    model reads nothing behind a text's end, and at native resolution the list "patch_counts", the
+    number of patches of each image."""
     # "reason\tshard" -> invalid samples among its places
     bad_samples: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # W: samples of each rank; empty: equally many
     pack_texts: bool = False  # the model takes `num_tokens`, and texts are computed without padding
+    # the number of micro-batches that some rank needs at least (`least_chunks`); 0: not known
+    num_chunks: int = 0
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -71,7 +74,8 @@ class Batch:
     @property
     def images(self) -> Tensor:
         """uint8 [n, 3, H, W], not normalized: the model does that on the device. With `data.inputs`
-        [n, B], the bytes of their values (`clip_train.inputs.unpack`)."""
+        [n, B], the bytes of their values (`clip_train.inputs.unpack`). At native resolution
+        [n, 1 + T, 3 p p] (`clip_train.native`)."""
         return self.columns["images"]
 
     @property
@@ -108,22 +112,36 @@ class Batch:
         columns = self.columns.take(rows, torch.tensor(rows, device=self.images.device))
         return Batch(columns, shares=shares, pack_texts=self.pack_texts)
 
-    def micro_batches(self, micro_size: int) -> MicroBatches:
-        """`micro_size` samples each, equally many micro-batches on every rank.
+    def least_chunks(self, micro_tokens: int) -> int:
+        """The number of micro-batches that this rank needs for its images, with at most
+        `micro_tokens` patches in each. All ranks take the largest number: `num_chunks`."""
+        return len(token_chunks(sorted(self.columns["patch_counts"]), micro_tokens))
 
-        The last may be shorter (`chunk_sizes`). If the samples have the column "text_lengths"
-        (`text_lengths`), they go from short to long texts, so that little padding is left. Texts
-        are cut after the end of the longest, at one of a few lengths, without reading from the
-        device.
+    def micro_batches(self, micro_size: int, micro_tokens: int | None = None) -> MicroBatches:
+        """`micro_size` samples each, or at most `micro_tokens` patches of images; equally many
+        micro-batches on every rank.
+
+        Of `micro_size` samples, the last may be shorter (`chunk_sizes`). If the samples have the
+        column "text_lengths" (`text_lengths`), they go from short to long texts, so that little
+        padding is left; at native resolution, from small to large images instead. Texts are cut
+        after the end of the longest, at one of a few lengths. Nothing is read from the device.
         """
         n, context_length = len(self), self.texts.shape[-1]
-        counts = self.shares or (n,)
-        sizes = chunk_sizes(n, num_chunks(max(counts), min(counts), micro_size), micro_size)
         lengths = np.array(self.columns.get("text_lengths") or [context_length] * n).reshape(n, -1)
-        longest = lengths.max(axis=1)
+        patches = self.columns.get("patch_counts")
+        tokens = lengths.max(axis=1) if patches is None else np.array(patches)  # to sort by
+        places = tokens.argsort(kind="stable")
+        counts = self.shares or (n,)
+        if micro_tokens is None:
+            k = num_chunks(max(counts), min(counts), micro_size)
+            sizes = chunk_sizes(n, k, micro_size)
+        else:
+            most = min(counts)  # the rank with the fewest samples cannot have more chunks
+            sizes = token_chunks(tokens[places].tolist(), micro_tokens, min(self.num_chunks, most))
+            if len(sizes) > most:  # each sample was a chunk: the two smallest share one
+                sizes[:2] = [2]
         order = None
-        if len(sizes) > 1 and longest.min() < longest.max():
-            places = longest.argsort(kind="stable")
+        if len(sizes) > 1 and tokens.min() < tokens.max():
             lengths = lengths[places]
             on_host = torch.tensor(places)
             if self.texts.is_cuda:
@@ -162,6 +180,12 @@ class MicroBatches(Sequence["MicroBatch"]):
         computed = sum(self.longest(part) * (part.stop - part.start) for part in self.parts)
         return computed / len(self.lengths)
 
+    @property
+    def patches_per_image(self) -> float | None:
+        """The mean number of patches of an image; None: all are squares of one size."""
+        patches = self.batch.columns.get("patch_counts")
+        return None if patches is None else sum(patches) / len(patches)
+
     def longest(self, part: slice) -> int:
         """The length to which the texts of a micro-batch are cut: one of a few."""
         return -(-int(self.lengths[part].max()) // TEXT_STEP) * TEXT_STEP
@@ -171,12 +195,21 @@ class MicroBatches(Sequence["MicroBatch"]):
         lengths = self.lengths[part]
         # cut first, so that sorting copies no more than the model reads
         columns = batch.columns.plus(texts=batch.texts[..., : self.longest(part)])
+        rows = [*range(part.start, part.stop)]
+        if self.order is not None:
+            rows = self.order.on_host[part].tolist()
+        patches, num_patches = batch.columns.get("patch_counts"), None
+        if patches is not None:
+            counts = [patches[row] for row in rows]
+            num_patches = sum(counts)
+            columns = columns.plus(images=batch.images[:, : 1 + max(counts)])
         if self.order is None:
             columns = columns.cut(part.start, part.stop)
         else:
             places = self.order.on_device[part]
-            columns = columns.take(self.order.on_host[part].tolist(), places).plus(places=places)
-        return MicroBatch(columns, int(lengths.sum()) if batch.pack_texts else None)
+            columns = columns.take(rows, places).plus(places=places)
+        num_tokens = int(lengths.sum()) if batch.pack_texts else None
+        return MicroBatch(columns, num_tokens, num_patches)
 
 
 def text_ends(texts: Tensor) -> Tensor:
@@ -196,10 +229,12 @@ class MicroBatch:
 
     columns: Columns  # b samples: those of a `Batch`, with texts of L <= context_length tokens
     num_tokens: int | None = None  # of the texts up to their ends, for a model that packs them
+    # of all images together, at native resolution; None: they are squares of one size
+    num_patches: int | None = None
 
     @property
     def images(self) -> Tensor:
-        """uint8 [b, 3, H, W], or [b, B], as in `Batch`."""
+        """uint8 [b, 3, H, W], or [b, B], or [b, 1 + T, 3 p p], as in `Batch`."""
         return self.columns["images"]
 
     @property
@@ -278,6 +313,7 @@ class StepResult:
     # `train_step` also the scalars of the loss, and what the objective reports
     metrics: dict[str, float] = field(default_factory=dict)
     loss: float = math.nan  # of the global batch, before the update; `train_step` knows it
+    accum_steps: int = 1  # micro-batches of each rank
     flags: Flags = NO_FLAGS  # of all ranks together, from `train_step`
     rounds: int = 1  # 2 if the step was computed again, because exponentials underflowed
 
@@ -354,7 +390,11 @@ class Task:
         """
         images = micro_batch.images if only is None or "image" in only else None
         texts = micro_batch.texts if only is None or "text" in only else None
-        packed = () if micro_batch.num_tokens is None else (micro_batch.num_tokens,)
+        packed: tuple[int | None, ...] = ()  # a model that packs neither takes neither
+        if micro_batch.num_patches is not None:
+            packed = (micro_batch.num_tokens, micro_batch.num_patches)
+        elif micro_batch.num_tokens is not None:
+            packed = (micro_batch.num_tokens,)
         return named_features(*model(images, texts, micro_batch.sample_seeds, *packed))
 
     def encode(self, model: nn.Module, name: str, inputs: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from clip_train.errors import (
 from clip_train.metrics.meters import peak_memory_bytes
 from clip_train.metrics.skipped import Skipped
 from clip_train.recovery import recovering_step, release
-from clip_train.step import StepDiscarded, restore_rng, rng_state
+from clip_train.step import StepDiscarded, restore_rng, rng_state, with_equal_chunks
 from clip_train.stop import StopRequest
 from clip_train.task import Batch, Flags, Objective, StepResult
 
@@ -186,6 +186,8 @@ class Trainer:
         Returns True if any rank was asked to stop. `run` then saves."""
         lr = self.learning_rate(self.step)
         plan = self.plan.at(self.sizes.at(self.step))
+        if plan.micro_tokens is not None:
+            batch = with_equal_chunks(batch, plan.micro_tokens)
         try:
             result, next_plan = recovering_step(
                 self.engine,
@@ -210,7 +212,12 @@ class Trainer:
             ) from None
         if next_plan is not plan:  # out of memory: all later steps use the smaller micro-batches
             kept = min(self.plan.kept_graphs, next_plan.kept_graphs)
-            self.plan = replace(self.plan, micro_size=next_plan.micro_size, kept_graphs=kept)
+            self.plan = replace(
+                self.plan,
+                micro_size=next_plan.micro_size,
+                micro_tokens=next_plan.micro_tokens,
+                kept_graphs=kept,
+            )
         self.step += 1
         self.skipped.step = self.step
         self.samples += next_plan.global_size
@@ -259,7 +266,7 @@ class Trainer:
             "step_seconds": seconds,  # waiting for data included
             "data_wait_seconds": waited,
             "micro_size": plan.micro_size,
-            "accum_steps": plan.accum_steps,
+            "accum_steps": plan.accum_steps if plan.micro_tokens is None else result.accum_steps,
             "kept_graphs": plan.kept_graphs,
             "rounds": result.rounds,  # 2: exponentials underflowed, and the step was computed again
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),

@@ -422,6 +422,7 @@ def build_loader(
         lengths=text_lengths if resolved.texts_end else None,
         pack_texts=resolved.padded_because is None,
         groups=config.loss.groups,
+        patches=resolved.architecture.patches,
     )
 
 

@@ -48,7 +48,7 @@ OTHER_MODELS = {
     "genlip": "it learns to write captions alone",
     "genlap": "it reads audio",
     "clap": "it reads audio",
-    "naflex": "images of native resolution (NaFlex) are not supported",
+    "naflex": "images of native resolution (NaFlex) change the number of samples of a step there",
 }
 IMAGE_SUFFIXES = {"jpg", "png", "jpeg", "webp"}  # that OpenCLIP reads unless --image-key is given
 FALLBACK = 1e-9  # the weight of a caption that is read only if the sample lacks the others
@@ -187,8 +187,9 @@ def _refuse_other_inputs(flags: Flags) -> None:
         given.append("--aug-cfg naflex")
     if given:
         raise UserError(
-            f"{given[0]}: images of native resolution (NaFlex) are not supported; all images have "
-            "one size here. Remove it and its options, and set the size with --force-image-size"
+            f"{given[0]}: images of native resolution (NaFlex) change the number of samples of a "
+            "step there, which no recipe does. Remove it and its options, and add data.resize=native, "
+            "data.tokens and batch.micro_tokens to the recipe (docs/native_resolution.md)"
         )
     for flag in ("model", "distill-model"):
         name = str(flags.get(flag, ""))

@@ -151,8 +151,8 @@ NOTES = {
     "lock-text-freeze-layer-norm": "a locked tower is locked completely",
 }
 _AUDIO = "does nothing for images; `data.inputs` can train audio and text (docs/extending.md)"
-_SQUARES = "not supported: all images have one size, `model.image_size`"
-_NAFLEX = "does nothing there without `--use-naflex`, which is not supported"
+_SQUARES = "refused: its batches change their size; `data.resize=native` keeps it"
+_NAFLEX = "does nothing there without `--use-naflex`, which is refused"
 _ORDER = "not translated: the seed alone fixes the order; texts are packed or cut at the longest"
 _COMPILED = "`engine.compile` compiles each block with inductor"
 # The same for flags that only the main branch has.

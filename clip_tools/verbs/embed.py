@@ -99,6 +99,7 @@ def run(
                 inputs=config.data.inputs,
                 alpha=config.data.alpha,
                 resize=loaded.resize,
+                patches=loaded.patches,
             )
             name = key.removeprefix("data.val").removeprefix(".")  # of a set: its own folder
             store = LocalStorage(os.path.join(output, name))

@@ -101,6 +101,11 @@ def run(
     options = Options(augmentations, crop, synthetic_key, alpha, half)
     with process.as_rank() as device:
         teachers = [load(place, device=str(device)) for place in places]
+        if any(each.patches is not None for each in teachers):
+            raise UserError(
+                f"--teacher ({teacher}): a teacher was trained at native resolution, and the stored "
+                "crops are squares; take one that was trained on squares"
+            )
         sizes = {each.image_size for each in teachers}
         if len(sizes) > 1:
             raise UserError(

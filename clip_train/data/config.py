@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.fields import metadata
@@ -26,6 +26,7 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
+from clip_train.resizing import BudgetSchedule
 from clip_train.settings import (
     Allowed,
     ImportPath,
@@ -45,6 +46,7 @@ from clip_train.storage.urls import is_remote, local_path
 SHARDS_TRIED = 3  # before training, until one can be used
 CAPTIONS_MEASURED = 100  # before training
 SHOWN_CHARACTERS = 60  # of a caption in a message
+MOST_PATCHES = 65_535  # of an image: a side of its grid has 16 bits
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
 FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
@@ -56,6 +58,19 @@ Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 Strength = Annotated[float, Field(ge=0, le=10)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+Budget = Annotated[int, Field(gt=0, le=MOST_PATCHES)]
+Budgets = dict[Budget, Weight]
+
+
+class TokenStage(Settings):
+    """A piece of `data.tokens_schedule`."""
+
+    until_step: PositiveInt
+    """The first step, counted from 0, that no longer belongs to this piece."""
+    tokens: Budgets | Budget
+    """As data.tokens, in this piece."""
 
 
 class DataConfig(Settings):
@@ -246,11 +261,34 @@ class DataConfig(Settings):
     """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
     color behind it shows, as in OpenCLIP and transformers."""
 
-    resize: Literal["auto", "shortest", "squash", "longest"] = "auto"
+    resize: Literal["auto", "shortest", "squash", "longest", "native"] = "auto"
     """How evaluation, `embed`, `caption` and the library make a square of an image; exports have it
     too. auto: as the description of the weights (`init_from`) or of the model says, and else
     shortest. shortest: resize the shorter side, and keep the middle. squash: resize both sides.
-    longest: resize the longer side, and pad with black. Training crops as data.aug_ratio says."""
+    longest: resize the longer side, and pad with black. Training crops as data.aug_ratio says.
+    native: no squares; training and evaluation keep each image's aspect ratio, and give the model
+    as many patches as data.tokens allows (docs/native_resolution.md)."""
+
+    tokens: Annotated[
+        Budgets | Budget | None,
+        Allowed(
+            "a number of patches, or the share of samples at each, or null",
+            example="'{128: 1, 256: 2, 576: 1}'",
+        ),
+        Refused,
+    ] = None
+    """With resize: native, the most patches of an image: 256, or budgets with the share of samples
+    at each, {128: 1, 256: 2, 576: 1}, drawn by the sample's seed. Evaluation takes the largest.
+    null: as many patches as a square of model.image_size has."""
+
+    tokens_schedule: Annotated[
+        list[TokenStage] | None,
+        Allowed("a list of pieces, or null", example="'[{until_step: 9000, tokens: 64}]'"),
+        Refused,
+    ] = None
+    """Other budgets for the first steps, as pieces [{until_step: 9000, tokens: 64}, {until_step:
+    12000, tokens: {64: 1, 144: 1}}, ...]: from small to large images. After the last piece, tokens
+    applies."""
 
     scaled_decode: Annotated[bool, Refused] = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its sides if its crop still has enough pixels for the
@@ -281,6 +319,38 @@ class DataConfig(Settings):
                 f"data.inputs ({shown(self.inputs)}) cannot read data.kind (synthetic), which has "
                 "no files; set data.inputs=null, or data.kind=shards"
             )
+
+    @rule
+    def _native_resolution(self) -> Messages:
+        if self.resize != "native":
+            if self.tokens is not None:
+                yield (
+                    f"data.tokens ({shown(self.tokens)}) is for native resolution: set "
+                    "data.resize=native, or take it out"
+                )
+            if self.tokens_schedule is not None:
+                yield (
+                    f"data.tokens_schedule ({shown(self.tokens_schedule)}) is for native "
+                    "resolution: set data.resize=native, or take it out"
+                )
+            return
+        ends = [stage.until_step for stage in self.tokens_schedule or []]
+        if any(b <= a for a, b in itertools.pairwise(ends)):
+            yield (
+                f"data.tokens_schedule: until_step must rise from piece to piece, got {ends}; sort "
+                "them"
+            )
+        if ends and self.tokens is None:
+            yield (
+                f"data.tokens_schedule ({shown(self.tokens_schedule)}) needs data.tokens, which "
+                "applies after its last piece; set it"
+            )
+        for key in ("inputs", "reinforced"):
+            if getattr(self, key) is not None:
+                yield (
+                    f"data.{key} ({shown(getattr(self, key))}) has squares or no images, and "
+                    "data.resize is native: set one of them to null or auto"
+                )
 
     @rule
     def _reinforced_brings_augmentations(self) -> Messages:
@@ -324,6 +394,18 @@ class DataConfig(Settings):
                 f"data.{key} ({low}, {high}) must satisfy 0 < from <= to <= {most:g}; "
                 f"OpenCLIP's is {type(self).model_fields[key].default}"
             )
+
+    @property
+    def budgets(self) -> BudgetSchedule | None:
+        """The budgets of `tokens` and its schedule; None: the model's own."""
+        if self.tokens is None:
+            return None
+        stages = self.tokens_schedule or []
+        pieces = [stage.tokens for stage in stages] + [self.tokens]
+        return BudgetSchedule(
+            tuple({piece: 1.0} if isinstance(piece, int) else piece for piece in pieces),
+            tuple(stage.until_step for stage in stages),
+        )
 
     @property
     def num_texts(self) -> int:

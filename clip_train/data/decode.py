@@ -12,7 +12,7 @@ import random
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +64,12 @@ class Decoder:
     stored_width: int = 0
     alpha: Alpha = "white"  # as `data.alpha`
 
+    def with_budgets(self, budgets: Mapping[int, float]) -> "Decoder":
+        """With other budgets of patches, at native resolution."""
+        if budgets == self.transform.budgets:
+            return self
+        return replace(self, transform=replace(self.transform, budgets=budgets))
+
     def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """One sample: for each column, a tensor, a number or a string. Raises InvalidSample.
 
@@ -71,14 +77,14 @@ class Decoder:
         all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
         is a tensor or a number. "text_lengths" and "places" are added later.
 
-        images: uint8 [3, S, S], or [B] bytes of `data.inputs`. texts: T strings, which the worker
+        images: uint8 [3, S, S], or `Patches.row`, or [B] bytes of `data.inputs`. texts: T strings, which the worker
         replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
         shard in the list of all.
         """
         key = members["__key__"]
         sample = {"keys": key, "names": f"{members['__shard__']}:{key}", "sample_seeds": seed}
         if members["__url__"].startswith(SYNTHETIC):
-            image, texts = synthetic_sample(seed, self.transform.image_size, self.num_texts)
+            image, texts = synthetic_sample(seed, self.transform, self.num_texts)
             sample |= {"images": image, "texts": texts}
             if self.groups is not None:
                 sample["ids"] = NO_ID
@@ -107,7 +113,7 @@ class Decoder:
     def _image(
         self, members: Mapping[str, Any], seed: int, augmentation: "StoredAugmentation | None"
     ) -> Tensor:
-        """uint8 [3, S, S]. Raises InvalidSample.
+        """uint8 [3, S, S], or `Patches.row`. Raises InvalidSample.
 
         augmentation: the stored one to apply; None: one by the seed.
         """
@@ -121,7 +127,8 @@ class Decoder:
             size = jpeg_size(image_bytes(members))
         if size is not None:
             divisor = self.transform.divisor(*size, seed)
-        return self.transform(image_of(members, divisor, alpha=self.alpha), seed, size)
+        image = image_of(members, divisor, alpha=self.alpha)
+        return self.transform.rows(self.transform(image, seed, size))
 
 
 def image_bytes(members: Mapping[str, Any]) -> Any:

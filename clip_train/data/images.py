@@ -1,5 +1,5 @@
-"""From a decoded image to the S x S pixels that a tower is given; and images that are drawn,
-without any file.
+"""From a decoded image to the pixels that a tower is given, S x S or at native resolution; and
+images that are drawn, without any file.
 
 Resizing is torch's bicubic with antialiasing on uint8: 2.4 times as fast as OpenCLIP's Pillow path
 at 512 px, and within 54 dB PSNR of it. Color augmentation is torchvision's ColorJitter and
@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
+from clip_train.data.order import hash64
 from clip_train.errors import UserError
-from clip_train.resizing import AS_CLIP, Interpolation, Resize
+from clip_train.native import to_rows
+from clip_train.resizing import AS_CLIP, Interpolation, Patches, Resize, budget_at
 from clip_train.settings import call_imported, checked_options, import_path
 
 CROP_TRIES = 10
@@ -31,6 +33,8 @@ DIVISORS = (1, 2, 4, 8)  # by which JPEG decoders shrink an image at little cost
 MAX_STRETCH = 32  # evaluation keeps the middle of images that are more than this times as long
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 HUE = len(ENHANCERS)  # the fourth operation of ColorJitter
+# the last argument of hash64 for a sample's budget of patches: each use of a seed has another one
+BUDGETS = -7
 OFFSETS = 1 << 20  # places of one row of noise where a synthetic image can begin
 WORDS = (
     "a", "the", "of", "on", "in", "with", "and", "photo", "painting", "small", "large", "old",
@@ -124,17 +128,35 @@ class TrainTransform:
     erase_prob: float = 0.0
     augmentation: Callable[[Tensor], Tensor] | None = None  # uint8 [3, S, S] -> the same
     scaled_decode: bool = False  # decode JPEGs smaller where the crop allows it
+    patches: Patches | None = None  # native resolution; None: squares
+    # native resolution: the share of samples that have a budget of patches, by budget
+    budgets: Mapping[int, float] = field(default_factory=dict)
+
+    def size_of(self, height: int, width: int, sample_seed: int) -> tuple[int, int]:
+        """The height and width to which a region of this shape is resized."""
+        if self.patches is None:
+            return self.image_size, self.image_size
+        place = hash64(sample_seed, 0, BUDGETS) / 2**63
+        return self.patches.size_within(height, width, budget_at(self.budgets, place))
+
+    def rows(self, image: Tensor) -> Tensor:
+        """An image of the size of `size_of`, as it is stored in a batch: uint8 of `row_shape`."""
+        if self.patches is None:
+            return image
+        return to_rows(image, self.patches.size, self.patches.most)
 
     def divisor(self, height: int, width: int, sample_seed: int) -> int:
         """The largest of 1, 2, 4, 8 by which the sides of an image can be divided before it is
         cropped, and its crop is not enlarged."""
         *_, h, w = self.crop(height, width, random.Random(sample_seed))
-        return max((d for d in DIVISORS if min(h, w) >= d * self.image_size), default=1)
+        to_h, to_w = self.size_of(h, w, sample_seed)
+        return max((d for d in DIVISORS if h >= d * to_h and w >= d * to_w), default=1)
 
     def __call__(
         self, image: Tensor, sample_seed: int, size: tuple[int, int] | None = None
     ) -> Tensor:
-        """uint8 [3, H, W] -> uint8 [3, S, S], a function of the image and the seed alone.
+        """uint8 [3, H, W] -> uint8 [3, S, S], or of the size of `size_of`: a function of the image
+        and the seed alone.
 
         size: (height, width) that the image had before its sides were divided. The crop is drawn
             for it; its place and its sides are rounded to pixels of the smaller image.
@@ -145,7 +167,8 @@ class TrainTransform:
         box = self.crop(*drawn_for, rng)
         top, left, height, width = (round(edge / divisor) for edge in box)
         region = image[:, top : top + height, left : left + width]
-        out = _resize(region, self.image_size, self.image_size).contiguous()
+        size_of_crop = self.size_of(*box[2:], sample_seed)
+        out = _resize(region, *size_of_crop).contiguous()
         jittered = rng.random() < self.color_jitter_prob and self.color_jitter is not None
         gray = rng.random() < self.gray_scale_prob
         if self.flip_prob and rng.random() < self.flip_prob:
@@ -163,7 +186,7 @@ class TrainTransform:
         if self.erase_prob and rng.random() < self.erase_prob:
             # as torchvision's RandomErasing draws it by default
             erased = replace(self, scale=(0.02, 0.33), ratio=(0.3, 3.3), relative_ratio=False)
-            top, left, height, width = erased.crop(self.image_size, self.image_size, rng)
+            top, left, height, width = erased.crop(*size_of_crop, rng)
             out = out.clone()
             out[:, top : top + height, left : left + width] = ERASED
         return out.contiguous()
@@ -223,6 +246,17 @@ def to_square(image: Tensor, size: int, resize: Resize = AS_CLIP) -> Tensor:
     return _middle(_resize(image, height, width, interpolation), size, size).contiguous()
 
 
+def for_evaluation(
+    image: Tensor, image_size: int, resize: Resize = AS_CLIP, patches: Patches | None = None
+) -> Tensor:
+    """uint8 [3, H, W] -> uint8 [3, image_size, image_size], or at native resolution
+    `Patches.row`."""
+    if patches is None:
+        return to_square(image, image_size, resize)
+    size = patches.size_within(image.shape[1], image.shape[2], patches.most)
+    return to_rows(_resize(image, *size, resize.interpolation), patches.size, patches.most)
+
+
 def _resize(
     image: Tensor, height: int, width: int, interpolation: Interpolation = "bicubic"
 ) -> Tensor:
@@ -260,14 +294,22 @@ def adjust_color(image: Image.Image, operation: int, factor: float) -> Image.Ima
     return Image.merge("HSV", (turned, saturation, value)).convert("RGB")
 
 
-def synthetic_sample(seed: int, image_size: int, num_texts: int = 1) -> tuple[Tensor, list[str]]:
-    """Noise [3, S, S] of uint8, in memory that images share, and captions: both by the sample's
-    seed alone."""
-    size = 3 * image_size**2
-    begin = seed % OFFSETS
+def synthetic_sample(
+    seed: int, transform: TrainTransform, num_texts: int = 1
+) -> tuple[Tensor, list[str]]:
+    """Noise of uint8 as `TrainTransform.rows` gives it, in memory that images share, and captions:
+    both by the sample's seed alone."""
     rng = random.Random(seed)
     captions = [" ".join(rng.choices(WORDS, k=rng.randint(FEWEST, MOST))) for _ in range(num_texts)]
-    return _noise(size + OFFSETS)[begin : begin + size].view(3, image_size, image_size), captions
+    # the shape matters at native resolution only
+    shape = round(1000 * 2 ** rng.uniform(-1, 1)), 1000
+    height, width = transform.size_of(*shape, seed)
+    largest = 3 * transform.image_size**2
+    if transform.patches is not None:
+        largest = 3 * transform.patches.size**2 * transform.patches.most
+    begin, size = seed % OFFSETS, 3 * height * width
+    noise = _noise(largest + OFFSETS)[begin : begin + size].view(3, height, width)
+    return transform.rows(noise), captions
 
 
 @functools.cache

@@ -37,7 +37,9 @@ from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
+from clip_train.native import patch_counts
 from clip_train.processes import fork_server, usable_cores
+from clip_train.resizing import Patches
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -88,6 +90,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             nothing behind it. Several texts of an image: [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
         groups: as `loss.groups`.
+        patches: native resolution, with the budgets of `config.tokens`; None: squares.
 
     Raises:
         UserError: fewer samples than ranks, shards that do not exist or hold no sample.
@@ -115,6 +118,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
         groups: str | None = None,
+        patches: Patches | None = None,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
         sizes = BatchSizes((global_size,)) if isinstance(global_size, int) else global_size
@@ -137,11 +141,16 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         # the number of steps that are decoded at the same time, each by other workers
         self._turns = parts[0].turns
+        augmentation = config.augmentation
+        if patches is not None:  # or crops would not have the image's own shape
+            augmentation = {**augmentation, "relative_ratio": True}
         transform = TrainTransform(
             image_size,
             scaled_decode=config.scaled_decode,
             augmentation=own_augmentation(config.aug_own, config.aug_own_options),
-            **config.augmentation,
+            patches=patches,
+            budgets={} if patches is None else {patches.most: 1.0},
+            **augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
         choose_texts = partial(
@@ -168,9 +177,11 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             start=step,
             decoder=decoder,
             tokenizer=tokenizer or Tokenizer(context_length),
-            row=row_shape(self.layout, image_size),
+            row=row_shape(self.layout, image_size, patches),
+            budgets=config.budgets,
         )
         self._lengths, self._pack_texts = lengths, pack_texts
+        self._is_native = patches is not None
         self._world_size = world_size
         self._shape = shared_shape(parts, config.prefetch, self._stream.row)
         self._pin_memory = pin_memory and torch.cuda.is_available()
@@ -230,6 +241,8 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             columns = columns.plus(text_lengths=self._lengths(columns["texts"]))
         if self._stream.memory is not None:
             columns = columns.plus(images=self._images([len(piece.columns) for piece in pieces]))
+        if self._is_native:
+            columns = columns.plus(patch_counts=patch_counts(columns["images"]))
         if self._pin_memory:
             columns = columns.pin()
         invalid = [sample for piece in pieces for sample in piece.invalid]

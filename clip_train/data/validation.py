@@ -19,7 +19,7 @@ from clip_train.data.benchmark import benchmark_shards
 from clip_train.data.decode import CaptionKey, Stage
 from clip_train.data.fields import metadata, scalar
 from clip_train.data.formats import SkippedFiles, extension_of, is_hidden, is_image, walk_files
-from clip_train.data.images import to_square
+from clip_train.data.images import for_evaluation
 from clip_train.data.index import ShardIndex
 from clip_train.data.invalid import Invalid, InvalidSample
 from clip_train.data.order import Segment
@@ -28,7 +28,7 @@ from clip_train.data.reader import Fields, Files, Item, SegmentReader
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.errors import DataError, UserError, unreadable
 from clip_train.inputs import layout_of
-from clip_train.resizing import AS_CLIP, Resize
+from clip_train.resizing import AS_CLIP, Patches, Resize
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote, local_path
@@ -240,6 +240,7 @@ class ValLoader:
         inputs: Mapping[str, str] | None = None,
         alpha: Alpha = "white",
         resize: Resize = AS_CLIP,
+        patches: Patches | None = None,
     ) -> None:
         self.files: Files | ImageFolder
         if isinstance(index, ImageFolder):
@@ -254,6 +255,7 @@ class ValLoader:
         # of this rank's share, from the last iteration
         self.invalid: list[Invalid] = []
         self.image_size, self.alpha, self.resize = image_size, alpha, resize
+        self.patches = patches
         self.stages, self.layout = stages or (), layout_of(inputs, image_size)
         self._no_texts = torch.zeros(0, context_length, dtype=torch.int64)
         self._tokenizer = tokenizer or Tokenizer(context_length)
@@ -325,12 +327,12 @@ class ValLoader:
         return DecodedSample(image, texts, fields)
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:
-        """Decode and resize an image: uint8 [3, S, S].
+        """Decode and resize an image: uint8 [3, S, S], or `Patches.row`.
 
         Raises InvalidSample.
         """
         image = decode.image_of(fields, alpha=self.alpha)
-        return to_square(image, self.image_size, self.resize)
+        return for_evaluation(image, self.image_size, self.resize, self.patches)
 
 
 def metadata_of(fields: Mapping[str, Any]) -> dict[str, Any]:

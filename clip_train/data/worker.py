@@ -32,6 +32,7 @@ from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.tokenizer import Tokenize
 from clip_train.errors import ClipTrainError, DataError, RankError
 from clip_train.processes import usable_cores
+from clip_train.resizing import BudgetSchedule
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.torch_internals import shared_storage
@@ -121,6 +122,8 @@ class PieceStream(IterableDataset):
     decoder: Decoder
     tokenizer: Tokenize
     row: tuple[int, ...]  # `row_shape` of the decoder's layout
+    # of patches at native resolution, at each step; None: as the decoder has them
+    budgets: BudgetSchedule | None = None
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams
     # from the first piece on: a byte that the trainer sets when it wants no more
@@ -153,8 +156,12 @@ class PieceStream(IterableDataset):
         """The pieces of one worker."""
         readers: dict[int, StreamReader] = {}  # by stream
         last_used: dict[int, int] = {}  # by stream: the last step that needed it
+        partition, decoder = self.workers[worker], self.decoder
         # `step` counts only the steps that this worker takes part in
-        for step, shares in enumerate(self.workers[worker].steps(self.start)):
+        for step, shares in enumerate(partition.steps(self.start)):
+            if self.budgets is not None:
+                step_of_run = self.start + partition.turn + step * partition.turns
+                decoder = decoder.with_budgets(self.budgets.at(step_of_run))
             count = sum(map(len, shares.values()))
             if self.memory is None:
                 images = torch.empty((count, *self.row), dtype=torch.uint8)
@@ -176,7 +183,8 @@ class PieceStream(IterableDataset):
                     if self.closing.value:
                         return
                     seed = self.order.sample_seed(stream, number)
-                    sample = self._first_usable(readers[stream].at(number), seed, invalid)
+                    candidates = readers[stream].at(number)
+                    sample = first_usable(decoder, candidates, seed, invalid)
                     # copied at once, while it is in the processor's cache
                     images[len(samples)] = sample.pop("images")
                     samples.append(sample)
@@ -191,31 +199,32 @@ class PieceStream(IterableDataset):
             for stream in idle:
                 del readers[stream]
 
-    def _first_usable(
-        self, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
-    ) -> dict[str, Any]:
-        """The first sample that decodes, as `Decoder` returns it. Raises DataError.
-
-        If the first candidate cannot be used, it is added to `invalid`. The other candidates are
-        counted at their own places."""
-        tried: list[Invalid] = []
-        for item in itertools.islice(candidates, MAX_TRIED):
-            if isinstance(item, Invalid):
-                tried.append(item)
-                continue
-            try:
-                sample = self.decoder(item, seed)
-            except InvalidSample as e:
-                tried.append(Invalid(str(e), item["__url__"], item["__key__"]))
-                continue
-            invalid += tried[:1]
-            return sample
-        raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
-
     def _tokens(self, texts_of_samples: Sequence[Sequence[str]]) -> Tensor:
         """int64 [p, context_length], or [p, T, context_length] of T > 1 texts of each sample."""
         texts = [text for texts in texts_of_samples for text in texts]
         return self.tokenizer(texts).unflatten(0, (len(texts_of_samples), -1)).squeeze(1)
+
+
+def first_usable(
+    decoder: Decoder, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
+) -> dict[str, Any]:
+    """The first sample that decodes, as `Decoder` returns it. Raises DataError.
+
+    If the first candidate cannot be used, it is added to `invalid`. The other candidates are
+    counted at their own places."""
+    tried: list[Invalid] = []
+    for item in itertools.islice(candidates, MAX_TRIED):
+        if isinstance(item, Invalid):
+            tried.append(item)
+            continue
+        try:
+            sample = decoder(item, seed)
+        except InvalidSample as e:
+            tried.append(Invalid(str(e), item["__url__"], item["__key__"]))
+            continue
+        invalid += tried[:1]
+        return sample
+    raise DataError(f"{MAX_TRIED} samples in a row cannot be used\n{table_of(tried)}")
 
 
 def packed(message: Piece | WorkerError) -> Tensor:

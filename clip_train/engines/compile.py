@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clip_train.models.blocks import Block, PatchEmbedding, Transformer
+from clip_train.models.blocks import Block, PatchEmbedding, Transformer, VisionTower
 from clip_train.task import Task
 from clip_train.torch_internals import (
     is_view,
@@ -97,6 +97,8 @@ def compile_units(model: nn.Module, own_kernels: bool = False) -> None:
     own_kernels: `engine.own_kernels`.
     """
     for module in model.modules():
+        if isinstance(module, VisionTower):
+            module.loops = False
         if isinstance(module, Block):
             module.own_kernels = module.attn.own_kernels = own_kernels and not module.recomputes
     treat_sizes_as_independent()

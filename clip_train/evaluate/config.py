@@ -50,6 +50,12 @@ class EvaluateConfig(Settings):
     batch_size: int = Field(256, gt=0)
     """Samples that a rank encodes at once. Only val_loss depends on it: a mean over batches of this
     size."""
+    tokens: Annotated[
+        list[Annotated[int, Field(gt=0)]] | None,
+        Allowed("a list of numbers of patches, or null", example="'[128, 256]'"),
+    ] = None
+    """Native resolution (data.resize): evaluate also with at most so many patches of an image, as
+    tokens_128/zero_shot_top1 and so on. Scores without such a prefix have the largest budget."""
     retrieval: bool = True
     """Recall of data.val's images by their captions, and of captions by their images, under three
     rules."""

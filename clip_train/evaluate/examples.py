@@ -22,6 +22,7 @@ from clip_train.data.validation import ValBatch
 from clip_train.evaluate.features import Encoded
 from clip_train.metrics.jsonl import truncate_jsonl
 from clip_train.metrics.skipped import Skipped
+from clip_train.native import from_rows
 from clip_train.storage.local import LocalStorage, open_own
 
 FILE, FOLDER = "examples.jsonl", "examples"
@@ -166,7 +167,9 @@ def printable(caption: str) -> str:
 
 
 def as_jpeg(pixels: Tensor) -> bytes:
-    """pixels: uint8 [3, S, S]."""
+    """pixels: uint8 [3, S, S], or an image at its native resolution (`clip_train.native`)."""
+    if pixels.ndim == 2:
+        pixels = from_rows(pixels)
     image = Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
     image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
     buffer = io.BytesIO()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
 from clip_train.data.validation import ImageFolder, ValLoader
 from clip_train.engines.base import Engine
+from clip_train.errors import UserError
 from clip_train.evaluate.data_sets import EvaluationSet
 from clip_train.evaluate.examples import Examples
 from clip_train.evaluate.features import never
 from clip_train.evaluate.loop import evaluate
 from clip_train.evaluate.zero_shot import ZeroShotClasses
-from clip_train.settings import MEAN
+from clip_train.resizing import Patches
+from clip_train.settings import MEAN, shown
 
 if TYPE_CHECKING:
     from clip_train.models.config import AnyArchitecture
@@ -45,6 +48,11 @@ def evaluation(
     """
     if not sets:
         return None
+    if config.evaluate.tokens is not None and architecture.patches is None:
+        raise UserError(
+            f"evaluate.tokens ({shown(config.evaluate.tokens)}) needs a model of native resolution, "
+            f"and {config.model.name} sees squares: set data.resize=native, or evaluate.tokens=null"
+        )
 
     @cache
     def index(key: str, place: str, labeled: bool) -> ShardIndex | ImageFolder:
@@ -60,7 +68,12 @@ def evaluation(
         return folder
 
     def loader_of(
-        key: str, place: str, classes: ZeroShotClasses | None, *, labeled: bool
+        key: str,
+        place: str,
+        classes: ZeroShotClasses | None,
+        patches: Patches | None,
+        *,
+        labeled: bool,
     ) -> ValLoader:
         samples = index(key, place, labeled)
         if isinstance(samples, ImageFolder) and classes is not None:
@@ -80,22 +93,27 @@ def evaluation(
             inputs=config.data.inputs,
             alpha=config.data.alpha,
             resize=architecture.resize,
+            patches=patches,
         )
 
     def run_set(
-        data_set: EvaluationSet, examples: Examples | None, invalid: list[Invalid]
+        data_set: EvaluationSet,
+        examples: Examples | None,
+        invalid: list[Invalid],
+        patches: Patches | None,
     ) -> dict[str, float]:
-        """invalid: gets this rank's invalid samples. The features are freed at the end."""
+        """invalid: gets this rank's invalid samples. patches: the budget of images at native
+        resolution. The features are freed at the end."""
         classes = None
         if data_set.classes is not None:
             classes = dist.agreed(
                 ZeroShotClasses.load, data_set.classes, data_set.templates, data_set.classes_key
             )
         key, place = data_set.key, data_set.place
-        loaders = [loader_of(key, place, classes, labeled=not data_set.captions)]
+        loaders = [loader_of(key, place, classes, patches, labeled=not data_set.captions)]
         train = None
         if data_set.train is not None:
-            train = loader_of("--linear-probe", data_set.train, classes, labeled=True)
+            train = loader_of("--linear-probe", data_set.train, classes, patches, labeled=True)
             loaders.append(train)
         metrics = evaluate(
             engine,
@@ -117,7 +135,12 @@ def evaluation(
         out: dict[str, float] = {}
         rank_invalid: list[Invalid] = []
         for data_set in sets:
-            metrics = run_set(data_set, examples, rank_invalid)
+            metrics = run_set(data_set, examples, rank_invalid, architecture.patches)
+            for tokens in config.evaluate.tokens or []:
+                patches = architecture.patches and replace(architecture.patches, most=tokens)
+                # the samples that cannot be used are the same
+                fewer = run_set(data_set, None, [], patches)
+                metrics |= {f"tokens_{tokens}/{metric}": value for metric, value in fewer.items()}
             if data_set.captions:
                 examples = None  # of the first set only
             prefix = f"{data_set.name}/" if data_set.name else ""

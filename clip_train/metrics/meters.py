@@ -111,7 +111,8 @@ class Utilization(Callback):
             k = record["accum_steps"]
             repeated = (k - min(record["kept_graphs"], k)) / k
             forwards = (3 + repeated + self._recomputed) * record["rounds"]
-            computed = forward.image + forward.text_of(record["text_tokens"])
+            image = forward.image_of(record.get("image_tokens"))
+            computed = image + forward.text_of(record["text_tokens"])
             record["mfu_computed"] = rate * forwards * computed / peak
         if self._device.type == "cuda":
             record["reserved_memory_bytes"] = torch.cuda.max_memory_reserved(self._device)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.checkpoint import checkpoint
 
 from clip_train.models.config import Architecture, TextConfig, TowerConfig
@@ -29,8 +30,14 @@ from clip_train.models.one_pass import (
     fork_norm,
     linear_split,
 )
+from clip_train.native import grids_of, position_weights
 from clip_train.settings import Recompute
-from clip_train.torch_internals import has_forward_hooks, has_onednn_linear, onednn_linear
+from clip_train.torch_internals import (
+    FakeTensor,
+    has_forward_hooks,
+    has_onednn_linear,
+    onednn_linear,
+)
 
 _FEWEST = 1 << 21  # multiplications for which oneDNN's longer call pays
 _HAS_ONEDNN = (
@@ -69,33 +76,53 @@ class QuickGELU(nn.Module):
 
 
 class Packing(NamedTuple):
-    """Positions of the tokens of b causal texts that are packed one after another: [P, 1, width].
+    """Positions of the tokens of b samples that are packed one after another: [P, 1, width].
 
     Linear layers and norms see no padding then. Attention sees none either if it has `starts`.
     """
 
     rows: Tensor  # int64 [P]: each token's place in [b * L]
-    places: Tensor  # int64 [P]: its place in its text
+    places: Tensor  # int64 [P]: its place in its sample
     seeds: Tensor | None  # int64 [P]: its sample's
-    last: Tensor  # int64 [b]: the last token of each text, a place in [P]
+    read: Tensor  # int64 [b]: the token of each sample that is read, a place in [P]
+    last: Tensor  # int64 [b]: the last token of each sample, a place in [L]
     length: int  # L
-    starts: Tensor | None  # int32 [b + 1]: of each text in [P], and P; for flash attention
+    starts: Tensor | None  # int32 [b + 1]: of each sample in [P], and P; for flash attention
+    sizes: list[int] | None = None  # b: tokens of each sample, where attention is a loop over them
 
     @classmethod
     def of(
-        cls, token: Tensor, length: int, num_tokens: int, seeds: Tensor | None, flash: bool
+        cls,
+        last: Tensor,
+        length: int,
+        num_tokens: int,
+        seeds: Tensor | None,
+        flash: bool,
+        *,
+        reads_first: bool = False,
     ) -> "Packing":
-        """token: int64 [b], where each text ends. The host does not wait for the device."""
-        visible = torch.arange(length, device=token.device) <= token[:, None]  # [b, L]
+        """last: int64 [b], the last token of each sample. num_tokens: P. The host does not wait for
+        the device.
+
+        reads_first: a sample's features are its first token's, not its last one's.
+        """
+        visible = torch.arange(length, device=last.device) <= last[:, None]  # [b, L]
         # a copy: compiled blocks would each copy a view
         rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1).clone()
-        ends = (token + 1).cumsum(0)
-        starts = F.pad(ends, (1, 0)).int() if flash else None
+        places = rows % length
+        starts = (places == 0).nonzero_static(size=len(last)).squeeze(1)
+        starts = F.pad(starts, (0, 1), value=num_tokens)
+        read = starts[:-1] if reads_first else starts[1:] - 1
         seeds = None if seeds is None else seeds[rows // length]
-        return cls(rows, rows % length, seeds, ends - 1, length, starts)
+        return cls(rows, places, seeds, read, last, length, starts.int() if flash else None)
+
+    def visible(self) -> Tensor:
+        """bool [b, 1, 1, L]: tokens of samples that are not packed, without padding."""
+        places = torch.arange(self.length, device=self.last.device)
+        return (places <= self.last[:, None])[:, None, None]
 
     def unpacked(self, x: Tensor) -> Tensor:
-        """[P, 1, width] -> [b, L, width], zeros behind each text."""
+        """[P, 1, width] -> [b, L, width], zeros behind each sample."""
         zeros = x.new_zeros(len(self.last) * self.length, x.shape[-1])
         return zeros.index_copy_(0, self.rows, x.squeeze(1)).unflatten(0, (-1, self.length))
 
@@ -107,10 +134,10 @@ class Packing(NamedTuple):
 def at(x: Tensor, token: Tensor, packing: Packing | None) -> Tensor:
     """[b, L, width], int64 [b] -> [b, 1, width]: one token of each sample.
 
-    packing: that of x, [P, 1, width], whose texts end with their tokens.
+    packing: that of x, [P, 1, width], which knows the tokens that are read.
     """
     if packing is not None:
-        return x.index_select(0, packing.last)
+        return x.index_select(0, packing.read)
     return x[torch.arange(len(x), device=x.device), token].unsqueeze(1)
 
 
@@ -236,17 +263,20 @@ class Attention(nn.Module):
         else:
             parts = recomputed(norm, self._projected, x, token, packing)
         if packing is not None and packing.starts is not None:
-            return self._values_of_packed(parts, token, packing, packing.starts)
-        visible = None
+            return self._values_of_packed(parts, causal, token, packing, packing.starts)
+        if packing is not None and packing.sizes is not None:
+            return self._values_of_each(parts, causal, packing.sizes)
+        visible = None  # [b, 1, 1, L]
         if token is None:
             q, k, v = (self._heads(part, packing) for part in parts)
         else:
             query, *others = parts
             q, (k, v) = self._heads(query), (self._heads(part, packing) for part in others)
             if causal:
-                visible = (torch.arange(k.shape[2], device=x.device) <= token[:, None])[
-                    :, None, None
-                ]  # [b, 1, 1, L]
+                places = torch.arange(k.shape[2], device=x.device)
+                visible = (places <= token[:, None])[:, None, None]
+        if packing is not None and not causal:
+            visible = packing.visible()
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, is_causal=causal and token is None
         )
@@ -254,15 +284,20 @@ class Attention(nn.Module):
         return out if packing is None or token is not None else packing.packed(out)
 
     def _values_of_packed(
-        self, parts: list[Tensor], token: Tensor | None, packing: Packing, starts: Tensor
+        self,
+        parts: list[Tensor],
+        causal: bool,
+        token: Tensor | None,
+        packing: Packing,
+        starts: Tensor,
     ) -> Tensor:
         """Queries, keys and values -> [P, 1, width], or [b, 1, width] with `token`: attention
-        within each text, without padding."""
+        within each sample, without padding."""
         from torch.nn.attention.varlen import varlen_attn  # it imports much
 
-        if token is None:
-            queries, longest, window = starts, packing.length, (-1, 0)  # causal
-        else:  # a text's last token sees all of its tokens
+        queries, longest = starts, packing.length
+        window = (-1, 0) if causal else (-1, -1)
+        if token is not None:  # the token that is read sees all of its sample's tokens
             queries = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
             longest, window = 1, (-1, -1)
         q, k, v = (part.squeeze(1).unflatten(1, (self.heads, -1)) for part in parts)
@@ -270,6 +305,22 @@ class Attention(nn.Module):
             q, k, v, queries, starts, longest, packing.length, window_size=window
         )  # [P, heads, width / heads], or [b, ...]
         return out.flatten(1).unsqueeze(1)
+
+    def _values_of_each(self, parts: list[Tensor], causal: bool, sizes: list[int]) -> Tensor:
+        """`_values_of_packed` as a loop over the samples, for a CPU: [P, 1, width], or [b, 1, width]
+        where there is one query of each sample."""
+        heads = [part.squeeze(1).unflatten(1, (self.heads, -1)).transpose(0, 1) for part in parts]
+        of_sample = sizes
+        if len(parts[0]) == len(sizes):
+            of_sample = [1] * len(sizes)  # the token that is read sees all of its sample's tokens
+            causal = False
+        queries = heads[0].split(of_sample, dim=1)
+        keys, values = (x.split(sizes, dim=1) for x in heads[1:])
+        outputs = []
+        for q, k, v in zip(queries, keys, values, strict=True):  # [heads, tokens, width / heads]
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=causal)
+            outputs.append(out[0])
+        return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1).unsqueeze(1)
 
     def _projected(self, x: Tensor, token: Tensor | None, packing: Packing | None) -> list[Tensor]:
         """[..., width] -> queries, keys and values of all tokens, [..., width] each. With `token`
@@ -447,6 +498,15 @@ def normalised_images(images: Tensor, architecture: Any, wide: torch.dtype) -> T
     return torch.stack(channels, dim=1)
 
 
+def has_flash_attention(weight: Tensor, heads: int) -> bool:
+    """Whether attention of packed samples needs no padding. weight: any of the tower's whose last
+    dimension is its width."""
+    head_width = weight.shape[-1] // heads
+    q = weight.new_empty(1, heads, 1, head_width)
+    params = SDPAParams(q, q, q, None, 0.0, True, False)
+    return q.is_cuda and head_width % 8 == 0 and can_use_flash_attention(params)
+
+
 def check_size(images: Tensor, size: int) -> None:
     if images.shape[1:] != (3, size, size):
         raise ValueError(f"images must be [b, 3, {size}, {size}], not {list(images.shape)}")
@@ -465,7 +525,10 @@ class PatchEmbedding(nn.Conv2d):
         self.image_mean, self.image_std = architecture.image_mean, architecture.image_std
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8, or already normalised float, [b, 3, H, W] -> [b, T, width]"""
+        """uint8, or already normalised float, [b, 3, H, W] -> [b, T, width]; or patches of
+        `clip_train.native.to_rows`, uint8 [P, 3 p p] -> [P, width]"""
+        if images.ndim == 2:
+            return self._embed_rows(images)
         side, dtype = self.kernel_size[0], self.weight.dtype
         rows, columns = images.shape[2] // side, images.shape[3] // side
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -480,12 +543,24 @@ class PatchEmbedding(nn.Conv2d):
             )
         return linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1))
 
+    def _embed_rows(self, patches: Tensor) -> Tensor:
+        dtype = self.weight.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        channels = patches.unflatten(1, (3, -1))  # [P, 3, p p]
+        pixels = torch.empty_like(channels, dtype=dtype)
+        for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
+            pixels[:, c] = normalised(channels[:, c], mean, std, wide)
+        return linear(pixels.flatten(1), self.weight.flatten(1))
+
 
 class VisionTower(nn.Module):
     """Pixels to features that are not yet normalized.
 
     Blocks and patches have torch's initialization, as in OpenCLIP.
     """
+
+    # On a CPU, attention of native images is a loop over them. Compiled blocks cannot loop.
+    loops = True
 
     def __init__(
         self,
@@ -497,8 +572,10 @@ class VisionTower(nn.Module):
     ) -> None:
         super().__init__()
         cfg, quick_gelu = architecture.vision_cfg, architecture.quick_gelu
-        self.image_size = cfg.image_size
-        scale, side = cfg.width**-0.5, cfg.image_size // cfg.patch_size
+        self.image_size, self.heads = cfg.image_size, cfg.heads
+        self.image_tokens = architecture.image_tokens
+        self.side = side = cfg.image_size // cfg.patch_size  # of the table of positions
+        scale = cfg.width**-0.5
         self.conv1 = PatchEmbedding(architecture)
         self.class_embedding = normal_parameter(cfg.width, std=scale)
         self.positional_embedding = normal_parameter(1 + side**2, cfg.width, std=scale)
@@ -512,8 +589,19 @@ class VisionTower(nn.Module):
         self.ln_post = nn.LayerNorm(cfg.width)
         self.proj = normal_parameter(cfg.width, architecture.embed_dim, std=scale)
 
-    def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
-        """uint8, or already normalised float, [b, 3, H, W]; int64 [b] -> [b, D]"""
+    def forward(
+        self,
+        images: Tensor,
+        sample_seeds: Tensor | None = None,
+        num_patches: int | None = None,
+    ) -> Tensor:
+        """uint8, or already normalised float, [b, 3, H, W]; or uint8 [b, 1 + T, 3 p p], images at
+        their native resolution (`clip_train.native`); int64 [b] -> [b, D].
+
+        num_patches: of all native images together; None: the device is asked.
+        """
+        if images.ndim == 3:
+            return self._native(images, sample_seeds, num_patches)
         check_size(images, self.image_size)
         x = self.conv1(images)  # [b, T, width]
         class_token = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
@@ -525,4 +613,44 @@ class VisionTower(nn.Module):
         x = self.ln_pre(x)
         first = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         x = self.transformer(x, sample_seeds, first)[:, 0]
+        return self.ln_post(x) @ self.proj
+
+    def _native(
+        self, images: Tensor, sample_seeds: Tensor | None, num_patches: int | None
+    ) -> Tensor:
+        """`forward` of native images, packed: no padding is computed."""
+        if self.training and self.patch_dropout > 0:
+            raise ValueError("patch_dropout is for squares; set it to 0 for native images")
+        grids = grids_of(images)
+        last = grids.prod(1)  # [b]: the class token is token 0
+        if num_patches is None:
+            num_patches = int(last.sum())
+        flash = has_flash_attention(self.class_embedding, self.heads)
+        length = images.shape[1]
+        packing = Packing.of(
+            last, length, num_patches + len(images), sample_seeds, flash, reads_first=True
+        )
+        if self.loops and images.device.type == "cpu" and not isinstance(images, FakeTensor):
+            packing = packing._replace(sizes=(last + 1).tolist())
+        if flash and self.image_tokens is not None:
+            # there it is only a bound, and a constant one needs no second graph
+            packing = packing._replace(length=1 + self.image_tokens)
+        # a row of `images` for each token; the class token's has the grid, which is replaced
+        x = self.conv1(images.flatten(0, 1)[packing.rows])  # [P, width]
+        is_class = (packing.places == 0)[:, None]
+        table = self.positional_embedding.to(x.dtype)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weights = position_weights(
+            grids,
+            packing.rows // length,
+            (packing.places - 1).clamp(min=0),
+            self.side,
+            wide,
+        )
+        positions = weights.to(x.dtype) @ table[1:]
+        class_token = self.class_embedding.to(x.dtype) + table[0]
+        x = torch.where(is_class, class_token, x + positions)
+        x = self.ln_pre(x).unsqueeze(1)
+        first = torch.zeros(len(images), dtype=torch.int64, device=x.device)
+        x = self.transformer(x, sample_seeds, first, packing)[:, 0]
         return self.ln_post(x) @ self.proj

@@ -6,6 +6,7 @@
 import math
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +27,7 @@ from clip_train.models.blocks import (
     Packing,
     Transformer,
     VisionTower,
+    has_flash_attention,
     normal_parameter,
     normalised_images,
     outputs,
@@ -89,16 +90,19 @@ class CLIP(nn.Module):
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
         num_tokens: int | None = None,
+        num_patches: int | None = None,
     ) -> Outputs:
         """Encode what is given. Call the model itself, or ZeRO-3 does not gather the
         parameters.
 
         Args:
-            images: uint8 [b, 3, H, W], normalized here, or float, already normalized.
+            images: uint8 [b, 3, H, W], normalized here, or float, already normalized. Or uint8
+                [b, 1 + T, 3 p p], images at their native resolution (`clip_train.native`).
             texts: int64 [b, context_length], or [b, L]: cut after the longest of these texts. Or [T
                 b, L], where those of an image follow one another.
             sample_seeds: int64 [b], for the dropouts in training.
             num_tokens: of the texts up to their ends. Given, texts are computed without padding.
+            num_patches: of all native images together. None: the host waits for the device.
 
         Returns:
             image features [b, D], text features [b, D] or [T b, D] (None where not asked for),
@@ -109,7 +113,10 @@ class CLIP(nn.Module):
             ValueError: `sample_seeds` are missing in training with dropout; a wrong size of images
                 or texts.
         """
-        image = None if images is None else self.visual(images, sample_seeds)
+        image = None
+        if images is not None:
+            patches = () if num_patches is None else (num_patches,)
+            image = self.visual(images, sample_seeds, *patches)
         more = () if num_tokens is None else (num_tokens,)  # a subclass may not know it
         text = None if texts is None else self._text_features(texts, sample_seeds, *more)
         return outputs(self, image, text)
@@ -135,9 +142,7 @@ class CLIP(nn.Module):
             # [b, L, width]
             x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
         else:  # whatever the lengths are: ZeRO 2 needs the same graph on all ranks
-            q = self.positional_embedding.new_empty(1, cfg.heads, 1, cfg.width // cfg.heads)
-            params = SDPAParams(q, q, q, None, 0.0, True, False)
-            flash = q.is_cuda and q.shape[3] % 8 == 0 and can_use_flash_attention(params)
+            flash = has_flash_attention(self.positional_embedding, cfg.heads)
             packing = Packing.of(token, texts.shape[1], num_tokens, sample_seeds, flash)
             if flash:  # there it is only a bound, and a constant one needs no second graph
                 packing = packing._replace(length=cfg.context_length)
@@ -225,7 +230,8 @@ def random_mistakes(architecture: AnyArchitecture) -> list[str]:
 
 def shape_of_sample(architecture: AnyArchitecture) -> tuple[int, ...]:
     """The shape of one sample in `Batch.images`, uint8."""
-    return row_shape(architecture.inputs, architecture.vision_cfg.image_size)
+    size = architecture.vision_cfg.image_size
+    return row_shape(architecture.inputs, size, architecture.patches)
 
 
 def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> nn.Module:
@@ -325,6 +331,8 @@ def forward_flops(
     architecture: AnyArchitecture, patch_dropout: float = 0.0, num_texts: int = 1
 ) -> ForwardFlops:
     """A step costs 3 of these per sample, and one more for each repeated forward of the sample."""
+    if architecture.patches is not None:
+        return _native_flops(architecture, num_texts)
     vision = architecture.vision_cfg.model_copy(update={"patch_dropout": patch_dropout})
     length, sample = architecture.text_cfg.context_length, shape_of_sample(architecture)
     with torch.device("meta"):
@@ -352,6 +360,27 @@ def forward_flops(
     of_half = counted(None, texts[:, :half], seeds)
     square = (text / length - of_half / half) / (length - half)
     return ForwardFlops(image, text, text / length - square * length, square)
+
+
+def _native_flops(architecture: Any, num_texts: int) -> ForwardFlops:
+    """`forward_flops` at native resolution, from those of squares of two sizes."""
+    size, most = architecture.vision_cfg.patch_size, architecture.image_tokens
+
+    def of_square(side: int) -> ForwardFlops:
+        vision = architecture.vision_cfg.model_copy(update={"image_size": side * size})
+        square = {"vision_cfg": vision, "image_tokens": None}
+        return forward_flops(architecture.model_copy(update=square), num_texts=num_texts)
+
+    # a l + b l^2 through both numbers of patches
+    small, large = of_square(7), of_square(14)
+    square = (large.image / 14**2 - small.image / 7**2) / (14**2 - 7**2)
+    token = small.image / 7**2 - square * 7**2
+    return replace(
+        small,
+        image=token * most + square * most**2,
+        image_per_token=token,
+        image_per_square=square,
+    )
 
 
 def flops_per_sample(

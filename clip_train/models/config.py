@@ -25,6 +25,7 @@ from clip_train.models import hub
 from clip_train.models.files import CONFIG_NAME
 from clip_train.models.lora import Lora
 from clip_train.models.openclip.config import (
+    NOT_IN_MODEL_CFG,
     PREFIX,
     TRANSFORMERS,
     Described,
@@ -37,7 +38,7 @@ from clip_train.models.openclip.config import (
 )
 from clip_train.models.transformers import description, is_transformers
 from clip_train.places import expanded
-from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
+from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeMode
 from clip_train.settings import (
     IMPORT_PATH,
     MAX_LOGIT_SCALE,
@@ -71,7 +72,6 @@ OWN_FACTS = (
     "embed_dim", "image_size", "image_mean", "image_std", "resize_mode", "interpolation",
     "init_logit_bias", "tokenizer", "context_length",
 )  # fmt: skip
-NOT_IN_MODEL_CFG = {"image_mean", "image_std", "interpolation", "resize_mode", "lora"}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -149,8 +149,14 @@ class Architecture(DescribedModel):
     resize_mode: ResizeMode = RESIZED["resize_mode"]
 
     @property
+    def patches(self) -> Patches | None:
+        if self.image_tokens is None:
+            return None
+        return Patches(self.vision_cfg.patch_size, self.image_tokens)
+
+    @property
     def resize(self) -> Resize:
-        return Resize(self.interpolation, self.resize_mode)
+        return Resize(self.interpolation, self.resize_mode, self.image_tokens)
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`: all sizes, and what differs from its defaults."""

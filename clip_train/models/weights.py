@@ -31,7 +31,7 @@ from clip_train.models.loading import (
     trained_with,
 )
 from clip_train.models.openclip.config import OpenCLIPArchitecture
-from clip_train.resizing import RESIZED
+from clip_train.resizing import AS_CLIP, RESIZED, Resize
 from clip_train.storage.local import LocalStorage
 from clip_train.storage.tensors import lay_out
 from clip_train.task import IMAGE_TEXT, StateRange
@@ -151,7 +151,7 @@ def load_teacher(
     teacher.to(device, dtype)
     # rounded to bf16 the factor would be off by up to 1.6%
     teacher.logit_scale.data = state["logit_scale"].to(device, torch.float32)
-    ignored = {"open_clip"}
+    ignored = {"open_clip", "image_tokens"}
     if not isinstance(architecture, OpenCLIPArchitecture):
         ignored |= RESIZED.keys()  # as in the checkpoints of earlier versions
     named = f"{sha256_of(file)} {architecture.model_dump_json(exclude=ignored)}"
@@ -193,7 +193,7 @@ def export_openclip(
             "mean": list(architecture.image_mean),
             "std": list(architecture.image_std),
             "interpolation": architecture.interpolation,
-            "resize_mode": architecture.resize_mode,
+            **resized_keys(architecture.resize),
         },
         # ours, which OpenCLIP does not read
         **({"clip_train": own_keys} if own_keys else {}),
@@ -202,6 +202,14 @@ def export_openclip(
     }
     save_json(path, CONFIG_NAME, description)
     return path
+
+
+def resized_keys(resize: Resize) -> dict[str, Any]:
+    """`preprocess_cfg` of the squares that OpenCLIP makes, and at native resolution our own key
+    "image_tokens", which it does not read."""
+    if resize.image_tokens is None:
+        return {"resize_mode": resize.resize_mode}
+    return {"resize_mode": AS_CLIP.resize_mode, "image_tokens": resize.image_tokens}
 
 
 def export_saved(

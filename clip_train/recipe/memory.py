@@ -26,6 +26,7 @@ from clip_train.models.clip import (
 )
 from clip_train.models.config import AnyArchitecture, Architecture
 from clip_train.models.freeze import frozen_names, frozen_towers
+from clip_train.native import blank_image, grid_of_about
 from clip_train.optim.muon import BUFFER_BYTES
 from clip_train.optim.optimizer import moment_bytes, muon_matrices
 from clip_train.recipe.recipe import Recipe
@@ -86,16 +87,27 @@ def estimate_memory(
 
 
 def micro_batch(
-    architecture: AnyArchitecture, device: torch.device, size: int, num_texts: int = 1
+    architecture: AnyArchitecture,
+    device: torch.device,
+    size: int,
+    num_texts: int = 1,
+    tokens_per_image: float | None = None,
 ) -> MicroBatch:
-    """A micro-batch of zeros. num_texts: of each image."""
+    """A micro-batch of zeros. num_texts: of each image. tokens_per_image: at native resolution,
+    about as many patches; None: the most."""
     sample, length = shape_of_sample(architecture), architecture.text_cfg.context_length
     columns = Columns(
         images=torch.zeros(size, *sample, dtype=torch.uint8, device=device),
         texts=torch.zeros(size, num_texts, length, dtype=torch.int64, device=device),
         sample_seeds=torch.arange(size, device=device),
     )
-    return MicroBatch(columns)
+    patches = architecture.patches
+    if patches is None:
+        return MicroBatch(columns)
+    grid = grid_of_about(int(tokens_per_image or patches.most))
+    image = blank_image(patches.size, patches.most, grid).to(device)
+    columns = columns.plus(images=image.repeat(size, 1, 1))
+    return MicroBatch(columns, num_patches=size * math.prod(grid))
 
 
 SHALLOW = 2  # measured blocks of a tower; each further block needs as much memory as the last
@@ -109,6 +121,7 @@ def _profile(
     checkpointing: Recompute,
     frozen: frozenset[str] = frozenset(),
     num_texts: int = 1,
+    tokens_per_image: float | None = None,
 ) -> Profile:
     """Measured with fake tensors on shallow towers; each further block adds the memory of the last.
     (Measuring all blocks of a large model would take half a minute.) Towers that OpenCLIP builds
@@ -147,7 +160,13 @@ def _profile(
 
         return fake_profile(
             make_model,
-            partial(micro_batch, architecture, torch.device("cpu"), num_texts=num_texts),
+            partial(
+                micro_batch,
+                architecture,
+                torch.device("cpu"),
+                num_texts=num_texts,
+                tokens_per_image=tokens_per_image,
+            ),
         )
 
     total = base = profile(shallow)
@@ -162,7 +181,13 @@ def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
-    student = _profile(architecture, precision, config.model.dropout, checkpointing, frozen, T)
+    tokens, budgets = None, config.data.budgets
+    if config.batch.micro_tokens is not None and budgets is not None:
+        # micro_tokens are as many images of this size as the plan's micro_size says
+        tokens = budgets.tokens_per_image
+    student = _profile(
+        architecture, precision, config.model.dropout, checkpointing, frozen, T, tokens
+    )
     forwards = (
         _profile(teacher, precision, 0.0, False, num_texts=T).forward
         for teacher in config.model.teacher_architectures()
@@ -205,7 +230,7 @@ def choose_layout(
             plan.world_size,
             room,
             {on: predicted_profile(resolved, on) for on in options},
-            micro_size=None if batch.micro_size == "auto" else batch.micro_size,
+            micro_size=None if batch.micro_size == "auto" else plan.micro_size,
             kept_graphs=kept if isinstance(kept, int) else None,
         )
     except UserError:
@@ -216,7 +241,8 @@ def choose_layout(
         engine={"activation_checkpointing": layout.activation_checkpointing},
         batch={"micro_size": layout.plan.micro_size, "kept_graphs": layout.plan.kept_graphs},
     )
-    return replace(resolved, config=config, plan=layout.plan, layout=layout)
+    chosen = replace(layout.plan, micro_tokens=plan.micro_tokens)
+    return replace(resolved, config=config, plan=chosen, layout=layout)
 
 
 def usable(resolved: Resolved, free: float) -> float:

@@ -26,7 +26,12 @@ from clip_train.evaluate.config import EvaluateConfig, SetConfig
 from clip_train.inputs import layout_of
 from clip_train.losses.config import LossConfig
 from clip_train.metrics.config import LogConfig
-from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
+from clip_train.models.config import (
+    AnyArchitecture,
+    Architecture,
+    ModelConfig,
+    load_architecture,
+)
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
@@ -325,7 +330,21 @@ class Recipe(Settings):
         keys = {key: trained[key] for key in RESIZED if key in trained}
         if self.data.resize != "auto":
             keys["resize_mode"] = self.data.resize
-        return architecture.model_copy(update=keys)
+        trained_tokens = keys.pop("image_tokens", None)
+        if self.data.resize == "auto" and trained_tokens is not None:
+            keys["resize_mode"] = "native"
+        if keys.get("resize_mode", architecture.resize_mode) != "native":
+            return architecture.model_copy(update=keys)
+        if type(architecture) is not Architecture:
+            raise UserError(
+                f"data.resize (native) needs a vision transformer of clip-train's own, and "
+                f"model.name ({self.model.name}) is not one: set data.resize=auto, or name a preset "
+                "such as ViT-B-16 without open_clip:"
+            )
+        square = (architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size) ** 2
+        budgets = self.data.budgets
+        most = (trained_tokens or square) if budgets is None else budgets.most
+        return architecture.model_copy(update={**keys, "image_tokens": most})
 
     @property
     def teacher_widths(self) -> list[int]:

@@ -184,6 +184,7 @@ def resolve(
             f"{model.name} is not one: set engine.activation_checkpointing=true, or auto",
         )
         problems += map(UserError, broken([numbered_layers, recomputed_alone]))
+        problems += map(UserError, native_mistakes(config, architecture))
         teachers = collect(model.teacher_architectures) or []
         for teacher_config, teacher in zip(model.teachers(), teachers, strict=False):
             name = f"{teacher_config.teacher}, of model.teacher"
@@ -199,7 +200,13 @@ def resolve(
         collect(check_drawn_positions, model, names)
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
-    plan = collect(plan_batch, config.batch, world_size)
+    tokens_per_image = None
+    if architecture is not None and architecture.patches is not None:
+        budgets = config.data.budgets
+        tokens_per_image = (
+            architecture.patches.most if budgets is None else budgets.tokens_per_image
+        )
+    plan = collect(plan_batch, config.batch, world_size, tokens_per_image)
     engine = config.engine.on_this_machine(world_size, per_node)
     if is_rank:
         sizes_unknown = config.needs_limit and config.batch.memory_limit is None
@@ -358,6 +365,58 @@ def loss_mistakes(config: Recipe, architecture: AnyArchitecture) -> list[str]:
         ),
     ]
     return broken(rules)
+
+
+def native_mistakes(config: Recipe, architecture: AnyArchitecture) -> list[str]:
+    """Keys that do not go with the native resolution of images, or that need it."""
+    tokens, patches = config.batch.micro_tokens, architecture.patches
+    if patches is None:
+        return broken(
+            [
+                (
+                    tokens is not None,
+                    f"batch.micro_tokens ({tokens}) counts patches at native resolution: set "
+                    "data.resize=native, or use batch.micro_size",
+                ),
+                (
+                    config.evaluate.tokens is not None,
+                    f"evaluate.tokens ({shown(config.evaluate.tokens)}) needs native resolution: "
+                    "set data.resize=native, or evaluate.tokens=null",
+                ),
+            ]
+        )
+    dropped = architecture.vision_cfg.patch_dropout
+    if config.model.patch_dropout is not None:
+        dropped = config.model.patch_dropout
+    return broken(
+        [
+            (
+                tokens is not None and patches.most > tokens,
+                f"batch.micro_tokens ({tokens}) is less than the {patches.most} patches of one "
+                f"image (data.tokens); raise it to {patches.most} or more",
+            ),
+            (
+                tokens is not None and config.batch.micro_size == "auto",
+                f"batch.micro_size (auto) and batch.micro_tokens ({tokens}) both cut a batch: take "
+                "one of them out",
+            ),
+            (
+                dropped > 0,
+                f"model.patch_dropout ({dropped}) leaves out patches of squares, and data.resize "
+                "is native: set model.patch_dropout=0, and lower data.tokens for the same speed",
+            ),
+            (
+                config.model.teacher is not None,
+                f"model.teacher ({shown(config.model.teacher)}) sees squares, and data.resize is "
+                "native: set model.teacher=null, or data.resize=auto",
+            ),
+            (
+                any(size > patches.most for size in config.evaluate.tokens or []),
+                f"evaluate.tokens ({config.evaluate.tokens}): a model of at most {patches.most} "
+                "patches (data.tokens) is evaluated with fewer; raise data.tokens",
+            ),
+        ]
+    )
 
 
 def augmentation_mistakes(config: Recipe) -> list[str]:

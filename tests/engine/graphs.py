@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from clip_train.engines.compile import compile_units, units
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import AnyArchitecture, Architecture, load_architecture
+from clip_train.native import blank_image, patch_counts
 from clip_train.step import train_step
 from clip_train.task import Batch, text_lengths
 from tests.models.small import small_architecture
@@ -117,10 +119,21 @@ def count(model: Any, backend: str = "eager", pack: bool = False) -> dict[str, i
         torch.compiler.reset()
 
 
-def growth(model: CLIP, pack: bool) -> tuple[int, int]:
+def native_rows(model: CLIP, batch: Batch, step: int) -> Batch:
+    """The batch with images of other shapes in each step."""
+    size, n = model.architecture.vision_cfg.patch_size, len(batch)
+    grids = [(1 + (i + step) % 5, 1 + (3 * i + step) % 5) for i in range(n)]
+    images = torch.stack([blank_image(size, 25, grid) for grid in grids])
+    return replace(
+        batch, columns=batch.columns.plus(images=images, patch_counts=patch_counts(images))
+    )
+
+
+def growth(model: CLIP, pack: bool, is_native: bool = False) -> tuple[int, int]:
     """Graphs after ten steps and an evaluation, and after twenty more steps and another one.
 
-    Each step has other text lengths, and some a shorter last micro-batch."""
+    Each step has other text lengths, and some a shorter last micro-batch. is_native: and other
+    sizes of images, cut by patches."""
     torch.compiler.reset()
     counters.clear()
     default = torch.compiler.get_default_backend()
@@ -132,7 +145,17 @@ def growth(model: CLIP, pack: bool) -> tuple[int, int]:
         for step in range(30):
             n, longest = 8 + step % 4, 3 + 7 * step % 21
             batch = batch_for(model.architecture, n, longest, pack)
-            train_step(engine, batch, InfoNCE(), micro_size=4, kept_graphs=1 + step % 3, lr=1e-3)
+            if is_native:
+                batch = native_rows(model, batch, step)
+            train_step(
+                engine,
+                batch,
+                InfoNCE(),
+                micro_size=4,
+                micro_tokens=40 if is_native else None,
+                kept_graphs=1 + step % 3,
+                lr=1e-3,
+            )
             if step in (9, 29):
                 engine.train(False)
                 with torch.no_grad():

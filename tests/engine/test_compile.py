@@ -134,7 +134,7 @@ def test_no_variation_of_a_run_gives_a_graph_up(dropout):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # as above
-@pytest.mark.parametrize("pack", [False, True])
-def test_after_ten_steps_there_are_no_new_graphs(pack):
-    after_ten, later = growth(native(0.1), pack)
+@pytest.mark.parametrize("pack, is_native", [(False, False), (True, False), (True, True)])
+def test_after_ten_steps_there_are_no_new_graphs(pack, is_native):
+    after_ten, later = growth(native(0.1), pack, is_native)
     assert later == after_ten

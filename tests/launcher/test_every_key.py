@@ -50,6 +50,8 @@ def recipe_with(key: str, value: Any) -> dict[str, Any]:
     if key == "run.epochs":
         raw["run"], raw["data"]["num_samples"] = {}, 10_000_000
     section, name = key.split(".")
+    if ".tokens" in key:
+        raw["data"] |= {"resize": "native", "tokens": 256}
     raw.setdefault(section, {})[name] = copy.deepcopy(value)
     return raw
 

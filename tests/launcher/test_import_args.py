@@ -226,7 +226,7 @@ OF_4 = {
     "tests/test_params.py, val_retrieval_precision": (
         {"model.name": "RN50", "engine.precision": "bf16"}, {"wd", "train-data", "train-num-samples"}
     ),
-    "tests/test_naflex.py, naflex_args": "--use-naflex: images of native resolution (NaFlex) are not supported",
+    "tests/test_naflex.py, naflex_args": "--use-naflex: images of native resolution (NaFlex) change the number of",
     "tests/test_naflex_timm_conversion.py, force_naflex_vision": "--force-naflex-vision: images of native resolution",
     "tests/test_naflex_audio_data.py, genlap": "--model naflexgenlap_test_1d cannot be trained here: it reads audio",
     "tests/test_naflexclap.py, naflexclap": "--model naflexclap_test cannot be trained here: it reads audio",

@@ -57,7 +57,8 @@ data.texts_per_image data.negative_texts
 data.aug_scale data.aug_ratio data.aug_relative_ratio data.aug_color_jitter data.aug_color_jitter_prob
 data.aug_gray_scale_prob
 data.aug_flip_prob data.aug_erase_prob data.aug_own data.aug_own_options data.inputs data.stages
-data.scaled_decode data.alpha data.reinforced loss.distill_weights loss.teacher_scales loss.teacher_weights
+data.scaled_decode data.alpha data.tokens data.tokens_schedule data.reinforced
+loss.distill_weights loss.teacher_scales loss.teacher_weights
 batch.global_size batch.schedule loss.kind loss.options loss.groups loss.group_role loss.widths optim.name"""
 
 

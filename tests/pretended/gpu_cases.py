@@ -9,6 +9,7 @@ CASES = {
     "info_nce at 32k": (1, 1980, 0),
     "dropout, checkpointing": (1, 3180, 0),
     "packed texts": (1, 860, 0),
+    "native resolution": (1, 1160, 0),
     "sigmoid": (1, 890, 0),
     "memory bank": (1, 1140, 0),
     "contaccum": (1, 1140, 0),

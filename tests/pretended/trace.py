@@ -31,7 +31,7 @@ from clip_train.losses.distillation import Distillation
 from clip_train.losses.info_nce import InfoNCE
 from clip_train.losses.memory_bank import MemoryBank
 from clip_train.losses.sigmoid import SigmoidLoss
-from clip_train.models import clip
+from clip_train.models import blocks
 from clip_train.models.clip import CLIP
 from clip_train.models.config import Architecture, load_architecture
 from clip_train.models.weights import as_stored
@@ -72,10 +72,11 @@ def small_clip() -> Architecture:
 
 def step(
     make: Make, *, n: int = 64, micro: int = 32, kept: int = 1, dropout: float = 0.0, bias: bool = False,
-    checkpointing: bool = False, pack: bool = False,
+    checkpointing: bool = False, pack: bool = False, image_tokens: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The counts of a step of the plain engine."""
-    architecture = small_clip()
+    """The counts of a step of the plain engine. image_tokens: at native resolution."""
+    architecture = small_clip().model_copy(update={"image_tokens": image_tokens})
+    plan = BatchPlan(n, 1, micro, kept, image_tokens and micro * image_tokens)
     if bias:
         architecture = architecture.model_copy(
             update={"init_logit_bias": -10.0, "init_logit_scale": 2.3}
@@ -88,7 +89,7 @@ def step(
             ), torch.bfloat16,
         )  # fmt: skip
         engine = PlainEngine(module, build_optimizer(OptimConfig(), module.named_parameters()), 1.0)
-        third_step(engine, make(module), BatchPlan(n, 1, micro, kept), architecture, counts, pack)
+        third_step(engine, make(module), plan, architecture, counts, pack)
     return counts.as_json()
 
 
@@ -160,8 +161,14 @@ def compiled() -> dict[str, Any]:
 
 def packed() -> dict[str, Any]:
     """With the attention that a GPU has for packed texts; the CPU build never finds it usable."""
-    clip.can_use_flash_attention = lambda params: True  # type: ignore[assignment]
+    blocks.can_use_flash_attention = lambda params: True  # type: ignore[assignment]
     return step(lambda m: InfoNCE(), pack=True)
+
+
+def native() -> dict[str, Any]:
+    """Packed texts, and images at native resolution."""
+    blocks.can_use_flash_attention = lambda params: True  # type: ignore[assignment]
+    return step(lambda m: InfoNCE(), pack=True, image_tokens=40)
 
 
 def averaged(engine: Engine) -> None:
@@ -263,12 +270,18 @@ def third_step(
 
 def host_batch(architecture: Any, n: int) -> Batch:
     size, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    patches, more = architecture.patches, {}
+    images = torch.empty(n, 3, size, size, dtype=torch.uint8)
+    if patches is not None:  # half of them are smaller
+        images = torch.empty(n, *patches.row, dtype=torch.uint8)
+        more["patch_counts"] = [patches.most - 15 * (i % 2) for i in range(n)]
     columns = columns_of(
-        torch.empty(n, 3, size, size, dtype=torch.uint8),
+        images,
         torch.empty(n, length, dtype=torch.int64),
         torch.empty(n, dtype=torch.int64),
         [str(i) for i in range(n)],
         text_lengths=[length] * n,
+        **more,
     )
     return Batch(columns)
 
@@ -330,6 +343,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "info_nce at 32k": lambda: step(lambda m: InfoNCE(), n=32768, micro=16384),
     "dropout, checkpointing": lambda: step(lambda m: InfoNCE(), dropout=0.1, checkpointing=True),
     "packed texts": packed,
+    "native resolution": native,
     "sigmoid": lambda: step(lambda m: SigmoidLoss(), bias=True),
     "memory bank": lambda: step(lambda m: MemoryBank(128, 0)),
     "contaccum": lambda: step(lambda m: MemoryBank(128, 0, "contaccum")),

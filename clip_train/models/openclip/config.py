@@ -20,7 +20,7 @@ from pydantic import (
 
 from clip_train.errors import UserError, raise_all
 from clip_train.models.lora import Lora
-from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
+from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeMode
 from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
@@ -86,6 +86,17 @@ class Described(BaseModel):
         return self
 
 
+# keys of a description that OpenCLIP has in `preprocess_cfg`, or not at all
+NOT_IN_MODEL_CFG = {
+    "image_mean",
+    "image_std",
+    "interpolation",
+    "resize_mode",
+    "image_tokens",
+    "lora",
+}
+
+
 class DescribedModel(Described):
     """The keys that every model has, and the pixel statistics that its weights expect."""
 
@@ -99,6 +110,13 @@ class DescribedModel(Described):
     image_mean: Channels = IMAGE_MEAN
     image_std: Channels = IMAGE_STD
     lora: Lora | None = None  # of the recipe
+    # Native resolution: the most patches of an image, of its own aspect ratio. None: squares.
+    image_tokens: PositiveInt | None = None
+
+    @property
+    def patches(self) -> Patches | None:
+        """How images become patches of their own number; None: they are squares."""
+        return None
 
 
 class VisionKeys(Described):
@@ -235,7 +253,7 @@ class OpenCLIPArchitecture(DescribedModel):
 
     @property
     def resize(self) -> Resize:
-        return Resize(self.interpolation, self.resize_mode)
+        return Resize(self.interpolation, self.resize_mode, self.image_tokens)
 
     def own_keys(self) -> dict[str, Any]:
         """What OpenCLIP's `model_cfg` cannot hold; beside it, `described` reads it."""
@@ -255,7 +273,7 @@ class OpenCLIPArchitecture(DescribedModel):
 
     def model_cfg(self) -> dict[str, Any]:
         """OpenCLIP's `model_cfg`."""
-        ours = {"open_clip", "image_mean", "image_std", "interpolation", "resize_mode", "lora"}
+        ours = {"open_clip", *NOT_IN_MODEL_CFG}
         ours |= {"multimodal_cfg"} if self.multimodal_cfg is None else set()
         config = self.model_dump(exclude=ours)  # a null stays: timm_proj's default differs
         if self.vision_cfg.norm == "batch":
@@ -376,7 +394,7 @@ def is_resnet(content: Any) -> bool:
 
 def described(content: dict[str, Any]) -> dict[str, Any]:
     """OpenCLIP's `model_cfg`, which may be alone, with the keys of the `preprocess_cfg` beside it:
-    `image_mean`, `image_std`, `interpolation` and `resize_mode`."""
+    `image_mean`, `image_std`, `interpolation`, `resize_mode` and our own `image_tokens`."""
     if "model_cfg" not in content:
         return content
     preprocess = content.get("preprocess_cfg") or {}
