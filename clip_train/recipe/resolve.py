@@ -195,9 +195,9 @@ def resolve(
         problems += place_mistakes(model, must_exist=look_for_weights)
         problems += map(UserError, vocabulary_mistakes(model.name, architecture))
         problems += map(UserError, collect(random_mistakes, architecture) or [])
-        collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
-        collect(check_drawn_positions, model, names)
+        if collect(trained_parameters, model, architecture) is not None:
+            collect(check_drawn_positions, model, names)
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
     tokens_per_image = None
