@@ -137,6 +137,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("groups", "top-1, top-5 after 40 steps", lowest=True),
         Table("widths", "4", lowest=True, show=("loss.widths", "128 (all)", "8", "4")),
         Table("keep_positions", "zero-shot top-1", lowest=True),
+        Table("long_texts", "long, after", lowest=True, only=("256",)),
         Table("coca", "shape", lowest=True, show=("steps", "shape")),
     ),
     "Stops, faults and slow ranks": (

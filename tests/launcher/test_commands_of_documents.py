@@ -35,6 +35,7 @@ ELSEWHERE = {
     "--format peft": "needs a run with adapters: tests/launcher/test_lora.py",
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
     "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
+    "recipes/siglip2_long.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
     "json.negatives": "needs mined shards: tests/launcher/test_mine.py",
     "--push": "needs the hub: tests/launcher/test_push.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",
