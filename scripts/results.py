@@ -123,10 +123,17 @@ PARTS: dict[str, tuple[Table, ...]] = {
             show=("case", "way", "error", "CPU s", "MiB"),
         ),
         Table("cached_ranking_loss", only=("a function",)),
+        Table(
+            "native",
+            "CPU s per TFLOP",
+            only=("seconds",),
+            show=("way", "CPU s per 1,000 patches", "CPU s per TFLOP"),
+        ),
     ),
     "What a feature gives": (
         Table("fine_tuning", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("same_fine_tune", "standard errors apart"),
+        Table("native_scores", "top-1 %", lowest=True, only=("native",)),
         Table("lora", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("muon", "zero-shot top-1", lowest=True, show=("optim.name", "zero-shot top-1")),
         Table(
