@@ -69,6 +69,8 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
+        Table("sets", "difference", show=("set", "score", "clip-train", "clip_benchmark")),
+        Table("pixels", show=("files", "OpenCLIP, RGB", "transformers 5 Pillow")),
         Table(
             "linear", "error, text", only=("fp32", "bf16"), show=("engine.linear", "error, text")
         ),
@@ -112,6 +114,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
     ),
     "What a feature gives": (
         Table("fine_tuning", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
+        Table("same_fine_tune", "standard errors apart"),
         Table("lora", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("muon", "zero-shot top-1", lowest=True, show=("optim.name", "zero-shot top-1")),
         Table(
