@@ -58,7 +58,18 @@ REPLACED = {
     " ...": " --train-data shards/{00000..00003}.tar --train-num-samples 1000000",
 }
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
-RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds", "siglip2-b16")
+RUNS = (
+    "my-run",
+    "clip",
+    "first",
+    "demo-shapes",
+    "speed",
+    "a",
+    "b",
+    "birds",
+    "siglip2-b16",
+    "siglip2-long",
+)
 
 
 def lines() -> list[str]:
