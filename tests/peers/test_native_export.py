@@ -96,6 +96,5 @@ def test_the_main_branch_makes_a_naflexvit_of_it(quick_gelu: bool, tmp_path: Pat
         }
         found = peer.encode_image(inputs, normalize=True)[0]
         expected = model(to_rows(image, PATCH, MOST)[None])[0][0]
-        # timm resizes positions in fp32
-        tolerance = 1e-12 if (rows, columns) == (4, 4) else 1e-6
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        # OpenCLIP adds the class token's position in fp32, and timm resizes the others in fp32
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
