@@ -55,8 +55,8 @@ from clip_train.losses.ring import RingInfoNCE
 from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze
-from clip_train.models.loading import stretched
 from clip_train.models.lora import Lora
+from clip_train.models.positions import stretched
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.optimizer import build_optimizer

@@ -9,6 +9,7 @@ from clip_tools.exports import (
     check_transformers,
     export_peft,
     export_transformers,
+    is_chinese_clip,
     is_naflex,
     is_siglip,
 )
@@ -84,10 +85,11 @@ def write_export(
         line = f"peft.PeftModel.from_pretrained(model, '{written.resolve()}')"
     elif library == "transformers":
         architecture = None if description.get("own") else parse_saved(description)
-        siglip = is_siglip(architecture)
-        if architecture is None or not (siglip or isinstance(architecture, Architecture)):
+        siglip, chinese = is_siglip(architecture), is_chinese_clip(architecture)
+        ours = isinstance(architecture, Architecture)
+        if architecture is None or not (siglip or chinese or ours):
             raise UserError(
-                f"--format transformers holds CLIP's own towers and SigLIP's, not "
+                f"--format transformers holds CLIP's own towers, SigLIP's and ChineseCLIP's, not "
                 f"{other or 'a ResNet'}'s: export with --format open_clip"
             )
         check_transformers(architecture)  # before the weights are fetched
@@ -105,6 +107,8 @@ def write_export(
         kind = "CLIPModel"
         if siglip:
             kind = "Siglip2Model" if is_naflex(architecture) else "SiglipModel"
+        elif chinese:
+            kind = "ChineseCLIPModel"
         line = f"transformers.{kind}.from_pretrained('{written.resolve()}')"
     else:
         if description.get("open_clip"):

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
-from clip_train.models.config import AnyArchitecture, Architecture
-from clip_train.models.layouts import siglip_to_transformers, to_transformers
+from clip_train.models.config import AnyArchitecture, Architecture, VisionConfig
+from clip_train.models.layouts import (
+    chinese_to_transformers,
+    siglip_to_transformers,
+    to_transformers,
+)
 from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
+from clip_train.models.low_rank import FUSED
 from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
 from clip_train.models.weights import save_json, save_weights
 from clip_train.storage.local import LocalStorage
@@ -71,10 +76,20 @@ def is_naflex(architecture: AnyArchitecture | None) -> bool:
     return isinstance(architecture, OpenCLIPArchitecture) and architecture.is_naflex
 
 
+def is_chinese_clip(architecture: AnyArchitecture | None) -> bool:
+    """Whether it is a ChineseCLIPModel of transformers."""
+    return isinstance(architecture, OpenCLIPArchitecture) and bool(architecture.text_cfg.bert)
+
+
 def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -> None:
     """UserError if OpenCLIP has no image tower of these sizes; a warning if its activation
     differs."""
     assert isinstance(architecture, OpenCLIPArchitecture)
+    if is_chinese_clip(architecture):
+        raise UserError(
+            f"--format open_clip: OpenCLIP has no text tower like that of {architecture.open_clip}, "
+            "a ChineseCLIPModel: export with --format transformers"
+        )
     arguments = architecture.own_keys().get("vision_cfg", {}).get("timm_model_args")
     if arguments is None:
         return
@@ -119,6 +134,8 @@ def check_transformers(architecture: AnyArchitecture) -> None:
                 f"and data.resize is {architecture.resize_mode}: export with --format open_clip"
             )
         return
+    if is_chinese_clip(architecture):
+        return
     assert isinstance(architecture, Architecture)
     parts = {
         "": architecture,
@@ -154,6 +171,15 @@ def export_transformers(
     check_transformers(architecture)
     check_state(state, architecture, "the state to export")
     path = Path(folder)
+    if is_chinese_clip(architecture):
+        assert isinstance(architecture, OpenCLIPArchitecture)
+        from clip_tools.siglip import copy_tokenizer
+
+        copy_tokenizer(str(architecture.text_cfg.hf_tokenizer_name), path)
+        save_weights(dict(chinese_to_transformers(state)), path, "model.safetensors")
+        save_json(path, "config.json", chinese_config(architecture))
+        save_json(path, "preprocessor_config.json", pixel_keys(architecture))
+        return path
     if isinstance(architecture, OpenCLIPArchitecture):
         from clip_tools.siglip import siglip_config, write_tokenizer
 
@@ -205,6 +231,38 @@ def export_transformers(
     return path
 
 
+def chinese_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
+    """transformers' config.json of a ChineseCLIPModel."""
+    vision = VisionConfig.model_validate(
+        architecture.vision_cfg.model_dump(include=set(VisionConfig.model_fields))
+    )
+    vision_config = {
+        "model_type": "chinese_clip_vision_model",
+        "hidden_size": vision.width,
+        "intermediate_size": vision.mlp_width,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "num_channels": 3,
+        "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
+        "layer_norm_eps": 1e-5,
+        "projection_dim": architecture.embed_dim,
+    }
+    return {
+        "architectures": ["ChineseCLIPModel"],
+        "model_type": "chinese_clip",
+        "torch_dtype": "float32",
+        "projection_dim": architecture.embed_dim,
+        "logit_scale_init_value": architecture.init_logit_scale,
+        "text_config": {
+            "model_type": "chinese_clip_text_model",
+            **(architecture.text_cfg.bert or {}),
+        },
+        "vision_config": vision_config,
+    }
+
+
 def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
     """transformers' preprocessor_config.json, as evaluation resizes here."""
     side = architecture.vision_cfg.image_size
@@ -232,6 +290,9 @@ def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
             "patch_size": architecture.patches.size,
             "max_num_patches": architecture.patches.most,
         }
+    if is_chinese_clip(architecture) and squash:
+        keys |= {"image_processor_type": "ChineseCLIPImageProcessor", "do_center_crop": False}
+        return {"processor_class": "ChineseCLIPProcessor", **keys}
     if siglip:
         return {"processor_class": "SiglipProcessor", **keys}
     return {**keys, "do_center_crop": not squash, "crop_size": square}
@@ -260,15 +321,18 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
     """Write the files that `PeftModel.from_pretrained(OpenCLIP's model, FOLDER)` reads; returns the
     folder.
 
-    peft has one adapter for packed attention weights, always together with one for `out_proj`. Our
-    three adapters become one of block matrices, with three times the rank and alpha. Parameters
-    trained beside the adapters are saved in trained.safetensors.
+    peft has one adapter for packed attention weights, always together with one for `out_proj`, and
+    one for a fused layer. Several adapters in one weight become one of block matrices, with as many
+    times the rank and alpha. Parameters trained beside the adapters are saved in
+    trained.safetensors.
     """
     out: dict[str, Tensor] = {}
     adapters = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     rest = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     layers = [name.removesuffix(".lora_A") for name in adapters if name.endswith(".lora_A")]
-    packed = [x for x in layers if len(state[f"{x}.lora_A"]) == 3 * lora.rank]
+    count = {layer: len(state[f"{layer}.lora_A"]) // lora.rank for layer in layers}
+    several = {layer: number for layer, number in count.items() if number > 1}
+    packed = [layer for layer in several if layer.rpartition(".")[2] not in FUSED]
     outputs = {f"{x}.out_proj": state[f"{x}.lora_A"].shape[1] for x in packed}
     for layer in dict.fromkeys([*layers, *outputs]):
         width = outputs.get(layer, 0)
@@ -286,8 +350,8 @@ def export_peft(state: Mapping[str, Tensor], lora: Lora, folder: str) -> Path:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": [layer for layer in layers if layer not in outputs],
-        "rank_pattern": dict.fromkeys(packed, 3 * lora.rank),
-        "alpha_pattern": dict.fromkeys(packed, 3 * lora.alpha),
+        "rank_pattern": {layer: number * lora.rank for layer, number in several.items()},
+        "alpha_pattern": {layer: number * lora.alpha for layer, number in several.items()},
     }
     path = save_weights(out, Path(folder), "adapter_model.safetensors").parent
     save_weights(rest, path, "trained.safetensors")

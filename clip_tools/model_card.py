@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_train import __version__
+from clip_train.data.shards import split_sources
 from clip_train.metrics.jsonl import iter_jsonl
 from clip_train.metrics.progress import format_number
 from clip_train.metrics.run import Run
@@ -50,7 +51,7 @@ def render(card: Card) -> str:
         [f"---\n{dump_yaml(front_matter(card, config, scores))}---"],
         [f"# {config.run.name}"],
         summary(card, config),
-        ["```python", f"import {module_of(card.load)}", "", card.load, "```"],
+        ["```python", *usage(card.load), "```"],
         ["## Scores"],
         score_lines(scores),
         ["## Curve"],
@@ -60,6 +61,20 @@ def render(card: Card) -> str:
         ["```yaml", dump_yaml(trained_keys(config)).rstrip(), "```"],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def usage(load: str) -> list[str]:
+    """Python that loads the model; with OpenCLIP also its preprocessing and tokenizer."""
+    module = module_of(load)
+    lines = [f"import {module}", ""]
+    if module != "open_clip":
+        return [*lines, f"model = {load}"]
+    place = load.partition("(")[2]
+    return [
+        *lines,
+        f"model, _, preprocess = {load}",
+        f"tokenizer = open_clip.get_tokenizer({place}",
+    ]
 
 
 def module_of(line: str) -> str:
@@ -106,13 +121,14 @@ def summary(card: Card, config: Recipe) -> list[str]:
         for key in BASES
         if getattr(config.model, key) is not None
     ]
+    sources = [f"`{redact(source)}`" for source in split_sources(config.data.train)]
+    samples = f", {config.data.num_samples:,} samples" if config.data.num_samples else ""
     return [
         f"`{config.model.name}`: {weights} after {card.step:,} steps of training with clip-train "
         f"{__version__}.",
         "",
         f"- Base: {', '.join(bases) or 'none, trained from random weights'}",
-        f"- Data: `{redact(config.data.train)}`"
-        + (f", {config.data.num_samples:,} samples" if config.data.num_samples else ""),
+        f"- Data: {', '.join(sources)}{samples}",
         f"- Loss: {config.loss.kind}, over a global batch of {config.batch.global_size:,}",
         f"- Optimizer: {config.optim.name}, learning rate {format_number(config.optim.lr)}",
     ]
@@ -139,11 +155,12 @@ def score_lines(scores: Scores) -> list[str]:
     if not scores.rows:
         return ["This run has no evaluation of these weights."]
     columns = scores.columns
-    table = [["data set", *columns.values()]]
+    table = [["data set", "images", *columns.values()]]
     for row in scores.rows:
         cells = [row.scores.get(metric) for metric in columns]
         texts = ["" if score is None else score_text(score, score.last) for score in cells]
-        table.append([row.label, *texts])
+        images = "" if row.num_samples is None else f"{row.num_samples:,}"
+        table.append([row.label, images, *texts])
     return [*table_lines(table), "", f"Of the evaluation at step {scores.step:,}."]
 
 
@@ -171,9 +188,9 @@ def value_at(run: Run, name: str, step: int) -> str:
 
 
 def table_lines(rows: list[list[str]]) -> list[str]:
-    """Markdown; the first row is the head."""
+    """Markdown; the first row is the head. All columns but the first are numbers."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+    return [lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]]
 
 
 def trained_keys(config: Recipe) -> dict[str, Any]:

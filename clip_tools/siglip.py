@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from clip_train.models.clip import build_model
-from clip_train.models.files import TOKENIZER_FILES
+from clip_train.models.files import TOKENIZER_FILES, read_object
 from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
 from clip_train.models.openclip.model import tokenizer, tokenizer_folder
+from clip_train.models.weights import save_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
@@ -72,16 +75,29 @@ def activation(module: Any) -> str:
     return "gelu_pytorch_tanh" if tanh else "gelu"
 
 
+def copy_tokenizer(name: str, folder: Path) -> Path:
+    """Copy the files of a tokenizer of transformers. Returns the folder that has them. Raises
+    UserError, CheckpointError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = tokenizer_folder(name)
+    for file in TOKENIZER_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, folder / file)
+    return source
+
+
 def write_tokenizer(architecture: OpenCLIPArchitecture, folder: Path) -> None:
-    """Copy the tokenizer's files if the architecture names a transformers tokenizer; otherwise let
-    transformers save the one OpenCLIP uses. Raises UserError, CheckpointError."""
+    """Copy the tokenizer's files if the architecture names a transformers tokenizer, with the
+    model's length in `model_max_length`; otherwise let transformers save the one OpenCLIP uses.
+    Raises UserError, CheckpointError."""
     folder.mkdir(parents=True, exist_ok=True)
     name = architecture.text_cfg.hf_tokenizer_name or ""
     if name.startswith(TRANSFORMERS):
-        source = tokenizer_folder(name)
-        for file in TOKENIZER_FILES:
-            if (source / file).is_file():
-                shutil.copyfile(source / file, folder / file)
+        source = copy_tokenizer(name, folder)
+        length = {"model_max_length": architecture.text_cfg.context_length}
+        keys = read_object(source / TOKENIZER_CONFIG)
+        if keys | length != keys:  # or a processor would pad and cut texts to another length
+            save_json(folder, TOKENIZER_CONFIG, keys | length)
         return
     # None: the model uses CLIP's own tokenizer; no file is written
     loaded: Any = tokenizer(architecture)

@@ -18,7 +18,7 @@ from clip_train.checkpoint.restore import Stores, commit_urls, open_read_only
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.models import hub
 from clip_train.models.clip import count_parameters
-from clip_train.models.config import AnyArchitecture
+from clip_train.models.config import AnyArchitecture, KeepPositions
 from clip_train.models.loading import (
     Log,
     adapt,
@@ -183,7 +183,7 @@ class WeightsFor:
     place: str
     architecture: AnyArchitecture
     tower: str | None = None
-    keep_positions: int = 0
+    keep_positions: KeepPositions = 0
     name_key: str = "model.name"
 
     @property

@@ -388,14 +388,19 @@ def build_loader(
     config = resolved.config
     known_index = resolved.source.index if resolved.source else None
     index = shared_index(
-        "data.train", config.data.train, config.data.verify, config.storage, known_index
+        "data.train",
+        config.data.train,
+        config.data.verify,
+        config.storage,
+        known_index,
+        config.data.kept,
     )
     order_start, sizes = 0, config.batch.sizes
     if resumed is not None:
         data = resume_data(
             resumed.state,
             index,
-            order_keys(config.data, sizes, config.run.seed),
+            order_keys(config.data, sizes, config.run.seed, index),
             allow_changed_shards=config.data.allow_changed_shards,
             allow_changed_order=config.checkpoint.allow_changed_recipe,
         )

@@ -66,9 +66,17 @@ PARTS: dict[str, tuple[Table, ...]] = {
         ),
         Table("exactness", "grad norm", only=("Muon, bf16",), show=("what", "engine", *ERRORS)),
         Table("exactness_groups", "grad norm", show=("what", "engine", *ERRORS)),
+        Table(
+            "exactness_embedders",
+            "gradient error",
+            only=("float32",),
+            show=("loss", "scores", "loss error", "gradient error", "plain fp32"),
+        ),
         Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
+        Table("sets", "difference", show=("set", "score", "clip-train", "clip_benchmark")),
+        Table("pixels", show=("files", "OpenCLIP, RGB", "transformers 5 Pillow")),
         Table(
             "linear", "error, text", only=("fp32", "bf16"), show=("engine.linear", "error, text")
         ),
@@ -108,10 +116,24 @@ PARTS: dict[str, tuple[Table, ...]] = {
             "ratio, one direction",
             show=("hard negatives", "chunk", "ratio, one direction", "ours, MiB", "theirs, MiB"),
         ),
+        Table(
+            "embedders",
+            "CPU s",
+            only=("contrastive_step",),
+            show=("case", "way", "error", "CPU s", "MiB"),
+        ),
         Table("cached_ranking_loss", only=("a function",)),
+        Table(
+            "native",
+            "CPU s per TFLOP",
+            only=("seconds",),
+            show=("way", "CPU s per 1,000 patches", "CPU s per TFLOP"),
+        ),
     ),
     "What a feature gives": (
         Table("fine_tuning", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
+        Table("same_fine_tune", "standard errors apart"),
+        Table("native_scores", "top-1 %", lowest=True, only=("native",)),
         Table("lora", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("muon", "zero-shot top-1", lowest=True, show=("optim.name", "zero-shot top-1")),
         Table(
@@ -122,6 +144,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("groups", "top-1, top-5 after 40 steps", lowest=True),
         Table("widths", "4", lowest=True, show=("loss.widths", "128 (all)", "8", "4")),
         Table("keep_positions", "zero-shot top-1", lowest=True),
+        Table("long_texts", "long, after", lowest=True, only=("256",)),
         Table("coca", "shape", lowest=True, show=("steps", "shape")),
     ),
     "Stops, faults and slow ranks": (

@@ -18,11 +18,13 @@ pip "torch==2.13.0"
 # runs beside either (tests/peers/torchvision_shim.py).
 pip --no-deps "torchvision==0.28.0" "open_clip_torch==3.3.0" "timm>=1.0.17"
 # The last transformers with which OpenCLIP 3.3.0 generates captions is 4.55.
-pip ftfy huggingface-hub "transformers<4.56" regex safetensors tqdm pyyaml numpy pillow "pytest>=8"
+pip ftfy huggingface-hub "transformers<4.56" regex safetensors tqdm pyyaml numpy "pytest>=8"
+# Pillow 13 resizes some tall images vertically first: not as models were trained (docs/data.md).
+pip "pillow<13"
 # OpenCLIP's towers on this project's engines (tests/peers/test_engines.py).
 pip "deepspeed==0.19.8"
 # Loops of one's own in other libraries (examples/).
-pip accelerate lightning
+pip accelerate lightning "sentence-transformers==5.3.0" datasets
 # Adapters of low rank (tests/peers/test_lora.py).
 pip --no-deps "peft==0.18.1"
 # This project runs from its checkout: only what the compared packages import is added.

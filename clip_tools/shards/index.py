@@ -1,8 +1,10 @@
 """Read whole shards in several processes and write their index, or compare them with it."""
 
 import contextlib
+import difflib
 import hashlib
 import io
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,15 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from clip_tools.shards.equal import BATCHES, describe, sketch
 from clip_train.data import decode, index
 from clip_train.data.config import existing
-from clip_train.data.fields import metadata
-from clip_train.data.index import ShardEntry, look_up
+from clip_train.data.fields import key_of, metadata
+from clip_train.data.index import FolderIndex, ShardEntry, look_up
+from clip_train.data.index_columns import (
+    ColumnFile,
+    column_file,
+    column_of,
+    joined,
+    places_in,
+    read_column,
+)
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.keep import UID
 from clip_train.data.shards import open_shard, split_name
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import DataError, UserError
@@ -30,6 +42,7 @@ from clip_train.storage.config import StorageConfig
 from clip_train.storage.urls import open_storage
 
 SHOWN = 20  # shards named in a message
+LOOKED_AT = 1000  # samples of the first shard, for the keys that it has
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order (write the tar again with `tar --sort=name`)"
 
@@ -41,22 +54,33 @@ def run_index(
     workers: int | None,
     check: bool,
     quiet: bool,
+    columns: Sequence[str] = (),
 ) -> None:
-    """Reads every shard once. quiet: without a progress bar. UserError for missing shards;
-    DataError for shards that are damaged, unusable, or differ from their index."""
+    """Reads every shard once. quiet: without a progress bar. columns: keys of the samples' `.json`.
+    UserError for missing shards; DataError for shards that are damaged, unusable, or differ from
+    their index."""
     sources = [source for spec in specs for source in existing(spec, "SHARDS")]
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
-    found = look_up([shards], "auto", StorageConfig()).shared if check else None
-    if not check:
+    found = look_up([shards], "auto", StorageConfig()) if check else None
+    columns = tuple(dict.fromkeys(map(key_of, columns)))
+    if check:
+        check_columns(shards)
+        columns = ()
+    else:
+        check_keys(shards[0], columns)
         write_indexes({}, shards)  # raise UserError before hours of reading
+        # an index keeps the columns that it has, for new and changed shards too
+        columns = tuple(dict.fromkeys([*columns, *known_columns(shards)]))
     workers = workers or max(2, min(16, usable_cores()))
-    indexed = index_shards(shards, caption_key=caption_key, workers=workers, quiet=quiet)
+    indexed = index_shards(
+        shards, caption_key=caption_key, workers=workers, quiet=quiet, columns=columns
+    )
     num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
     samples = sum(entry.samples for entry in entries.values())
     size = sum(entry.checksums.size for entry in entries.values())
     summary = f"{num} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if found is not None:
-        known = dict(found[number] for number in range(len(shards)))
+        known = {shard: found.shard(number).entry for number, shard in enumerate(shards)}
         refuse(
             {url: differences(known[url], entry) for url, entry in entries.items()},
             "differ from their index",
@@ -71,6 +95,9 @@ def run_index(
     results = indexed.values()
     equal = describe([each.captions for each in results], [each.used for each in results], batches)
     print(f"{summary}; wrote {', '.join(written)}{equal}")
+    for name in columns:
+        arrays = [result.columns[name] for result in results]
+        print(f"column {name}: {describe_column(arrays)}")
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
@@ -99,6 +126,58 @@ def refuse(reasons: Mapping[str, str | None], what: str) -> None:
     raise DataError("\n".join([head, *lines[:SHOWN], *more]))
 
 
+# -- columns
+
+
+def known_columns(shards: Sequence[str]) -> list[str]:
+    """The columns in the indexes of these shards."""
+    names: dict[str, None] = {}
+    for folder in dict.fromkeys(split_name(shard)[0] for shard in shards):
+        names |= dict.fromkeys(index.load(folder, StorageConfig()).columns)
+    return list(names)
+
+
+def check_columns(shards: Sequence[str]) -> None:
+    """UserError if a column of their indexes is missing or damaged."""
+    for folder in dict.fromkeys(split_name(shard)[0] for shard in shards):
+        for name, column in index.load(folder, StorageConfig()).columns.items():
+            read_column(folder, name, column, StorageConfig())
+
+
+def check_keys(shard: str, columns: Sequence[str]) -> None:
+    """UserError if none of the first samples has one of these keys in its .json: before hours of
+    reading."""
+    if not columns:
+        return
+    keys: set[str] = set()
+    with contextlib.suppress(TarError, OSError), open_shard(shard) as file:
+        for sample in itertools.islice(iter_samples(file), LOOKED_AT):
+            keys |= metadata(sample.members).keys()
+    for name in columns:
+        if name in keys:
+            continue
+        near = difflib.get_close_matches(name, keys, n=1)
+        remedy = f"did you mean json.{near[0]}?" if near else "take it out"
+        raise UserError(
+            f"--columns json.{name}: none of the first {LOOKED_AT} samples of {shard} has it in its "
+            f".json (its keys: {', '.join(sorted(keys)) or 'none'}); {remedy}"
+        )
+
+
+def describe_column(arrays: Sequence[Any]) -> str:
+    """Its kind, and how many samples have a value."""
+    column = joined(arrays)
+    if column.dtype == UID:
+        return (
+            f"uids of {np.count_nonzero(column['f0'] | column['f1']):,} of {len(column):,} samples"
+        )
+    if column.dtype.kind == "S":
+        return f"texts of {np.count_nonzero(column != b''):,} of {len(column):,} samples"
+    known = column[~np.isnan(column)]
+    limits = f", {known.min():g} to {known.max():g}" if len(known) else ""
+    return f"numbers of {len(known):,} of {len(column):,} samples{limits}"
+
+
 # -- reading shards
 
 
@@ -110,6 +189,7 @@ class Indexed:
     invalid: Counter[str]  # reason -> samples that cannot be used, as far as seen without decoding
     captions: Any  # by `equal.sketch`
     names: tuple[str, ...]  # of the first sample's members, and `json.x` for the keys of its .json
+    columns: Mapping[str, Any]  # by name: an array with a value for each sample
 
     @property
     def used(self) -> int:
@@ -150,20 +230,25 @@ class HashedFile(BlockFile):
 
 
 def index_shard(
-    url: str, caption_key: decode.CaptionKey = None, block_bytes: int = BLOCK_BYTES
+    url: str,
+    caption_key: decode.CaptionKey = None,
+    block_bytes: int = BLOCK_BYTES,
+    columns: Sequence[str] = (),
 ) -> Indexed:
     """One shard's entry. A damaged archive is counted up to its damage, which the entry names.
 
-    caption_key: as `data.caption_key`; only decides which samples are invalid.
+    caption_key: as `data.caption_key`; only decides which samples are invalid. columns: keys of the
+    samples' .json.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or a value is not for a column.
     """
     samples, offsets, damage = 0, array("Q"), None
     invalid: Counter[str] = Counter()
     seen: set[str] = set()
     captions: list[str] = []
     names: list[str] = []
+    values: dict[str, list[Any]] = {name: [] for name in columns}
     try:
         with open_shard(url) as file:
             hashed = HashedFile(url, file, block_bytes)
@@ -177,6 +262,10 @@ def index_shard(
                     if not samples:
                         keys = metadata(sample.members)
                         names = [*sample.members, *(f"json.{key}" for key in keys)]
+                    if columns:
+                        keys = metadata(sample.members)
+                        for name in columns:
+                            values[name].append(keys.get(name))
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -186,7 +275,8 @@ def index_shard(
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
     entry = ShardEntry(samples, sha256, checksums, damage, offsets)
-    return Indexed(entry, invalid, sketch(captions), tuple(names))
+    arrays = {name: column_of(name, each) for name, each in values.items()}
+    return Indexed(entry, invalid, sketch(captions), tuple(names), arrays)
 
 
 def index_shards(
@@ -196,13 +286,16 @@ def index_shards(
     block_bytes: int = BLOCK_BYTES,
     workers: int = 2,
     quiet: bool = True,
+    columns: Sequence[str] = (),
 ) -> dict[str, Indexed]:
     """The contents of all shards, read by `workers` processes (1: by this one). DataError if one
     cannot be read.
 
     quiet: without a progress bar.
     """
-    read = partial(index_shard, caption_key=caption_key, block_bytes=block_bytes)
+    read = partial(
+        index_shard, caption_key=caption_key, block_bytes=block_bytes, columns=tuple(columns)
+    )
     todo = list(dict.fromkeys(urls))
     workers = min(workers, len(todo))
     with contextlib.ExitStack() as stack:
@@ -232,25 +325,74 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
     Raises:
         UserError: an existing index is damaged, or the index cannot be written.
     """
-    folders: dict[str, dict[str, ShardEntry]] = {}
+    folders: dict[str, dict[str, Indexed]] = {}
     for url in [*shards, *indexed]:
         folder, name = split_name(url)
-        entries = folders.setdefault(folder, {})
+        results = folders.setdefault(folder, {})
         if url in indexed:
-            entries[name] = indexed[url].entry
-    for folder, entries in folders.items():
-        known = {
-            name: index.entry_of(each.line)
-            for name, each in index.load(folder, StorageConfig()).items()
-        }
+            results[name] = indexed[url]
+    for folder, results in folders.items():
+        known = index.load(folder, StorageConfig())
+        entries = {name: index.entry_of(line.line) for name, line in known.lines.items()}
+        new = {name: result.entry for name, result in results.items()}
+        columns = merged_columns(folder, known, results)
         try:
-            content = index.to_bytes(known | entries)
+            files = write_columns(folder, columns)
+            content = index.to_bytes(entries | new, files)
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)
+            replaced = {column.file for column in known.columns.values()}
+            for name in replaced - {column.file for column in files.values()}:
+                open_storage(folder + name).delete("")
         except OSError as e:
             raise UserError(
                 f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
             ) from e
     return [folder + index.INDEX_NAME for folder in folders]
+
+
+def merged_columns(
+    folder: str, known: FolderIndex, results: Mapping[str, Indexed]
+) -> dict[str, tuple[Any, list[str]]]:
+    """The columns of a folder's index by name: the array, and the shards that have no values.
+
+    results: of the shards that were read now."""
+    samples = {name: line.samples for name, line in known.lines.items()}
+    same = {  # whose known values still hold
+        name
+        for name, line in known.lines.items()
+        if name not in results or results[name].entry.sha256 == line.sha256
+    }
+    read_now = {name: None for result in results.values() for name in result.columns}
+    merged: dict[str, tuple[Any, list[str]]] = {}
+    for column in sorted({*known.columns, *read_now}):
+        values: Any = None
+        places: dict[str, slice] = {}
+        if column in known.columns:
+            values = read_column(folder, column, known.columns[column], StorageConfig())
+            places = places_in(known.columns[column], samples)
+        parts, without = [], []
+        for shard in sorted({*samples, *results}):
+            if shard in results and column in results[shard].columns:
+                parts.append(results[shard].columns[column])
+            elif shard in same and shard in places:
+                parts.append(values[places[shard]])
+            else:
+                without.append(shard)
+        if parts:
+            merged[column] = joined(parts), without
+    return merged
+
+
+def write_columns(
+    folder: str, columns: Mapping[str, tuple[Any, list[str]]]
+) -> dict[str, ColumnFile]:
+    """Writes columns beside the index, by name. OSError."""
+    files = {}
+    for name, (values, without) in columns.items():
+        with column_file(values, without) as (column, path):
+            open_storage(folder + column.file).put_file(path, "")
+        files[name] = column
+    return files
 
 
 def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:

@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         """
         clip-train index 's3://bucket/cc12m/{00000..01242}.tar'
         clip-train index shards/*.tar --check                   check for changes and damage
+        clip-train index 'shards/*.tar' --columns json.clip_score,json.uid    for data.keep
         """,
     )
     add_shards(parser)
@@ -20,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--caption-key",
         metavar="NAMES",
         help="as data.caption_key: samples with one of these can be used (default: txt)",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="NAMES",
+        help="keys of the samples' .json, as json.x,json.y, whose values data.keep can read",
     )
     parser.add_argument(
         "--workers",
@@ -37,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     shards: list[str],
     caption_key: str | None,
+    columns: str | None,
     workers: int | None,
     check: bool,
     process: Process,
@@ -49,5 +56,6 @@ def run(
         workers=workers,
         check=check,
         quiet=process.quiet,
+        columns=columns.split(",") if columns else (),
     )
     return 0

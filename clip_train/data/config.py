@@ -9,13 +9,14 @@ import statistics
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from clip_train.batch import BatchSizes
 from clip_train.data.fields import metadata
 from clip_train.data.formats import IMAGE_EXTENSIONS
 from clip_train.data.index import ShardIndex, look_up
 from clip_train.data.invalid import InvalidSample
+from clip_train.data.keep import Expression, ExpressionError, Keep, is_list
 from clip_train.data.shards import (
     SYNTHETIC,
     Reading,
@@ -26,6 +27,7 @@ from clip_train.data.shards import (
 )
 from clip_train.data.tar import TarError, iter_samples
 from clip_train.errors import UserError, missing, unreadable
+from clip_train.places import expanded
 from clip_train.resizing import BudgetSchedule
 from clip_train.settings import (
     Allowed,
@@ -58,10 +60,22 @@ Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
 Strength = Annotated[float, Field(ge=0, le=10)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-
-
 Budget = Annotated[int, Field(gt=0, le=MOST_PATCHES)]
 Budgets = dict[Budget, Weight]
+
+
+def _expanded_list(keep: str) -> str:
+    """`data.keep`: a path as in other keys, or an expression as it is."""
+    return expanded(keep) if is_list(keep) else keep
+
+
+class TrainWeightsStage(Settings):
+    """A piece of `data.train_weights_schedule`."""
+
+    until_step: PositiveInt
+    """The first step, counted from 0, that no longer belongs to this piece."""
+    train_weights: list[Annotated[float, Field(ge=0)]]
+    """The share of samples from each source in this piece; 0: none."""
 
 
 class TokenStage(Settings):
@@ -94,6 +108,25 @@ class DataConfig(Settings):
     ] = None
     """The share of samples from each source joined by `::`, as [3, 1] or 3::1. Each source then has
     its own epochs. null: the sources are one list of shards, and an epoch has each sample once."""
+
+    train_weights_schedule: Annotated[
+        list[TrainWeightsStage] | None,
+        Allowed("pieces such as [{until_step: 1000, train_weights: [1, 0]}], or null"),
+    ] = None
+    """Other shares of the sources in the first steps, as pieces [{until_step: 1000, train_weights:
+    [1, 0]}, ...]. After the last piece, train_weights applies."""
+
+    keep: Annotated[
+        Annotated[str, Field(min_length=1), AfterValidator(_expanded_list)] | None,
+        Allowed(
+            "a condition over columns of the index, a .npy with uids, or null",
+            example="'clip_score > 0.28'",
+        ),
+    ] = None
+    """The samples of data.train that are read; all others count as if they were not there. A
+    condition: "clip_score > 0.28 and lang == 'en'", over columns of the index (`clip-train index
+    --columns json.clip_score,json.lang`). A .npy: a list of uids, as DataComp writes it; the index
+    needs `--columns json.uid`. null: all samples."""
 
     resampled: bool = False
     """Draw shards with replacement rather than in epochs."""
@@ -258,8 +291,8 @@ class DataConfig(Settings):
     and data.val before it is decoded. If a stage drops a sample, the sample is invalid."""
 
     alpha: Annotated[Literal["white", "drop"], Refused] = "white"
-    """Transparent pixels. white: blended with white. drop: their transparency is ignored, and the
-    color behind it shows, as in OpenCLIP and transformers."""
+    """Transparent pixels. white: blended with white, as in transformers 5. drop: their transparency
+    is ignored, and the color behind it shows, as in OpenCLIP and transformers 4."""
 
     resize: Literal["auto", "shortest", "squash", "longest", "native"] = "auto"
     """How evaluation, `embed`, `caption` and the library make a square of an image; exports have it
@@ -302,7 +335,13 @@ class DataConfig(Settings):
             return raw
         number = raw.get("num_samples")
         train = f"{SYNTHETIC}{SYNTHETIC_SAMPLES if number is None else number}"
-        return {**raw, "train": train, "train_weights": None, "resampled": False}
+        unused = {
+            "train_weights": None,
+            "train_weights_schedule": None,
+            "keep": None,
+            "resampled": False,
+        }
+        return {**raw, "train": train, **unused}
 
     @rule
     def _options_of_own_augmentation(self) -> Messages:
@@ -380,6 +419,49 @@ class DataConfig(Settings):
             )
 
     @rule
+    def _schedule_of_weights(self) -> Messages:
+        stages = self.train_weights_schedule or []
+        if stages and self.train_weights is None:
+            yield (
+                f"data.train_weights_schedule ({shown(self.train_weights_schedule)}) needs "
+                "data.train_weights, which apply after it; set them, or "
+                "data.train_weights_schedule=null"
+            )
+        ends = [stage.until_step for stage in stages]
+        if any(b <= a for a, b in itertools.pairwise(ends)):
+            yield (
+                "data.train_weights_schedule: until_step must rise from piece to piece, got "
+                f"{ends}; sort them"
+            )
+        sources = len(split_sources(self.train))
+        for stage in stages:
+            weights = stage.train_weights
+            if len(weights) != sources or not any(weights):
+                yield (
+                    f"data.train_weights_schedule: train_weights ({weights}) until step "
+                    f"{stage.until_step} must have one number for each of the {sources} sources "
+                    "that :: joins in data.train, and one above 0"
+                )
+
+    @rule
+    def _keep_can_be_used(self) -> Messages:
+        if self.keep is None:
+            return
+        if self.verify == "off":
+            yield (
+                f"data.keep ({shown(self.keep)}) reads the index, and data.verify=off leaves it "
+                "alone; set data.verify=auto, or data.keep=null"
+            )
+        if not is_list(self.keep):
+            try:
+                Expression.parse(self.keep)
+            except ExpressionError as e:
+                yield (
+                    f"data.keep ({shown(self.keep)}): {e}; write one such as 'clip_score > 0.28', "
+                    "or the path of a .npy"
+                )
+
+    @rule
     def _areas_of_crops(self) -> Messages:
         yield from self._range("aug_scale", self.aug_scale, most=1.0)
 
@@ -411,6 +493,11 @@ class DataConfig(Settings):
     def num_texts(self) -> int:
         """T: texts of an image, its positives first."""
         return self.texts_per_image + sum((self.negative_texts or {}).values())
+
+    @property
+    def kept(self) -> Keep | None:
+        """For `look_up`."""
+        return None if self.keep is None else Keep(self.keep, self.train)
 
     @property
     def val_places(self) -> dict[str, str]:
@@ -452,8 +539,12 @@ def resolve_workers(cores: int, device: str) -> int:
     return max(1, min(cores // 2, 4)) if device == "cpu" else max(1, min(cores - 2, 16))
 
 
-def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, Any]:
-    """All on which the order depends beside the shards, under the names of the recipe; as JSON."""
+def order_keys(
+    config: DataConfig, sizes: BatchSizes, seed: int, index: ShardIndex | None = None
+) -> dict[str, Any]:
+    """All on which the order depends beside the shards, under the names of the recipe; as JSON.
+
+    index: of data.train; None: its samples are not compared."""
     streams = resolve_streams(config.lanes, sizes)
     block = config.shuffle_block
     if block == "auto":
@@ -464,12 +555,18 @@ def order_keys(config: DataConfig, sizes: BatchSizes, seed: int) -> dict[str, An
         captions = [
             list(each) for each in zip(captions, _normalized([*captions.values()]), strict=True)
         ]
+    stages = [
+        [stage.until_step, _normalized(stage.train_weights)]
+        for stage in config.train_weights_schedule or []
+    ]
     return {
         "run.seed": seed,
         "batch.global_size": str(sizes),
         "data.lanes": streams,
         "data.shuffle_block": block,
         "data.train_weights": weights and _normalized(weights),
+        "data.train_weights_schedule": stages or None,
+        "data.keep": index.kept.text if index is not None and index.kept is not None else None,
         "data.resampled": config.resampled,
         "data.caption_key": captions,
     }
@@ -507,13 +604,21 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
             shard, no image or no caption in it; each names the field, the value and the remedy.
     """
     storage = storage or StorageConfig()
-    index = look_up(existing(config.train, "data.train"), config.verify, storage)
+    sources = existing(config.train, "data.train")
+    index = look_up(sources, config.verify, storage, config.kept)
+    edges = itertools.pairwise(itertools.accumulate(index.sources, initial=0))
+    for source, (start, stop) in zip(split_sources(config.train), edges, strict=True):
+        if config.kept and config.train_weights and not any(index.places[start:stop]):
+            raise UserError(
+                f"{config.kept} keeps no sample of the source {source} of data.train; correct it, or "
+                "take the source out of data.train and data.train_weights"
+            )
     if synthetic_size(index.shards[0]) is not None:
         return SourceSummary("noise", "words drawn at random", index)
     mistakes: list[UserError] = []
     for number, shard in enumerate(index.shards[:SHARDS_TRIED]):
         try:
-            _, entry = index.shared[number]
+            entry = index.shard(number).entry
             reading = Reading(storage, entry.checksums if entry else None)
             key, caption = _first_sample(shard, reading, config)
             return SourceSummary(key, caption, index, _median_length(shard, reading, config))

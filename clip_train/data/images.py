@@ -239,9 +239,11 @@ def to_square(image: Tensor, size: int, resize: Resize = AS_CLIP) -> Tensor:
             image, height, width, interpolation
         )
         return out
-    longest = MAX_STRETCH * min(image.shape[1:])
-    image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
     shorter = min(image.shape[1:])
+    longest = MAX_STRETCH * shorter
+    # as many pixels are cut from both ends: the middle stays where it was
+    longest += (max(image.shape[1:]) - longest) % 2
+    image = _middle(image, *(min(side, longest) for side in image.shape[1:]))
     height, width = (int(size * side / shorter) for side in image.shape[1:])
     return _middle(_resize(image, height, width, interpolation), size, size).contiguous()
 

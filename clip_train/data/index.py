@@ -1,11 +1,13 @@
 """The index of shards: the number of samples, the number of bytes, and checksums.
 
 `clip-train index` writes `clip_train_index.json` beside the shards: samples, size, sha256, a
-checksum of every block. Remote shards are verified by it while they are read.
+checksum of every block. Remote shards are verified by it while they are read. It may have columns,
+values of each sample, by which `data.keep` chooses.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -14,18 +16,24 @@ import os
 import pickle
 import re
 import secrets
+import shlex
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from clip_train.data.index_columns import FILE_PATTERN, ColumnFile, places_in, read_column
+from clip_train.data.keep import ExpressionError, Keep
 from clip_train.data.shards import (
     Row,
     describe_changes,
     expand,
     split_name,
+    split_sources,
     synthetic_size,
     unpack_rows,
 )
@@ -83,6 +91,7 @@ class IndexLine(NamedTuple):
     line: bytes
     places: int  # as `ShardEntry.places`
     sha256: str
+    samples: int
 
     def __reduce__(self) -> tuple[Any, ...]:
         return entry_of, (self.line,)
@@ -98,6 +107,38 @@ def entry_of(line: bytes) -> ShardEntry:
         damage=row["damage"],
         offsets=array("Q", row["offsets"]),
     )
+
+
+class FolderIndex(NamedTuple):
+    """An index file."""
+
+    lines: dict[str, IndexLine]  # by the shards' names
+    columns: dict[str, ColumnFile]  # by name
+
+
+class IndexedShard(NamedTuple):
+    """A shard of a `ShardIndex`."""
+
+    url: str
+    entry: ShardEntry | None  # None: in no index
+    # one bit for each of its samples, as `numpy.packbits`: whether `data.keep` keeps it; None: all
+    kept: bytes | None = None
+
+
+class Kept(NamedTuple):
+    """The effect of `data.keep`."""
+
+    text: str  # equal for recipes that keep the same samples of the same shards
+    places: int  # in an epoch without it
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """The samples that `data.keep` keeps, by path or URL of their shard."""
+
+    kept: Kept
+    bits: dict[str, bytes]  # as in `IndexedShard`
+    counts: dict[str, int]
 
 
 class Address(NamedTuple):
@@ -170,11 +211,14 @@ class ShardIndex:
     """A list of shards, with the known facts about each, in their order."""
 
     shards: Sequence[str]
-    places: Sequence[int | None]  # of each shard, as `ShardEntry.places`; None: not counted
+    # of each shard, as `ShardEntry.places`, or the number of samples that are kept; None: not
+    # counted
+    places: Sequence[int | None]
     digits: Sequence[str]  # the first DIGITS of the sha256 in an index; "": in no index
     sources: tuple[int, ...]  # shards of each source that `::` joins; (): there is one
-    # For other processes: (path or URL, its entry or None) of each shard, and as header the fields
-    # above as `of` found them.
+    kept: Kept | None  # None: all samples
+    # For other processes: an `IndexedShard` for each shard, and as header the fields above as `of`
+    # found them.
     shared: SharedList
 
     @classmethod
@@ -183,13 +227,24 @@ class ShardIndex:
         shards: Sequence[str],
         entries: Mapping[str, ShardEntry | IndexLine] | None = None,
         sources: tuple[int, ...] = (),
+        keep: KeptSamples | None = None,
     ) -> ShardIndex:
         """entries: by path or URL."""
-        known = [(shard, (entries or {}).get(shard)) for shard in shards]
-        places = [entry.places if entry else synthetic_size(shard) for shard, entry in known]
-        digits = [entry.sha256[:DIGITS] if entry else "" for _, entry in known]
-        shared = SharedList.of(known, header=(shards, places, digits, sources))
-        return cls(shards, places, digits, sources, shared)
+        places: list[int | None] = []
+        digits: list[str] = []
+        indexed: list[tuple[str, ShardEntry | IndexLine | None, bytes | None]] = []
+        for shard in shards:
+            entry = (entries or {}).get(shard)
+            places.append(entry.places if entry else synthetic_size(shard))
+            digits.append(entry.sha256[:DIGITS] if entry else "")
+            bits = None
+            if keep is not None:
+                bits = keep.bits[shard]
+                places[-1] = keep.counts[shard]
+            indexed.append((shard, entry, bits))
+        kept = keep.kept if keep is not None else None
+        shared = SharedList.of(indexed, header=(shards, places, digits, sources, kept))
+        return cls(shards, places, digits, sources, kept, shared)
 
     @classmethod
     def opened(cls, address: Address) -> ShardIndex:
@@ -199,8 +254,11 @@ class ShardIndex:
         # in another container, the path may lead to another file
         if shared.address.name != address.name:
             raise OSError(f"{address.path} is {shared.address.name}, not {address.name}")
-        shards, places, digits, sources = shared.header
-        return cls(shards, places, digits, sources, shared)
+        shards, places, digits, sources, kept = shared.header
+        return cls(shards, places, digits, sources, kept, shared)
+
+    def shard(self, number: int) -> IndexedShard:
+        return IndexedShard(*self.shared[number])
 
     @property
     def unindexed(self) -> list[str]:
@@ -233,8 +291,8 @@ class ShardIndex:
         ]
 
     def fingerprint(self) -> str:
-        """Differs between nodes that do not see the same shards."""
-        names = repr([(row.name, row.digits) for row in self.rows()])
+        """Differs between nodes that do not see the same shards, or keep other samples."""
+        names = repr([*((row.name, row.digits) for row in self.rows()), self.kept])
         return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
     def describe(self) -> str:
@@ -250,26 +308,36 @@ class ShardIndex:
             text = "synthetic: noise, without files"
         if self.num_samples is not None:
             text += f", {self.num_samples:,} samples in an epoch"
+        if self.kept is not None:
+            text += f", kept of {self.kept.places:,} by data.keep ({self.kept.text})"
         return text
 
 
 def index_of(
-    spec: str, verify: str, storage: StorageConfig, field: str = "data.train"
+    spec: str,
+    verify: str,
+    storage: StorageConfig,
+    field: str = "data.train",
+    keep: Keep | None = None,
 ) -> ShardIndex:
     """The shards that `spec` names, with the known facts about them. Raises UserError as `expand`
     and `look_up`."""
-    return look_up(expand(spec, field), verify, storage)
+    return look_up(expand(spec, field), verify, storage, keep)
 
 
-def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> ShardIndex:
+def look_up(
+    sources: list[list[str]], verify: str, storage: StorageConfig, keep: Keep | None = None
+) -> ShardIndex:
     """Read the indexes beside the shards of some sources. Shards with signed links have no index,
     because a signature is for one file only.
 
     Args:
         verify: as `data.verify`; "off" leaves indexes alone.
+        keep: the samples that count and are read; None: all.
 
     Raises:
-        UserError: an index is damaged, or cannot be read.
+        UserError: an index is damaged, or cannot be read, or lacks what `keep` needs; or nothing is
+            kept.
     """
     shards = [shard for source in sources for shard in source]
     entries: dict[str, IndexLine] = {}
@@ -279,10 +347,109 @@ def look_up(sources: list[list[str]], verify: str, storage: StorageConfig) -> Sh
             folder, name = split_name(shard)
             if "?" not in name and synthetic_size(shard) is None:
                 folders.setdefault(folder, {})[name] = shard
+    indexes: dict[str, FolderIndex] = {}
     for folder, names in folders.items():
-        known = load(folder, storage)
-        entries |= {shard: known[name] for name, shard in names.items() if name in known}
-    return ShardIndex.of(shards, entries, tuple(map(len, sources)))
+        indexes[folder] = load(folder, storage)
+        lines = indexes[folder].lines
+        entries |= {shard: lines[name] for name, shard in names.items() if name in lines}
+    kept = None
+    if keep is not None:
+        unindexed = [shard for shard in shards if shard not in entries]
+        if unindexed:
+            raise UserError(
+                f"{keep} needs an index with columns, and {len(unindexed)} of {len(shards)} shards "
+                f"have no index (the first is {redact(unindexed[0])}); {_command(keep)}"
+            )
+        kept = _kept_samples(keep, folders, indexes, storage)
+    return ShardIndex.of(shards, entries, tuple(map(len, sources)), kept)
+
+
+def _command(keep: Keep) -> str:
+    """The remedy for an index without the columns that `keep` needs."""
+    names = ",".join(f"json.{name}" for name in keep.columns)
+    places = shlex.join(map(redact, split_sources(keep.train)))
+    return f"run `clip-train index {places} --columns {shlex.quote(names)}`"
+
+
+class FolderColumns(NamedTuple):
+    """Some columns of an index."""
+
+    arrays: dict[str, Any]  # by the column's name: the values of all shards
+    places: dict[str, dict[str, slice]]  # by the column's name, by shard: its part of the array
+
+    @classmethod
+    def read(
+        cls, keep: Keep, folder: str, shards: Iterable[str], storage: StorageConfig, of: FolderIndex
+    ) -> FolderColumns:
+        """Those that `keep` needs. Raises UserError if one of these shards is not in one of them."""
+        samples = {name: line.samples for name, line in of.lines.items()}
+        found = cls({}, {})
+        for name in keep.columns:
+            if name not in of.columns:
+                known = f"it has {', '.join(sorted(of.columns)) or 'no columns'}"
+                for near in difflib.get_close_matches(name, of.columns, n=1):
+                    known = f"did you mean {near}? {known}"
+                raise UserError(
+                    f"{keep}: the index {redact(folder)}{INDEX_NAME} has no column {name}; {known}. "
+                    f"To add it, {_command(keep)}"
+                )
+            places = places_in(of.columns[name], samples)
+            without = [shard for shard in shards if shard not in places]
+            if without:
+                raise UserError(
+                    f"{keep}: {len(without)} shards in {redact(folder)} have no column {name} in the "
+                    f"index (the first is {without[0]}); {_command(keep)}"
+                )
+            found.places[name] = places
+            found.arrays[name] = read_column(folder, name, of.columns[name], storage)
+        return found
+
+    def of_shard(self, shard: str) -> dict[str, Any]:
+        return {name: values[self.places[name][shard]] for name, values in self.arrays.items()}
+
+    def ranges(self) -> Iterator[str]:
+        """The range of each column of numbers, for a message."""
+        for name, values in self.arrays.items():
+            if values.dtype.kind in "if":
+                known = values[~np.isnan(values)]
+                if len(known):
+                    yield f"{name} is from {known.min():g} to {known.max():g}"
+
+
+def _kept_samples(
+    keep: Keep,
+    folders: Mapping[str, Mapping[str, str]],
+    indexes: Mapping[str, FolderIndex],
+    storage: StorageConfig,
+) -> KeptSamples:
+    """The samples that `keep` keeps.
+
+    folders: by folder: paths or URLs of the shards by name. indexes: by folder; of all shards.
+    """
+    condition = keep.load(storage)
+    bits: dict[str, bytes] = {}
+    counts: dict[str, int] = {}
+    places = 0
+    ranges: list[str] = []
+    for folder, shards in folders.items():
+        columns = FolderColumns.read(keep, folder, shards, storage, indexes[folder])
+        for name, shard in shards.items():
+            try:
+                mask = condition.mask(columns.of_shard(name))
+            except ExpressionError as e:
+                raise UserError(f"{keep}: {e}; correct it") from None
+            bits[shard] = np.packbits(mask).tobytes()
+            counts[shard] = int(np.count_nonzero(mask))
+            places += indexes[folder].lines[name].places
+        if not any(counts.values()):
+            ranges += columns.ranges()
+    if not any(counts.values()):
+        remedy = "correct it, or set data.keep=null"
+        raise UserError(
+            f"{keep} keeps none of the {places:,} samples of data.train; "
+            + "; ".join([*ranges, remedy])
+        )
+    return KeptSamples(Kept(condition.identity, places), bits, counts)
 
 
 @dataclass(frozen=True)
@@ -343,17 +510,17 @@ def resume_data(
     return ResumedData(index.with_places(places), state[ORDER_START_KEY])
 
 
-def load(folder: str, storage: StorageConfig) -> dict[str, IndexLine]:
-    """The entries of a folder's index by the shards' names; {} if there is none. Raises
-    UserError."""
+def load(folder: str, storage: StorageConfig) -> FolderIndex:
+    """A folder's index; an empty one if there is none. Raises UserError."""
     url = folder + INDEX_NAME
     damage: Exception | None = None
     for _ in range(READS):  # bits may flip in transit
         try:
             with open_read(url, storage) as file:
-                return parse(file.read())
+                data = file.read()
+            return FolderIndex(parse(data), columns_in(data))
         except FileNotFoundError:
-            return {}
+            return FolderIndex({}, {})
         except UserError:  # an unknown protocol; a UserError is a ValueError, which means damage
             raise
         except OSError as e:
@@ -386,17 +553,34 @@ def parse(data: bytes) -> dict[str, IndexLine]:
         separator = b", " if known else b""
         digest.update(b"%b%b: {%b}" % (separator, match["name"], pairs))
         # damage has a place of its own
-        places = int(match["num_samples"]) + (match["no_damage"] is None)
+        samples = int(match["num_samples"])
+        places = samples + (match["no_damage"] is None)
         name = json.loads(match["name"])
-        known[name] = IndexLine(match[0], places, match["digits"].decode())
+        known[name] = IndexLine(match[0], places, match["digits"].decode(), samples)
     digest.update(b"}")
     if content["sha256"] != digest.hexdigest():
         raise ValueError("it does not fit its own sha256")
     return known
 
 
-def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
-    """An index file; the same entries give the same bytes."""
+def columns_in(data: bytes) -> dict[str, ColumnFile]:
+    """The columns of an index file, by name; {} for one of an earlier version. Raises as `parse`."""
+    lines = data.splitlines(keepends=True)
+    rows = json.loads(lines[0] + lines[-1]).get("columns", {})
+    columns = {}
+    for name, row in rows.items():
+        # an index from somebody else must not lead to other files
+        if FILE_PATTERN.fullmatch(row["file"]) is None:
+            raise ValueError(f"the file of its column {name} is {row['file']!r}")
+        columns[name] = ColumnFile(row["file"], row["sha256"], tuple(row["without"]))
+    return columns
+
+
+def to_bytes(
+    entries: Mapping[str, ShardEntry], columns: Mapping[str, ColumnFile] | None = None
+) -> bytes:
+    """An index file; the same entries and columns give the same bytes. Earlier versions ignore the
+    columns."""
     shards = {}
     for name, entry in sorted(entries.items()):
         checksums = entry.checksums
@@ -411,4 +595,11 @@ def to_bytes(entries: Mapping[str, ShardEntry]) -> bytes:
         }
     rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in shards.items())
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-    return f'{{"format": "{FORMAT}", "sha256": "{digest}", "shards": {{\n{rows}\n}}}}\n'.encode()
+    head = f'"format": "{FORMAT}", "sha256": "{digest}"'
+    if columns:
+        files = {
+            name: {"file": column.file, "sha256": column.sha256, "without": column.without}
+            for name, column in sorted(columns.items())
+        }
+        head += f', "columns": {json.dumps(files)}'
+    return f'{{{head}, "shards": {{\n{rows}\n}}}}\n'.encode()

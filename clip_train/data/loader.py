@@ -124,16 +124,18 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         sizes = BatchSizes((global_size,)) if isinstance(global_size, int) else global_size
         sizes.check_ranks(world_size)
         if index is None:
-            index = index_of(config.train, config.verify, storage)
+            index = index_of(config.train, config.verify, storage, keep=config.kept)
             index = count_missing(index, storage, together=False)
         self.index = index
         self.step = step
         self._order_start = order_start
         self._sizes = sizes
-        self._keys = order_keys(config, sizes, seed)
+        self._keys = order_keys(config, sizes, seed, index)
         self.streams = self._keys["data.lanes"]
         own_seed = hash64(seed, order_start, STARTS_OVER) if order_start else seed
-        self.order, files = make_order(config, index, storage, self._keys, own_seed)
+        self.order, files = make_order(
+            config, index, storage, self._keys, own_seed, sizes, order_start
+        )
         workers = config.workers
         if workers == "auto":
             workers = resolve_workers(usable_cores(), "cpu")

@@ -8,7 +8,7 @@ shards' sample counts.
 In a source with E samples, positions [e E, (e + 1) E) are epoch e. Its shuffled shards, end to end,
 are cut into L pieces with exactly the samples that each stream has to give, so an epoch holds each
 sample once. A stream permutes its piece in blocks of K. Weighted sources have streams and epochs of
-their own; their turns follow from p too.
+their own; their turns follow from p too. Weights may change at given positions.
 
 The global batch of a step is positions [P, P + G), in the order of the streams: first the samples
 of stream 0, then those of stream 1, and so on. Rank r holds a contiguous share of it; shares differ
@@ -179,31 +179,51 @@ def _cut(segments: list[Segment], ends: Sequence[int], begin: int, end: int) -> 
     return part
 
 
+class WeightsStage(NamedTuple):
+    """The weights of the sources in a part of the stream."""
+
+    end: int  # the first position behind it
+    weights: Sequence[float]  # not negative, and not all 0
+
+
 class Order:
     """The stream: one source, or several with their weights.
 
     Args:
         sources: of equally many streams.
-        weights: each one's share of the stream, positive.
+        weights: each one's share of the stream behind the last stage.
         seed: the run's, which also seeds the samples.
+        stages: other weights before that, one after the other.
     """
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        seed: int,
+        stages: Sequence[WeightsStage] = (),
+    ) -> None:
         self.sources, self.seed = tuple(sources), seed
         self.streams = sources[0].streams
-        total = sum(weights)
-        # where each source's part of [0, 2^64) ends; the last one's is the end
-        self._edges = [int(edge / total * WORD) for edge in itertools.accumulate(weights)][:-1]
+        self._ends = [stage.end for stage in stages]  # positions
+        # for each stage and for the rest of the stream: where each source's part of [0, 2^64) ends;
+        # the last one's is the end
+        self._edges: list[list[int]] = []
+        for stage_weights in [*(stage.weights for stage in stages), weights]:
+            total = sum(stage_weights)
+            ends = itertools.accumulate(stage_weights)
+            self._edges.append([int(end / total * WORD) for end in ends][:-1])
         # uniform over seeds: shares also hold in expectation at every position
         self._offset = hash64(seed, -3) * 2
 
     def source(self, position: int) -> int:
         """The source of the sample at a position of the stream.
 
-        Within n successive positions, or n of one stream, a source's share is off by O(log n)
-        samples.
+        Within n successive positions of a stage, or n of one stream, a source's share is off by
+        O(log n) samples.
         """
-        return bisect.bisect_right(self._edges, (position * STRIDE + self._offset) % WORD)
+        edges = self._edges[bisect.bisect_right(self._ends, position)]
+        return bisect.bisect_right(edges, (position * STRIDE + self._offset) % WORD)
 
     def sample_seed(self, stream: int, count: int) -> int:
         """The seed of everything random about sample `count` of a stream: in [0, 2^63)."""
@@ -219,10 +239,23 @@ class Order:
     def taken(self, n: int, stride: int, first: int) -> list[int]:
         """How many of the positions first, first + stride, ... (n of them) are of each source, in
         closed form. With `streams` and the stream's number: of its first n samples."""
+        counts = [0] * len(self.sources)
+        begin = 0  # the number of the first of these positions in the stage
+        for end, edges in zip([*self._ends, None], self._edges, strict=True):
+            stop = n
+            if end is not None:
+                stop = min(n, max(begin, -((first - end) // stride)))
+            of_stage = self._taken(stop - begin, stride, first + begin * stride, edges)
+            counts = [count + more for count, more in zip(counts, of_stage, strict=True)]
+            begin = stop
+        return counts
+
+    def _taken(self, n: int, stride: int, first: int, edges: list[int]) -> list[int]:
+        """As `taken`, of positions in one stage."""
         a, b = stride * STRIDE % WORD, (first * STRIDE + self._offset) % WORD
         # [x mod M < t] = floor(x / M) - floor((x - t) / M)
         whole = floor_sum(n, a, WORD, b)
-        below = [whole - floor_sum(n, a, WORD, b + WORD - edge) + n for edge in self._edges]
+        below = [whole - floor_sum(n, a, WORD, b + WORD - edge) + n for edge in edges]
         return [stop - start for start, stop in itertools.pairwise([0, *below, n])]
 
 

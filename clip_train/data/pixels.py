@@ -43,8 +43,8 @@ def decode_image(data: Any, divisor: int = 1, *, alpha: Alpha = "white") -> Tens
             uint8 [H, W, 3].
         divisor: 1, 2, 4 or 8. JPEGs that simplejpeg decodes are decoded at this fraction of their
             sides, rounded up: most of the inverse DCT is left out.
-        alpha: white: transparent pixels are blended with white. drop: the color behind the
-            transparency is kept, as in OpenCLIP and transformers.
+        alpha: white: transparent pixels are blended with white, as in transformers 5. drop: the
+            color behind the transparency is kept, as in OpenCLIP and transformers 4.
 
     Raises:
         InvalidSample: damaged, cut off, of an unknown kind, or with more than MAX_PIXELS.

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from clip_train import dist
+from clip_train.batch import BatchSizes
 from clip_train.data.benchmark import with_captions
 from clip_train.data.config import DataConfig
 from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
 from clip_train.data.invalid import Invalid
-from clip_train.data.order import Order, Segment, Source, hash64
+from clip_train.data.order import Order, Segment, Source, WeightsStage, hash64
 from clip_train.data.shards import PLAIN, SYNTHETIC, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import DataError, UserError
@@ -56,9 +59,10 @@ def read_shard(
     reading: Reading = PLAIN,
     offset: int = 0,
     unread: float = 0,
+    is_read: Callable[[int], bool] | None = None,
 ) -> Generator[TarSample | Invalid]:
     """The samples of a shard from byte `offset` on. The first `unread` samples come without their
-    members.
+    members, and so do those for which `is_read`, called with their number from `offset`, is false.
 
     If the same damage is found again when the shard is read again, the shard ends with one
     `Invalid`. An error of the disk or the network is retried from the affected sample; it never
@@ -69,10 +73,14 @@ def read_shard(
     """
     failures = 0
     damages: list[str] = []
+    done = 0  # samples before the one that is read next
     while True:
+        is_read_here = None
+        if is_read is not None:
+            is_read_here = partial(_shifted, is_read, done)
         try:
             with open_shard(url, reading) as file:
-                for sample in iter_samples(file, offset, unread):
+                for sample in iter_samples(file, offset, unread, is_read_here):
                     yield sample
                     if damages:
                         _log.warning(
@@ -83,6 +91,7 @@ def read_shard(
                         )
                     offset = sample.end
                     unread -= 1
+                    done += 1
                     failures = 0
                     damages = []
             return
@@ -108,11 +117,15 @@ def read_shard(
             failures += 1
 
 
+def _shifted(is_read: Callable[[int], bool], by: int, number: int) -> bool:
+    return is_read(by + number)
+
+
 @dataclass(frozen=True)
 class Files:
     """The shards of a source, in the form that a loader's workers get."""
 
-    places: Sequence[int]  # of each shard, as `ShardEntry.places`
+    places: Sequence[int]  # of each shard, as `ShardIndex.places`
     shared: SharedList  # `ShardIndex.shared`, of the shards of all sources
     first: int  # the number of the source's first shard in it
     storage: StorageConfig
@@ -128,37 +141,69 @@ class Files:
         return cls(packed, index.shared, start, storage)
 
 
+class KeptRows:
+    """The samples of a shard that `data.keep` keeps.
+
+    bits: as `IndexedShard.kept`; None: all of them.
+    """
+
+    def __init__(self, bits: bytes | None) -> None:
+        self.bits = bits
+        if bits is not None:
+            flags = np.unpackbits(np.frombuffer(bits, np.uint8))
+            self._flags = flags.tobytes()  # for each sample of the archive, 0 or 1
+            self._rows = np.flatnonzero(flags).astype(np.uint32)
+
+    def rows(self, start: int, stop: int) -> Sequence[int]:
+        """The numbers in the archive of kept samples [start, stop)."""
+        return range(start, stop) if self.bits is None else self._rows[start:stop].tolist()
+
+    def holds(self, number: int, first: int = 0) -> bool:
+        """Whether sample `first + number` of the archive is kept."""
+        if self.bits is None:
+            return True
+        return first + number < len(self._flags) and self._flags[first + number] == 1
+
+
 class SegmentReader:
     """Reads segments of shards. If a segment follows the last one, reading continues there;
     otherwise the segment's shard is opened.
 
     keep_open: the file stays open between segments.
     cache: shared with the other workers that read the same stream.
+
+    A shard of which `data.keep` keeps some samples is read as if it had no others: sample number 5
+    of a segment is the sixth that is kept.
     """
 
     def __init__(self, files: Files, *, keep_open: bool, cache: BlockCache | None = None) -> None:
         self.files, self.keep_open, self._cache = files, keep_open, cache
         self._shard = -1
-        # of the next sample in its shard: its number, and its first byte
+        self._next = 0  # the next sample that a segment may begin with
+        # of the sample of the archive that is read next: its number, and its first byte
         self._number = self._offset = 0
+        self._kept = KeptRows(None)  # of the shard
         self._samples: Generator[TarSample | Invalid] | None = None
 
     def read(self, segment: Segment) -> list[Item]:
         """One item per sample of the segment; samples missing from the shard are invalid. Raises
         DataError."""
         shard, start, stop = segment
-        url, entry = self.files.shared[self.files.first + shard]
+        url, entry, bits = self.files.shared[self.files.first + shard]
         if url.startswith(SYNTHETIC):
             return [
                 {"__key__": f"{number:09d}", "__url__": url, "__shard__": self.files.first + shard}
                 for number in range(start, stop)
             ]
-        if self._samples is None or (self._shard, self._number) != (shard, start):
-            self._seek(shard, start, url, entry)
+        if self._kept.bits is not bits and self._kept.bits != bits:
+            self._kept = KeptRows(bits)
+        rows = self._kept.rows(start, stop)
+        if self._samples is None or (self._shard, self._next) != (shard, start):
+            self._seek(shard, rows[0], url, entry)
         assert self._samples is not None
         items: list[Item] = []
         ended = False
-        while self._number < stop:
+        while self._number <= rows[-1]:
             sample = next(self._samples, None)
             if sample is None:
                 ended = True
@@ -168,7 +213,7 @@ class SegmentReader:
                 items.append(sample)
                 ended = True
                 break
-            if self._number >= start:
+            if self._number >= rows[0] and self._kept.holds(self._number):
                 if sample.duplicate:
                     items.append(Invalid("duplicate key", url, sample.key))
                 else:
@@ -178,12 +223,12 @@ class SegmentReader:
                     items.append({**members, **place})
             self._number += 1
             self._offset = sample.end
-        items += [
-            Invalid(MISSING, url, f"number {number}") for number in range(start + len(items), stop)
-        ]
+        self._next = stop
+        items += [Invalid(MISSING, url, f"number {number}") for number in rows[len(items) :]]
         if not ended and stop == self.files.places[shard]:
             ended = True
-            if next(self._samples, None) is not None:
+            # behind the last sample that is kept there may be others
+            if bits is None and next(self._samples, None) is not None:
                 _log.warning(
                     "%s has more samples than the %d that are known: the others are left over",
                     redact(url),
@@ -197,8 +242,9 @@ class SegmentReader:
         return items
 
     def _seek(self, shard: int, number: int, url: str, entry: ShardEntry | None) -> None:
-        """Open the shard so that sample `number` is read next. Start where reading stopped, or at
-        the last sample before `number` whose offset is indexed, whichever is nearer."""
+        """Open the shard so that sample `number` of the archive is read next. Start where reading
+        stopped, or at the last sample before `number` whose offset is indexed, whichever is
+        nearer."""
         offsets = entry.offsets if entry else ()
         # offsets[i] belongs to sample (i + 1) OFFSET_EVERY; sample 0 begins at byte 0
         nearest = min(number // OFFSET_EVERY, len(offsets))
@@ -208,7 +254,10 @@ class SegmentReader:
             self._offset = offsets[nearest - 1] if nearest else 0
         unread = number - self._number
         reading = Reading(self.files.storage, entry.checksums if entry else None, self._cache)
-        self._samples = read_shard(url, reading, self._offset, unread)
+        is_read = None
+        if self._kept.bits is not None:
+            is_read = partial(self._kept.holds, first=self._number)
+        self._samples = read_shard(url, reading, self._offset, unread, is_read)
 
 
 @dataclass
@@ -364,10 +413,19 @@ def make_order(
     storage: StorageConfig,
     keys: Mapping[str, Any],
     seed: int,
+    sizes: BatchSizes,
+    order_start: int = 0,
 ) -> tuple[Order, list[Files]]:
     """The order of a recipe's `data`, by its `order_keys`, and each source's shards. Raises
-    UserError if a source is empty."""
+    UserError if a source is empty.
+
+    order_start: the step whose global batch begins at position 0.
+    """
     weights = config.train_weights or [1.0]
+    stages = []
+    for stage in config.train_weights_schedule or []:
+        end = sizes.before(max(stage.until_step, order_start)) - sizes.before(order_start)
+        stages.append(WeightsStage(end, tuple(stage.train_weights)))
     # without weights, all shards are one source
     source_sizes: tuple[int, ...] = (len(index.shards),)
     if config.train_weights and index.sources:
@@ -377,11 +435,15 @@ def make_order(
     for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         source_files = Files.of(index, storage, start, stop)
         if not sum(source_files.places):
+            kept = f" that {config.kept} keeps" if config.kept else ""
             raise UserError(
-                f"data.train ({config.train}): found no samples in the {stop - start} shards of "
-                "a source"
+                f"data.train ({config.train}): found no samples{kept} in the {stop - start} shards "
+                "of a source"
             )
-        block = max(1, round(keys["data.shuffle_block"] * weights[number] / sum(weights)))
+        # blocks have one size at all steps, that of the largest share
+        all_weights = [weights, *(stage.weights for stage in stages)]
+        share = max(each[number] / sum(each) for each in all_weights)
+        block = max(1, round(keys["data.shuffle_block"] * share))
         # a run with one source has the same order as before there were several
         source_seed = hash64(seed, number, SOURCE_SEEDS) if number else seed
         source = Source(
@@ -393,4 +455,4 @@ def make_order(
         )
         sources.append(source)
         files.append(source_files)
-    return Order(sources, weights, seed), files
+    return Order(sources, weights, seed, stages), files

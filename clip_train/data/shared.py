@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple
 
 from clip_train import dist
 from clip_train.data.index import Address, ShardIndex, index_of
+from clip_train.data.keep import Keep
 from clip_train.errors import RankError
 from clip_train.processes import node_name
 from clip_train.storage.config import StorageConfig
@@ -22,16 +23,17 @@ def shared_index(
     verify: Literal["auto", "off"],
     storage: StorageConfig,
     known: ShardIndex | None = None,
+    keep: Keep | None = None,
 ) -> ShardIndex:
     """The shards of `data.train` or `data.val` on every rank. One rank of each node lists them and
     reads their index; the others map it into their memory. Collective.
 
     key, spec: the key of the recipe and its value. verify: as `data.verify`. known: the result if
-    this rank has looked before. RankError if nodes see different lists.
+    this rank has looked before. keep: as in `look_up`. RankError if nodes see different lists.
     """
 
     def look() -> ShardIndex:
-        return known or index_of(spec, verify, storage, key)
+        return known or index_of(spec, verify, storage, key, keep)
 
     looks = dist.is_first_of_node()
     found = dist.agreed(lambda: look() if looks else None)

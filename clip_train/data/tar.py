@@ -8,7 +8,7 @@ as in webdataset. Unlike there, a damaged or cut archive is an error.
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,12 +46,19 @@ class TarSample:
     duplicate: bool = False  # an extension came twice: two samples with the same key
 
 
-def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[TarSample]:
+def iter_samples(
+    file: BinaryIO,
+    start: int = 0,
+    unread: float = 0,
+    is_read: Callable[[int], bool] | None = None,
+) -> Iterator[TarSample]:
     """The samples from byte `start`, which must be 0 or the `end` of a sample.
 
     Args:
         unread: the number of samples at the start whose members are skipped by seek; the same
             damage is found.
+        is_read: whether the members of a sample are read, by its number from `start`; None: of all
+            behind `unread`.
 
     Raises:
         TarError: after the last sample before the damage. The sample that the damage cuts is not
@@ -75,7 +82,7 @@ def iter_samples(file: BinaryIO, start: int = 0, unread: float = 0) -> Iterator[
             sample, number = TarSample(key), number + 1
         if total < content + size <= content + MAX_SAMPLE_BYTES:
             raise TarError("truncated shard", total)
-        if number < unread:
+        if number < unread or (is_read is not None and not is_read(number)):
             continue
         if extension in sample.members:
             sample.duplicate = True

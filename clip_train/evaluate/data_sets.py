@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clip_train.data.benchmark import has_classes
+from clip_train.errors import unreadable
+from clip_train.storage.redact import redact
 
 if TYPE_CHECKING:
     from clip_train.recipe.recipe import Recipe
@@ -39,7 +41,10 @@ def evaluation_sets(config: Recipe) -> list[EvaluationSet]:
     """All data sets, in the order in which they are evaluated.
 
     A set of `evaluate.sets` has labels if it has `classes`, or if its data are a clip_benchmark set
-    with classes, which is looked up on this machine. Otherwise it has captions.
+    with classes, which is looked up. Otherwise it has captions.
+
+    Raises:
+        UserError, RankError: a store does not answer.
     """
     evaluate = config.evaluate
     sets = []
@@ -59,12 +64,16 @@ def evaluation_sets(config: Recipe) -> list[EvaluationSet]:
         )
     for name, one in (evaluate.sets or {}).items():
         classes = one.classes
-        if classes is None and has_classes(one.data):
-            classes = one.data
+        key = f"evaluate.sets.{name}.data"
+        try:
+            if classes is None and has_classes(one.data):
+                classes = one.data
+        except OSError as e:
+            raise unreadable(e, f"{key} ({redact(one.data)}) cannot be read: {e}") from e
         sets.append(
             EvaluationSet(
                 one.data,
-                f"evaluate.sets.{name}.data",
+                key,
                 name,
                 captions=classes is None,
                 classes=classes,

@@ -267,7 +267,8 @@ def first_samples(
 def zero_shot_metrics(
     classes: ZeroShotClasses, prompts: Tensor, encoded: Encoded, width: int | None = None
 ) -> dict[str, float]:
-    """Accuracies from 0 to 1 over the labelled images of all ranks, and their number.
+    """Accuracies from 0 to 1 over the labelled images of all ranks, the mean over the classes that
+    have images of the accuracy over a class's images, and the number of labelled images.
 
     A class that ties with the right one is ranked before it, so a collapsed model scores 0.
     UserError if no image has a label.
@@ -284,15 +285,22 @@ def zero_shot_metrics(
     (ranks,) = dist.agreed(ranks_of_matches, images[has_label], embeddings, [rule])
     hits = [int((ranks <= k).sum()) for k in (1, 5)]
     num, labelled, top1, top5 = dist.sum_scalars(len(encoded.image), len(ranks), *hits)
+    labels = encoded.labels[has_label].cpu()
+    right = labels[(ranks <= 1).cpu()]
+    per_class = [torch.bincount(each, minlength=len(embeddings)) for each in (right, labels)]
+    right_of_class, images_of_class = dist.all_reduce_sum(torch.stack(per_class))  # [C] each
     if not labelled:
         raise UserError(
             f"{classes.key}: none of {num:.0f} validation samples has a label: they need 'cls' or "
             f"{classes.label_key!r} in their .json, or captions that name a class; or give other "
             "images, in evaluate.zero_shot_data or the data of a set"
         )
+    seen = images_of_class > 0
+    recalls = right_of_class[seen].double() / images_of_class[seen]
     return {
         "zero_shot_top1": top1 / labelled,
         "zero_shot_top5": top5 / labelled,
+        "zero_shot_mean_per_class_recall": float(recalls.mean()),
         "zero_shot_samples": labelled,
     }
 

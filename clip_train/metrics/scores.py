@@ -22,8 +22,9 @@ HEADLINES = {
     "val_loss": "validation loss",
 }
 COUNTS = ("num_samples", "zero_shot_samples")
+OTHERS = ("zero_shot_top5", "zero_shot_mean_per_class_recall")  # of labeled images
 LOWER_IS_BETTER = ("loss", "_mean_rank", "_median_rank")
-_FRACTION = re.compile(r"(zero_shot_top|\w+_R@|\w+_recall@)\d+")
+_FRACTION = re.compile(r"(zero_shot_top|\w+_R@|\w+_recall@)\d+|zero_shot_mean_per_class_recall")
 _RULES = re.compile(r"(dedup_)?(image_to_text|text_to_image)_|(image|text)_retrieval_recall@")
 
 
@@ -90,7 +91,7 @@ class DataSet:
 
     def own_scores(self) -> list[Score]:
         """The scores of `evaluate.functions`."""
-        known = (*HEADLINES, "zero_shot_top5", "unusable_samples")
+        known = (*HEADLINES, *OTHERS, "unusable_samples")
         return [
             score
             for metric, score in self.scores.items()

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -122,6 +122,7 @@ class TextConfig(_Tower):
     of a text, its highest id."""
 
     ends: ClassVar[bool] = True  # tokens behind a text's end change nothing: texts are cut there
+    reads_last: ClassVar[bool] = False  # whether a text is read at the last position, not its end
     layers: PositiveInt = 12  # blocks
     context_length: PositiveInt = 77  # tokens, start and end of text included
     vocab_size: PositiveInt = VOCABULARY  # token ids
@@ -247,6 +248,8 @@ class OwnModel(Architecture):
 
 
 TowerConfig = VisionConfig | TextConfig
+KeepPositions = NonNegativeInt | Literal["all", "all_but_last"]
+"""The value of `model.keep_positions`."""
 AnyArchitecture = Architecture | OpenCLIPArchitecture
 
 
@@ -268,9 +271,11 @@ class ModelConfig(Settings):
     context_length: Annotated[Annotated[int, Field(ge=1, le=65_536)] | None, Refused] = None
     """Tokens of a text, its start and end included; positional embeddings of `init_from` are
     interpolated. null: the value in the model's JSON. Long-CLIP has 248."""
-    keep_positions: NonNegativeInt = 0
+    keep_positions: Annotated[KeepPositions, Allowed("an integer >= 0, all or all_but_last")] = 0
     """With context_length, the number of first positions of `init_from` that stay unchanged, 20 in
-    Long-CLIP; later ones are interpolated. 0: all are interpolated, as in OpenCLIP."""
+    Long-CLIP; later ones are interpolated. 0: all are interpolated, as in OpenCLIP. all: every
+    position stays, and new ones are drawn behind them. all_but_last: the last one, where a SigLIP
+    reads its texts, stays the last (docs/fine_tuning.md#longer-texts)."""
     patch_dropout: Annotated[float | None, Refused] = Field(None, ge=0, lt=1)
     """Share of the patches left out in training (0.5 to 0.75 in FLIP). null: the value in the
     model's JSON."""
@@ -363,7 +368,8 @@ class ModelConfig(Settings):
         if self.keep_positions == 0:
             return
         starts = self.init_from or self.init_text_from
-        if starts is None or self.keep_positions >= (self.context_length or 0):
+        kept = self.keep_positions if isinstance(self.keep_positions, int) else 0
+        if starts is None or kept >= (self.context_length or 0):
             yield (
                 f"model.keep_positions ({self.keep_positions}) needs weights to start from "
                 f"(model.init_from is {shown(starts)}) and a model.context_length "
@@ -388,6 +394,20 @@ class ModelConfig(Settings):
             self.model_dump(include={"image_size", "patch_dropout"}, exclude_none=True),
             self.model_dump(include={"context_length"}, exclude_none=True),
         )
+        text = changed.text_cfg
+        if self.keep_positions == "all_but_last" and not text.reads_last:
+            raise UserError(
+                f"model.keep_positions ({self.keep_positions}) is for text towers that read the last "
+                f"position, as SigLIP's does, and {self.name} reads the end of each text; set "
+                "model.keep_positions=all"
+            )
+        hf_name = text.model_dump().get("hf_model_name")
+        if self.keep_positions != 0 and hf_name:
+            raise UserError(
+                f"model.keep_positions ({self.keep_positions}): the positions of {self.name} are in "
+                f"its text tower of transformers ({hf_name}), which reads up to its "
+                "max_position_embeddings tokens; set model.keep_positions=0"
+            )
         return changed.model_copy(update={"lora": self.lora})
 
     def teachers(self) -> list[ModelConfig]:
@@ -486,7 +506,8 @@ def load_architecture(name: str) -> AnyArchitecture:
 def parse_transformers(folder: Path, place: str) -> AnyArchitecture:
     """The model of transformers in a folder. UserError."""
     content = description(folder, place)
-    if "timm_model_name" in content["model_cfg"]["vision_cfg"]:
+    model = content["model_cfg"]
+    if "timm_model_name" in model["vision_cfg"] or "hf_model_name" in model["text_cfg"]:
         return parse_openclip(content, place)
     return parse_architecture(content, place)
 

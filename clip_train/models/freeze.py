@@ -13,6 +13,7 @@ from clip_train.models.batch_norm import BatchNorm2d
 from clip_train.models.clip import parameter_sizes
 from clip_train.models.config import AnyArchitecture, ModelConfig
 from clip_train.models.low_rank import NAMES
+from clip_train.models.positions import TEXT_POSITIONS
 from clip_train.settings import shown
 from clip_train.task import IMAGE_TEXT, groups
 
@@ -85,6 +86,25 @@ def frozen_names(config: ModelConfig, names: Collection[str]) -> set[str]:
             f"model.lock_text ({shown(config.lock_text)}) leave no parameter to train; freeze fewer"
         )
     return frozen
+
+
+def check_drawn_positions(config: ModelConfig, names: Collection[str]) -> None:
+    """UserError if `model.keep_positions` draws positions that the recipe does not train."""
+    if not isinstance(config.keep_positions, str):
+        return
+    untrained = frozen_names(config, names).intersection(TEXT_POSITIONS)
+    if not untrained:
+        return
+    name = min(untrained)
+    remedy = f"take {name} out of model.freeze"
+    if config.lora is not None:
+        remedy = f'set model.lora.train=["{name}"]'
+    elif config.lock_text:
+        remedy = "set model.lock_text=false"
+    raise UserError(
+        f"model.keep_positions ({config.keep_positions}) draws positions behind those of the "
+        f"weights, and {name} is not trained; {remedy}, or interpolate with model.keep_positions=0"
+    )
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:

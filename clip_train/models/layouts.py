@@ -69,11 +69,14 @@ SIGLIP_NAMES = {
     },
 }  # fmt: skip
 
+# The same for the text tower of ChineseCLIPModel.
+CHINESE_NAMES = {"text_model.": "text.transformer.", "text_projection.": "text.proj."}
 TRUNK = "visual.trunk."  # timm's image tower in OpenCLIP's names
 
 OPENAI, LONG_CLIP = "OpenAI's layout", "Long-CLIP's layout"
 TRANSFORMERS_CLIP = "transformers' CLIP layout"
 TRANSFORMERS_SIGLIP = "transformers' SigLIP layout"
+TRANSFORMERS_CHINESE = "transformers' Chinese-CLIP layout"
 OWN_PIECE = "one rank's part of clip-train's own checkpoint"
 MOBILE_CLIP, PEFT = "Apple's MobileCLIP layout", "peft's layout of adapters"
 UNKNOWN = "an unknown layout"
@@ -91,6 +94,7 @@ SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("visual.",), "OpenCLIP's layout"),
     (("vision_model.head.",), TRANSFORMERS_SIGLIP),
     (("text_model.head.",), TRANSFORMERS_SIGLIP),
+    (("text_model.embeddings.word_embeddings.",), TRANSFORMERS_CHINESE),
     (("vision_model.",), TRANSFORMERS_CLIP),
     (("text_model.",), TRANSFORMERS_CLIP),
     (("image_encoder.model.",), MOBILE_CLIP),
@@ -208,6 +212,30 @@ def from_transformers(state: Mapping[str, Tensor]) -> State:
         else:  # an incomplete file: the error names what is missing
             out |= {f"{whole}.{letter}": tensor for letter, tensor in parts.items()}
     return out
+
+
+def chinese_from_transformers(state: Mapping[str, Tensor]) -> State:
+    """The names of transformers' ChineseCLIPModel -> OpenCLIP's with a BERT as its text tower.
+
+    Names that it does not know stay as they are.
+    """
+    texts = {name: tensor for name, tensor in state.items() if name.startswith("text_")}
+    out = from_transformers({name: state[name] for name in state if name not in texts})
+    for name, tensor in texts.items():
+        for there, ours in CHINESE_NAMES.items():
+            name = name.replace(there, ours)  # noqa: PLW2901
+        out[name] = tensor
+    return out
+
+
+def chinese_to_transformers(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """OpenCLIP's names with a BERT as text tower -> those of transformers' ChineseCLIPModel."""
+    texts = {name: tensor for name, tensor in state.items() if name.startswith("text.")}
+    yield from to_transformers({name: state[name] for name in state if name not in texts})
+    for name, tensor in texts.items():
+        for there, ours in CHINESE_NAMES.items():
+            name = name.replace(ours, there)  # noqa: PLW2901
+        yield name, tensor
 
 
 def siglip_from_transformers(state: Mapping[str, Tensor]) -> State:

@@ -9,7 +9,6 @@ Where files come from: `clip_train.models.hub`, `clip_train.recipe.weights`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
@@ -19,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clip_train.errors import CheckpointError, UserError, missing
 from clip_train.models import layouts
 from clip_train.models.clip import state_shapes
-from clip_train.models.config import AnyArchitecture, Architecture, OwnModel
+from clip_train.models.config import AnyArchitecture, KeepPositions, OwnModel
 from clip_train.models.files import CONFIG_NAME, FOLDER_NAMES, read_object
 from clip_train.models.layouts import State
 from clip_train.models.openclip.config import described
+from clip_train.models.positions import resize_positions
 from clip_train.models.transformers import preprocess_cfg, preprocessor
 from clip_train.resizing import RESIZED
 from clip_train.settings import clipped
@@ -73,6 +72,10 @@ REMEDIES = {
     layouts.TRANSFORMERS_SIGLIP: (
         "give its whole folder, whose config.json names the model, or OpenCLIP's name of it{same}"
     ),
+    layouts.TRANSFORMERS_CHINESE: (
+        "give its whole folder as model.init_from, whose config.json names the model, and leave "
+        "model.name out"
+    ),
     layouts.MOBILE_CLIP: "give OpenCLIP's file of the same model: hf-hub:apple/MobileCLIP-...",
     layouts.OWN_PIECE: "give the run's folder, or that of the checkpoint",
     layouts.PEFT: "merge the adapters into their model, and give that",
@@ -89,8 +92,9 @@ def load_openclip(
     architecture: AnyArchitecture,
     log: Log = silent,
     tower: str | None = None,
-    keep_positions: int = 0,
+    keep_positions: KeepPositions = 0,
     name_key: str = "model.name",
+    seed: int = 0,
 ) -> State:
     """Load weights for `build_model(architecture)`, in the file's precision.
 
@@ -104,17 +108,18 @@ def load_openclip(
             tower alone, with or without `visual.` or `text.` before their names.
         keep_positions: as `model.keep_positions`.
         name_key: the key that names the architecture, for messages.
+        seed: of positions that `keep_positions` draws.
 
     Raises:
         UserError: `path` does not exist; its weights do not fit the architecture, or have too few
-            positions for `keep_positions`.
+            or too many positions for `keep_positions`.
         CheckpointError: the file is damaged, or holds no weights.
     """
     file = file_at(path, "model.init_from" if tower is None else f"model.init_{tower}_from")
     stored = read_state_dict(file)
     check_description(file, architecture, silent if tower == "text" else log, name_key)
     source = str(file) if tower is None else f"the {tower} tower of {file}"
-    adapted = adapt(stored.state, architecture, source, tower, keep_positions, name_key)
+    adapted = adapt(stored.state, architecture, source, tower, keep_positions, name_key, seed)
     notes = [*stored.notes, *adapted.repairs]
     openai = adapted.layout == layouts.OPENAI
     if openai and not architecture.quick_gelu and not trained_with(file):
@@ -246,11 +251,13 @@ def trained_with(file: Path) -> dict[str, Any]:
             quick_gelu = bool(keys.get("quick_gelu", False))
         else:
             config, keys = read_object(file.with_name("config.json")), preprocessor(file.parent)
-            if config.get("model_type") not in ("clip", "siglip", "siglip2"):
+            if config.get("model_type") not in ("clip", "siglip", "siglip2", "chinese_clip"):
                 return {}
-            # CLIPModel's default is "quick_gelu"
+            # the default of CLIPModel and ChineseCLIPModel is "quick_gelu"
             activation = (config.get("vision_config") or {}).get("hidden_act", "quick_gelu")
-            quick_gelu = config["model_type"] == "clip" and activation == "quick_gelu"
+            quick_gelu = (
+                config["model_type"] in ("clip", "chinese_clip") and activation == "quick_gelu"
+            )
         pixels: dict[str, Any] = {
             key: tuple(map(float, np.broadcast_to(keys[key], 3)))
             for key in ("image_mean", "image_std")
@@ -323,8 +330,9 @@ def adapt(
     architecture: AnyArchitecture,
     source: str,
     tower: str | None = None,
-    keep_positions: int = 0,
+    keep_positions: KeepPositions = 0,
     name_key: str = "model.name",
+    seed: int = 0,
 ) -> Fitted:
     """Rename, repair and resize a state dict until it fits the model. Tensors may be on `meta`.
 
@@ -338,7 +346,9 @@ def adapt(
     differences = compare(fitted.state, expected)
     # positions are resized only if everything else fits: else another model is the cause
     if differences.only_positions:
-        fitted.repairs += resize_positions(fitted.state, architecture, expected, keep_positions)
+        fitted.repairs += resize_positions(
+            fitted.state, architecture, expected, keep_positions, seed
+        )
         differences = compare(fitted.state, expected)
     if differences:
         raise UserError(describe_misfit(source, fitted, state, differences, name_key))
@@ -385,6 +395,11 @@ def _rename(fitted: Fitted, expected: Shapes, tower: str | None) -> None:
     if has_squares and f"{layouts.TRUNK}embeds.proj.weight" in expected:
         fitted.state = layouts.to_naflex(fitted.state)
         fitted.repairs.append("renamed the image tower's patches and positions to NaFlexVit's")
+    if fitted.layout == layouts.TRANSFORMERS_CHINESE and not _has_own(expected):
+        fitted.state = layouts.chinese_from_transformers(fitted.state)
+        fitted.repairs.append(
+            "renamed parameters of transformers' ChineseCLIPModel to OpenCLIP's names"
+        )
     if fitted.layout == layouts.LONG_CLIP:
         _join_long_clip(fitted)
     if tower == "image" and not any(name.startswith("visual.") for name in fitted.state):
@@ -544,75 +559,6 @@ def non_finite(state: Mapping[str, Tensor]) -> list[str]:
         for name, tensor in state.items()
         if tensor.is_floating_point() and not tensor.isfinite().all()
     ]
-
-
-# -- positional embeddings
-
-
-def resize_positions(
-    state: State, architecture: AnyArchitecture, expected: Shapes, keep: int = 0
-) -> list[str]:
-    """Interpolate positional embeddings of another image size or context in place.
-
-    As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
-    linear. What cannot be interpolated stays, and so do images of models that OpenCLIP builds.
-    keep: as `model.keep_positions`. Returns the line for the log, if there is one.
-    """
-    if isinstance(architecture, OwnModel):
-        return []
-    lines = []
-    if isinstance(architecture, Architecture):
-        lines += resize_grid(state, architecture)
-    for name in ("positional_embedding", "text.positional_embedding"):
-        old, shape = state.get(name), expected.get(name, ())
-        if old is None or old.ndim != 2 or len(shape) != 2 or old.shape[1] != shape[1]:
-            continue
-        context = shape[0]  # the model may add a token of its own
-        if len(old) not in (0, context):
-            state[name] = stretched(old.float(), context, keep)
-            kept = f", the first {keep} as they are" if keep else ""
-            lines.append(f"the text's from {len(old)} to {context} tokens{kept}")
-    return [f"positional embeddings interpolated: {', '.join(lines)}"] if lines else []
-
-
-def stretched(old: Tensor, context: int, keep: int) -> Tensor:
-    """[L, width] -> [context, width]. UserError if L is too small to keep this many.
-
-    With `keep` as Long-CLIP does (arXiv 2403.15378): position `keep + j` is at `keep + j (L - keep)
-    / (context - keep)` of the old ones, and the last ones follow the line through the last two.
-    """
-    if keep == 0:
-        row = F.interpolate(old.T[None], size=context, mode="linear", align_corners=False)
-        return row[0].T.contiguous()
-    if keep > len(old) - 2:
-        raise UserError(
-            f"model.keep_positions ({keep}) must be at most {len(old) - 2}: the weights have "
-            f"{len(old)} positions, and two are needed to interpolate; lower it"
-        )
-    ratio = (len(old) - keep) / (context - keep)
-    places = keep + ratio * torch.arange(context - keep, dtype=torch.float64)
-    left = places.long().clamp(max=len(old) - 2)
-    rest = old[left].lerp(old[left + 1], (places - left).to(old.dtype)[:, None])
-    return torch.cat([old[:keep], rest])
-
-
-def resize_grid(state: State, architecture: Architecture) -> list[str]:
-    """The image's part of `resize_positions`. Returns what was done."""
-    side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
-    name = "visual.positional_embedding"
-    old = state.get(name)  # [1 + T, width]
-    if old is None or old.ndim != 2 or len(old) <= 1 or len(old) == 1 + side**2:
-        return []
-    was = math.isqrt(len(old) - 1)
-    if was**2 != len(old) - 1:
-        return []
-    # [1, width, was, was]
-    grid = old[1:].float().unflatten(0, (was, was)).permute(2, 0, 1)[None]
-    grid = F.interpolate(
-        grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
-    )
-    state[name] = torch.cat([old[:1].float(), grid[0].flatten(1).T])
-    return [f"the image's from {was} x {was} to {side} x {side} patches"]
 
 
 def names_of_models(file: Path) -> list[str]:

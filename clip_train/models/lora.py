@@ -7,10 +7,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from clip_train.settings import Settings
 
 KINDS = {
-    "attention": ("*.attn.*", "*.attention.*"),
+    # the last three: the attention pool of timm's towers, whose MLP is not attention
+    "attention": (
+        "*.attn.*", "*.attention.*", "*.attn_pool.q", "*.attn_pool.kv", "*.attn_pool.proj",
+    ),
     "mlp": ("*.mlp.*",),
     "linear": ("*",),
-}
+}  # fmt: skip
 """Names of several layers -> patterns over the names of their weights, after a dot."""
 
 
@@ -18,7 +21,8 @@ class Lora(Settings):
     """W + alpha / rank B A for each weight W [out, in], with A [rank, in] and B [out, rank]."""
 
     rank: PositiveInt = 16
-    """The rank of each adapter. Packed attention weights have three, for queries, keys, values."""
+    """The rank of each adapter. Packed attention weights, and timm's fused qkv, have three: for
+    queries, keys, values."""
     alpha: PositiveFloat = 32.0
     """The adapters count alpha / rank times."""
     on: tuple[str, ...] = Field(("attention", "mlp"), min_length=1)

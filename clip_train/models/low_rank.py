@@ -23,6 +23,8 @@ from clip_train.torch_internals import own_parameters
 
 NAMES = ("lora_A", "lora_B")  # of the parameters, beside the weight's
 PACKED = "in_proj_weight"  # of queries, keys and values
+# Names of linear layers that compute several projections in one product, as timm's -> how many.
+FUSED = {"qkv": 3, "kv": 2}
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ class AdaptedLinear(LowRank):
     """Before a subclass of `nn.Linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.added(x)
+        return super().forward(x) + self.added(x, last=len(self.lora_A) // self.lora_B.shape[1])
 
 
 class AdaptedAttention(LowRank, Attention):
@@ -85,13 +87,27 @@ def adapted(kind: Any, layer: Any, name: str) -> type[nn.Module]:
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each weight that can have adapters: its name, its module, and the module's new class."""
-    inside = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    inside: set[Any] = (
+        set()
+    )  # linear layers whose weights are read, and whose forward is not called
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside.add(module.out_proj)
+        elif type(module).__name__ == "AttentionPool2d":  # of OpenCLIP's ResNets
+            inside.update(module.children())
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield f"{name}.weight", module, AdaptedWeight if module in inside else AdaptedLinear
         elif isinstance(getattr(module, PACKED, None), nn.Parameter):
             ours = isinstance(module, Attention)
             yield f"{name}.{PACKED}", module, AdaptedAttention if ours else AdaptedWeight
+
+
+def adapters_of(weight: str) -> int:
+    """How many adapters the weight of this name has: one for each projection in it."""
+    if weight.endswith(PACKED):
+        return 3
+    return FUSED.get(weight.removesuffix(".weight").rpartition(".")[2], 1)
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
@@ -121,7 +137,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
         name = weight.split(".")[-1]
         p: Any = own_parameters(module)[name]
         rows, columns = getattr(p, "ds_shape", p.shape)  # ZeRO 3 holds none of it here
-        pairs, bound = (3 if weight.endswith(PACKED) else 1), columns**-0.5
+        pairs, bound = adapters_of(weight), columns**-0.5
         A = torch.empty(pairs * lora.rank, columns).uniform_(-bound, bound)
         module.register_parameter(NAMES[0], nn.Parameter(A))
         module.register_parameter(NAMES[1], nn.Parameter(torch.zeros(rows, lora.rank)))

@@ -1,5 +1,5 @@
-"""Models of transformers, `CLIPModel`, `SiglipModel` and `Siglip2Model`, by the files in their
-folder.
+"""Models of transformers, `CLIPModel`, `SiglipModel`, `Siglip2Model` and `ChineseCLIPModel`, by the files in
+their folder.
 
     config.json                sizes, activations
     preprocessor_config.json   how an image becomes pixels
@@ -18,7 +18,7 @@ import numpy as np
 
 from clip_train.errors import UserError
 from clip_train.models.files import PREPROCESSORS, TRANSFORMERS_CONFIGS, read_object
-from clip_train.models.openclip.config import TRANSFORMERS
+from clip_train.models.openclip.config import BERT_KEYS, TRANSFORMERS
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 ACTIVATIONS = {
@@ -51,13 +51,27 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
         },
     },
+    "chinese_clip": {
+        "vision_config": {
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+            "num_attention_heads": 12, "image_size": 224, "patch_size": 32, "num_channels": 3,
+            "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+        },
+        "text_config": {
+            "vocab_size": 30_522, "hidden_size": 768, "intermediate_size": 3072,
+            "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
+            "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.1, "type_vocab_size": 2, "pad_token_id": 0,
+        },
+    },
 }  # fmt: skip
 # NaFlex: images of any shape. `num_patches` is the size of the table of positions.
 DEFAULTS["siglip2"] = {
     "vision_config": {**DEFAULTS["siglip"]["vision_config"], "num_patches": 256},
     "text_config": DEFAULTS["siglip"]["text_config"],
 }
-EPS = {"clip": 1e-5, "siglip": 1e-6, "siglip2": 1e-6}
+EPS = {"clip": 1e-5, "siglip": 1e-6, "siglip2": 1e-6, "chinese_clip": 1e-5}
+CHINESE_LENGTH = 52  # tokens of a text in Chinese-CLIP's training; its padding is masked
 # The defaults of their image processors, as far as they are used here.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "clip": {"size": {"shortest_edge": 224}, "crop_size": 224},
@@ -68,6 +82,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "patch_size": 16, "max_num_patches": 256, "resample": 2, "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     },
+    "chinese_clip": {"size": {"height": 224, "width": 224}, "crop_size": 224},
 }  # fmt: skip
 # OpenCLIP's name of a SigLIP image tower by its width.
 TIMM_NAMES = {
@@ -106,13 +121,16 @@ def description(folder: Path, place: str) -> dict[str, Any]:
         raise UserError(
             f"model.name: {place} is a model of transformers of the type {kind}, which is not read "
             "here; give a CLIPModel (clip), a SiglipModel (siglip: SigLIP, and SigLIP 2 of a fixed "
-            "resolution) or a Siglip2Model (siglip2: SigLIP 2 NaFlex)"
+            "resolution), a Siglip2Model (siglip2: SigLIP 2 NaFlex) or a ChineseCLIPModel "
+            "(chinese_clip)"
         )
     towers = {
         key: {**defaults, **(config.get(key) or {})} for key, defaults in DEFAULTS[kind].items()
     }
     vision, text = towers["vision_config"], towers["text_config"]
     for key, tower in towers.items():
+        if kind == "chinese_clip" and key == "text_config":  # which transformers itself builds
+            continue
         if tower["layer_norm_eps"] != EPS[kind] or tower.get("num_channels", 3) != 3:
             raise UserError(
                 f"model.name: {place} has {key}.layer_norm_eps ({tower['layer_norm_eps']}) and "
@@ -122,8 +140,10 @@ def description(folder: Path, place: str) -> dict[str, Any]:
         model = _clip(config, vision, text, place)
     elif kind == "siglip":
         model = _siglip(vision, text, place)
-    else:
+    elif kind == "siglip2":
         model = _siglip2(vision, text, processor, place)
+    else:
+        model = _chinese_clip(config, vision, text, place)
     return {"model_cfg": model, "preprocess_cfg": preprocess_cfg(processor, place)}
 
 
@@ -140,14 +160,7 @@ def _clip(
         "embed_dim": config.get("projection_dim", 512),
         "quick_gelu": acts == {"quick_gelu"},
         "init_logit_scale": config.get("logit_scale_init_value", 2.6592),
-        "vision_cfg": {
-            "image_size": vision["image_size"],
-            "patch_size": vision["patch_size"],
-            "width": vision["hidden_size"],
-            "layers": vision["num_hidden_layers"],
-            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
-            "mlp_ratio": _ratio(vision),
-        },
+        "vision_cfg": _vit(vision),
         "text_cfg": {
             "context_length": text["max_position_embeddings"],
             "vocab_size": text["vocab_size"],
@@ -155,6 +168,45 @@ def _clip(
             "heads": text["num_attention_heads"],
             "layers": text["num_hidden_layers"],
             "mlp_ratio": _ratio(text),
+        },
+    }
+
+
+def _vit(vision: dict[str, Any]) -> dict[str, Any]:
+    """`vision_cfg` of CLIP's image tower."""
+    return {
+        "image_size": vision["image_size"],
+        "patch_size": vision["patch_size"],
+        "width": vision["hidden_size"],
+        "layers": vision["num_hidden_layers"],
+        "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+        "mlp_ratio": _ratio(vision),
+    }
+
+
+def _chinese_clip(
+    config: dict[str, Any], vision: dict[str, Any], text: dict[str, Any], place: str
+) -> dict[str, Any]:
+    """CLIP's image tower, and a BERT that reads each text at its first token."""
+    positions = text.get("position_embedding_type", "absolute")
+    if vision["hidden_act"] not in ("quick_gelu", "gelu") or positions != "absolute":
+        raise UserError(
+            f"model.name: {place} has an image tower with {vision['hidden_act']} and a text tower "
+            f"with {positions} positions; only quick_gelu or gelu, and absolute positions are built"
+        )
+    return {
+        "embed_dim": config.get("projection_dim", 512),
+        "quick_gelu": vision["hidden_act"] == "quick_gelu",
+        "custom_text": True,
+        "init_logit_scale": config.get("logit_scale_init_value", 2.6592),
+        "vision_cfg": _vit(vision),
+        "text_cfg": {
+            "context_length": min(CHINESE_LENGTH, text["max_position_embeddings"]),
+            "hf_model_name": place,
+            "hf_model_config": {key: text[key] for key in sorted(BERT_KEYS)},
+            "hf_proj_type": "linear",
+            "hf_pooler_type": "cls_last_hidden_state_pooler",
+            "hf_tokenizer_name": f"{TRANSFORMERS}{place.removeprefix(TRANSFORMERS)}",
         },
     }
 

@@ -101,10 +101,12 @@ def initial_weights(config: ModelConfig, seed: int, log: Log = silent) -> WholeS
     architecture, state = config.architecture(), {}
     base = architecture.model_copy(update={"lora": None})
     if config.init_from is not None:
-        state = load_openclip(config.init_from, base, log, keep_positions=config.keep_positions)
+        state = load_openclip(
+            config.init_from, base, log, keep_positions=config.keep_positions, seed=seed
+        )
     for tower, place in (("image", config.init_image_from), ("text", config.init_text_from)):
         if place is not None:
-            state |= load_openclip(place, base, log, tower, config.keep_positions)
+            state |= load_openclip(place, base, log, tower, config.keep_positions, seed=seed)
     if config.init_from is not None and architecture.lora is None:
         return WholeState(state)
     return DrawnState(state, Drawn(partial(build_model, architecture), seed))

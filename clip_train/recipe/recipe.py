@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.data.config import DataConfig, existing
+from clip_train.data.config import DataConfig, TrainWeightsStage, existing
 from clip_train.data.index import index_of
 from clip_train.data.shards import expand_braces
 from clip_train.engines.config import EngineConfig
@@ -547,7 +547,8 @@ def with_samples(config: Recipe) -> Recipe:
         return config
     counted = None
     if data.train_weights is None and not data.resampled:  # else no epoch has each sample once
-        counted = index_of(data.train, data.verify, config.storage).num_samples
+        index = index_of(data.train, data.verify, config.storage, keep=data.kept)
+        counted = index.num_samples
         if counted is None:
             existing(data.train, "data.train")  # shards that are missing: the clearer error
     if counted is None:
@@ -562,7 +563,12 @@ def with_samples(config: Recipe) -> Recipe:
 
 def nearest(path: str) -> str:
     """Suggestions for a key that does not exist."""
-    parts = (("batch.schedule", BatchStage), ("model.lora", Lora), ("evaluate.sets", SetConfig))
+    parts = (
+        ("batch.schedule", BatchStage),
+        ("data.train_weights_schedule", TrainWeightsStage),
+        ("model.lora", Lora),
+        ("evaluate.sets", SetConfig),
+    )
     for key, inner in parts:
         if path.startswith(f"{key}."):
             return f"known keys are {', '.join(inner.model_fields)}"

@@ -35,7 +35,7 @@ from clip_train.models.config import (
     OwnModel,
     vocabulary_mistakes,
 )
-from clip_train.models.freeze import trained_parameters
+from clip_train.models.freeze import check_drawn_positions, trained_parameters
 from clip_train.optim.optimizer import lr_factors, needs, without_decay
 from clip_train.optim.schedule import learning_rate
 from clip_train.recipe.recipe import Recipe, with_samples
@@ -195,8 +195,9 @@ def resolve(
         problems += place_mistakes(model, must_exist=look_for_weights)
         problems += map(UserError, vocabulary_mistakes(model.name, architecture))
         problems += map(UserError, collect(random_mistakes, architecture) or [])
-        collect(trained_parameters, model, architecture)
         names = parameter_sizes(architecture)
+        if collect(trained_parameters, model, architecture) is not None:
+            collect(check_drawn_positions, model, names)
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
     tokens_per_image = None

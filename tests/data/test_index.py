@@ -67,7 +67,8 @@ def known(*urls: str) -> ShardIndex:
 
 
 def entries_in(index: ShardIndex) -> dict[str, ShardEntry | None]:
-    return dict(index.shared[number] for number in range(len(index.shards)))
+    shards = map(index.shard, range(len(index.shards)))
+    return {shard.url: shard.entry for shard in shards}
 
 
 def entries_of(data: bytes) -> dict[str, ShardEntry]:
@@ -135,7 +136,7 @@ def test_an_index_takes_little_memory_in_trainer_and_workers() -> None:
     copy = pickle.loads(pickle.dumps(files))
     copied = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert copy.shared[199] == ("00199.tar", entry) and known["00199.tar"] == entry
+    assert copy.shared[199] == ("00199.tar", entry, None) and known["00199.tar"] == entry
     assert kept < 9 * 1500 * 200
     assert copied < 16 * 200 + 4096  # of 2.4 MB
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from clip_train.batch import BatchConfig, BatchSizes
 from clip_train.data.config import DataConfig, order_keys, resolve_streams
 from clip_train.data.index import OFFSET_EVERY
 from clip_train.data.loader import TrainLoader
-from clip_train.data.order import Order, Source, hash64
+from clip_train.data.order import Order, Source, WeightsStage, hash64
 from clip_train.errors import UserError
 from clip_train.recipe.recipe import check_config
 from tests.covering import pairwise
@@ -108,6 +109,39 @@ def test_samples_given_by_a_source_are_computed_not_counted(weights, streams):
     for position in range(500):
         assert order.epoch(position) == min(n // 50 for n in passed)
         passed[order.source(position)] += 1
+
+
+def naive_source(stages: list, weights: list[float], seed: int, position: int) -> int:
+    """By the definition: a point of [0, 1) for each position, and the shares of its stage."""
+    current = next((stage[1] for stage in stages if position < stage[0]), weights)
+    # 2^64 / golden ratio; the offset is 2^64 times a number that is uniform over seeds
+    point = (position * 11400714819323198485 + 2 * hash64(seed, -3)) % 2**64
+    total = sum(map(Fraction, current))
+    edges = itertools.accumulate(Fraction(weight) / total for weight in current)
+    return next(number for number, edge in enumerate(edges) if Fraction(point, 2**64) < edge)
+
+
+STAGES = (
+    [],
+    [(100, [1, 0, 0])],
+    [(1, [0, 0, 1]), (2, [1, 1, 1]), (3, [1, 0, 1]), (250, [0, 5, 5])],
+    [(64, [1, 2, 4]), (64, [9, 1, 1]), (301, [0, 1, 0]), (302, [1, 1, 8])],
+)
+
+
+@pytest.mark.parametrize("stages, streams", pairwise(STAGES, (1, 3, 64)))
+def test_samples_given_while_weights_change_are_computed_not_counted(stages, streams):
+    """From the start and from the middle, of all positions and of one stream."""
+    weights = [2, 1, 5]
+    sources = [Source([50], streams, n, 8) for n in range(3)]
+    order = Order(sources, weights, 3, [WeightsStage(*stage) for stage in stages])
+    naive = [naive_source(stages, weights, 3, position) for position in range(400)]
+    assert [order.source(position) for position in range(400)] == naive
+    for stride, first in itertools.product((1, streams, 7), (0, streams - 1, 99, 250, 310)):
+        taken = [0, 0, 0]
+        for n, position in enumerate(range(first, 400, stride)):
+            assert order.taken(n, stride, first) == taken
+            taken[naive[position]] += 1
 
 
 def test_shares_hold_in_expectation_at_every_position():
@@ -292,6 +326,79 @@ def test_shares_hold_in_every_batch_and_stream(weighted):
     assert all(abs(sum(map(of_second, stream)) - 60) <= 4 for stream in by_stream)
 
 
+# steps 0 to 8 from the first source alone, then half of each, then the second source alone
+CHANGING = [
+    {"until_step": 9, "train_weights": [1, 0]},
+    {"until_step": 20, "train_weights": [1, 1]},
+    {"until_step": 26, "train_weights": [0, 2]},
+]
+
+
+@pytest.fixture(scope="module")
+def changing(unequal, second) -> list[list[str]]:
+    return keys_of(mixed(unequal, second, train_weights_schedule=CHANGING, resampled=False), 40)[0]
+
+
+def test_weights_change_at_their_steps(changing):
+    counts = [sum(map(of_second, batch)) for batch in changing]
+    assert counts[:9] == [0] * 9 and counts[20:26] == [24] * 6
+    assert all(abs(count - 12) <= 2 for count in counts[9:20])
+    assert all(abs(count - 8) <= 2 for count in counts[26:])
+
+
+def test_epochs_of_a_source_go_on_while_its_weight_changes(unequal, second, changing):
+    """What the second source gives, stream by stream, is what it gives with other weights."""
+    second_alone = [{"until_step": 30, "train_weights": [0, 1]}]  # blocks are as large as there
+    other, _ = keys_of(
+        mixed(unequal, second, train_weights_schedule=second_alone, resampled=False), 30
+    )
+    for stream in range(8):
+        own = [k for batch in changing for k in batch[3 * stream : 3 * stream + 3] if of_second(k)]
+        expected = [k for batch in other for k in batch[3 * stream : 3 * stream + 3]]
+        assert len(own) > 40 and own == expected[: len(own)]
+
+
+@pytest.mark.parametrize(
+    "stop, world_size, workers", [(7, 1, 3), (19, 4, 1), (24, 2, 0), (30, 3, 2)]
+)
+def test_changing_weights_resume_on_another_layout(
+    unequal, second, changing, stop, world_size, workers
+):
+    config = mixed(
+        unequal, second, train_weights_schedule=CHANGING, resampled=False, workers=workers
+    )
+    assert keys_of(config, 6, world_size, step=stop)[0] == changing[stop : stop + 6]
+
+
+def test_restarted_data_changes_weights_at_the_same_steps(unequal, second):
+    """The order starts at step 15 anew; the pieces are those of the run's steps."""
+    config = mixed(unequal, second, train_weights_schedule=CHANGING)
+    arguments = {"image_size": 8, "context_length": 8, "seed": 5, "global_size": 24}
+    with TrainLoader(config, **arguments, step=17, order_start=15) as loader:
+        counts = [sum(map(of_second, next(loader).keys)) for _ in range(12)]
+    assert all(abs(count - 12) <= 2 for count in counts[:3]) and counts[3:9] == [24] * 6
+    assert all(abs(count - 8) <= 2 for count in counts[9:])
+
+
+def test_other_weights_over_steps_are_refused_at_a_resume(unequal, second):
+    config = mixed(unequal, second, train_weights_schedule=CHANGING)
+    with loader_of(config) as loader:
+        state = {**loader.state(), "step": 0}
+    scaled = [
+        {**stage, "train_weights": [5 * w for w in stage["train_weights"]]} for stage in CHANGING
+    ]
+    with loader_of(mixed(unequal, second, train_weights_schedule=scaled)) as loader:
+        loader.load_state_dict(state)
+    for other in (None, CHANGING[:2], [*CHANGING[:2], {"until_step": 27, "train_weights": [0, 2]}]):
+        with (
+            loader_of(mixed(unequal, second, train_weights_schedule=other)) as loader,
+            pytest.raises(
+                UserError, match=r"data\.train_weights_schedule was \[\[9, \[1\.0, 0\.0\]\], "
+            ),
+        ):
+            loader.load_state_dict(state)
+
+
 def test_each_source_keeps_its_own_order(unequal, second):
     """The first source of a mixture gives what it gives alone, stream by stream, with epochs of its own."""
     keys, _ = keys_of(mixed(unequal, second, shuffle_block=9, resampled=False), 60)
@@ -321,6 +428,39 @@ def test_each_source_keeps_its_own_order(unequal, second):
         ({"train_weights": [1, 0]}, r"train_weights \(\[1, 0\]\)"),
         ({"train_weights": "1::2::3"}, r"one for each of the 2 sources"),
         ({"resampled": [True, False]}, r"data.resampled"),
+        (
+            {"train_weights_schedule": [{"until_step": 9, "train_weights": [1, 2]}]},
+            r"data\.train_weights_schedule .* needs data\.train_weights",
+        ),
+        (
+            {"train_weights": [1, 2], "train_weights_schedule": CHANGING[::-1]},
+            r"must rise from piece to piece, got \[26, 20, 9\]; sort them",
+        ),
+        (
+            {
+                "train_weights": [1, 2],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [1, 2, 3]}],
+            },
+            r"train_weights \(\[1\.0, 2\.0, 3\.0\]\) until step 9 must have one number for each of the 2",
+        ),
+        (
+            {
+                "train_weights": [1, 2],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [0, 0]}],
+            },
+            r"and one above 0",
+        ),
+        (
+            {
+                "train_weights": [1, 2],
+                "train_weights_schedule": [{"until_step": 9, "train_weights": [-1, 2]}],
+            },
+            r"data\.train_weights_schedule\.0\.train_weights",
+        ),
+        (
+            {"train_weights_schedule": [{"until": 9, "train_weights": [1, 2]}]},
+            r"train_weights_schedule\.0\.until \(9\): no such key; known keys are until_step, train_weights",
+        ),
     ],
 )
 def test_mistakes_are_explained(settings, message):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from clip_tools.embed import Loaded
 from clip_train.data.config import DataConfig
+from clip_train.data.images import TrainTransform
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.pixels import decode_image, is_transparent
@@ -19,7 +21,10 @@ from clip_train.data.validation import ValLoader
 from clip_train.errors import UserError
 from clip_train.models.clip import build_model
 from clip_train.models.config import load_architecture
+from clip_train.resizing import Resize
 from tests.data.shards import counted, jpeg, write_shard
+from tests.peers.odd_images import odd_images
+from tests.peers.pixels import evaluated_pixels
 
 SIZE = 32
 RNG = np.random.default_rng(5)
@@ -115,6 +120,21 @@ def test_python_sees_what_evaluation_sees(tmp_path, alpha):
     for key, image in zip(trained.keys, trained.images, strict=True):
         if list(FILES)[int(key)] != "photo.jpg":  # of 33 pixels
             assert torch.equal(image, batch.images[int(key)]), key
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
+def test_200_odd_files_are_the_same_everywhere(tmp_path, mode):
+    """In evaluation, `load` and `embed`, and (squashed without a crop) in training."""
+    files, resize = list(odd_images()), Resize("bicubic", mode)
+    seen = evaluated_pixels(files, tmp_path, resize, SIZE, "white")
+    loaded = Loaded(nn.Identity(), Tokenizer(16), SIZE, "a test", resize=resize)
+    whole = TrainTransform(SIZE, scale=(1.0, 1.0), ratio=(1.0, 1.0), relative_ratio=True)
+    assert len(seen) == len(files) == 200
+    for image in files:
+        expected = torch.from_numpy(seen[image.name])
+        assert torch.equal(loaded.preprocess(image.data), expected), image.name
+        if mode == "squash":
+            assert torch.equal(whole(decode_image(image.data), 3), expected), image.name
 
 
 def test_an_image_that_cannot_be_used_is_an_error_of_its_own():

@@ -79,6 +79,17 @@ def test_a_side_of_a_half_is_rounded_as_in_openclip():
     assert int((rows > 0).sum()) == 122
 
 
+@pytest.mark.parametrize("width,height", [(33, 1), (47, 1), (101, 3), (200, 5)])
+def test_a_very_long_image_keeps_its_middle(width, height):
+    """Only 32 squares of it are resized, and their middle is that of the whole image."""
+    image = photograph(300, 200).resize((width, height))
+    ours = array(to_square(torch.from_numpy(np.array(image)).permute(2, 0, 1), 96)).astype(int)
+    long = int(96 * width / height)
+    left = round((long - 96) / 2.0)
+    pillow = image.resize((long, 96), Image.Resampling.BICUBIC).crop((left, 0, left + 96, 96))
+    assert abs(ours - np.asarray(pillow).astype(int)).max() <= 4
+
+
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("mode", ["squash", "longest"])
 @pytest.mark.parametrize("width,height", [(300, 200), (97, 500), (40, 30), (96, 96)])

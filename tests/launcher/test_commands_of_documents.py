@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 import shutil
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from clip_tools.demo import SyntheticData
-from launcher.cli.main import VERBS, verb_parser
+from launcher.cli.main import VERBS, main, verb_parser
 from tests.documents import ROOT, commands, examples_in, own_arguments, split
 from tests.launcher.conftest import RECIPE, clean_environment, finish, run
 from tests.warm import Command
@@ -32,6 +35,7 @@ ELSEWHERE = {
     "--format peft": "needs a run with adapters: tests/launcher/test_lora.py",
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
     "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
+    "recipes/siglip2_long.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
     "json.negatives": "needs mined shards: tests/launcher/test_mine.py",
     "--push": "needs the hub: tests/launcher/test_push.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",
@@ -54,7 +58,18 @@ REPLACED = {
     " ...": " --train-data shards/{00000..00003}.tar --train-num-samples 1000000",
 }
 STATUSES = {"doctor": (0, 1), "checkpoints": (0, 1)}
-RUNS = ("my-run", "clip", "first", "demo-shapes", "speed", "a", "b", "birds", "siglip2-b16")
+RUNS = (
+    "my-run",
+    "clip",
+    "first",
+    "demo-shapes",
+    "speed",
+    "a",
+    "b",
+    "birds",
+    "siglip2-b16",
+    "siglip2-long",
+)
 
 
 def lines() -> list[str]:
@@ -81,6 +96,28 @@ def test_each_reason_has_a_command():
         assert any(words in line for line in lines()), words
 
 
+def with_scores(source: Path, folder: Path) -> None:
+    """The shards with a score and a uid of each sample, an index with both, and a list of every second uid."""
+    from tests.data.shards import write_shard
+
+    (folder / "shards").mkdir()
+    uids = []
+    for path in sorted(source.glob("*.tar")):
+        members = []
+        with tarfile.open(path) as tar:
+            for member in tar.getmembers():
+                content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                if member.name.endswith(".json"):
+                    uids.append((len(uids), 7))
+                    fields = {"clip_score": len(uids) % 9 / 9, "uid": f"{uids[-1][0]:016x}{7:016x}"}
+                    content = json.dumps({**json.loads(content), **fields}).encode()
+                members.append((member.name, content))
+        write_shard(folder / "shards" / path.name, members)
+    columns = ["--columns", "json.clip_score,json.uid"]
+    assert main(["index", f"{folder}/shards/*.tar", *columns]) == 0
+    np.save(folder / "keep.npy", np.array(uids[::2], "u8,u8"))
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     """A folder in which they are typed: recipes, `my.yaml`, a table, photos, shards, and a run that is done."""
@@ -92,7 +129,7 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     recipe["data"]["val"] = data.val
     recipe["evaluate"] = {"zero_shot_classes": data.classes}
     (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
-    shutil.copytree(Path(data.train).parent, folder / "shards")
+    with_scores(Path(data.train).parent, folder)
     shutil.copytree(Path(data.val).parent, folder / "val")
     photos = folder / "photos"
     photos.mkdir()
@@ -157,7 +194,7 @@ def as_tried(line: str, home: Path) -> list[str]:
     if verb in ("branch", "average", "export"):  # which name steps of long runs
         return [verb, *(re.sub(r"\b(18000|20000)\b", "7", each) for each in rest)]
     if verb == "index":
-        return [verb, f"{home}/shards/*.tar", *(each for each in rest if each.startswith("--"))]
+        return [verb, f"{home}/shards/*.tar", *rest[1:]]
     return [verb, *rest]
 
 

@@ -77,6 +77,23 @@ MISTAKES = {
     ),
     "out of range": (["optim.lr=-1"], ["optim.lr", "-1", "greater than 0", "set optim.lr="]),
     "no such choice": (["loss.kind=triplet"], ["loss.kind", "'triplet'", "info_nce"]),
+    "a word for positions": (
+        ["model.keep_positions=most"],
+        ["model.keep_positions ('most')", "an integer >= 0, all or all_but_last"],
+    ),
+    "drawn positions without weights": (
+        ["model.keep_positions=all", "model.context_length=99"],
+        ["model.keep_positions (all) needs weights to start from"],
+    ),
+    "drawn positions that stay as drawn": (
+        [
+            "model.keep_positions=all",
+            "model.context_length=99",
+            "model.init_from={tmp}/x.pt",
+            "model.lock_text=true",
+        ],
+        ["positional_embedding is not trained; set model.lock_text=false"],
+    ),
     "not an override": (["optim.lr"], ["'optim.lr'", "write key.path=value"]),
     "batch schedule out of order": (
         ["batch.schedule=[{until_step: 9, global_size: 8}, {until_step: 5, global_size: 16}]"],

@@ -70,9 +70,10 @@ def test_a_push_is_private_has_a_card_and_can_be_evaluated(trained, hub, tmp_pat
         "tags": ["clip", "clip-train"],
         "metrics": ["accuracy", "recall"],
     }
-    assert "open_clip.create_model_and_transforms('hf-hub:me/small')" in text
+    loaded = "model, _, preprocess = open_clip.create_model_and_transforms('hf-hub:me/small')"
+    assert f"{loaded}\ntokenizer = open_clip.get_tokenizer('hf-hub:me/small')\n" in text
     scores = json.loads((trained / "eval.jsonl").read_text().splitlines()[-1])
-    assert f"{100 * scores['zero_shot_top1']:.2f}%" in text and "evaluation at step 4." in text
+    assert f"| {100 * scores['zero_shot_top1']:.2f}% |" in text and "evaluation at step 4." in text
     curve = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 4 |"))]
     losses = [json.loads(x)["loss"] for x in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [float(line.split("|")[2]) for line in curve] == pytest.approx(
@@ -125,7 +126,8 @@ def test_a_card_names_repositories_of_the_hub():
     assert card.base_model == ["timm/vit_base_patch32_clip_224.openai"]
     assert card.datasets == ["org/pairs"] and card.library_name == "transformers"
     assert "- Base: `open_clip:ViT-B-32/openai` (model.init_from)" in text
-    assert "`, 5,000 samples" in text and f"import transformers\n\n{load}" in text
+    assert "`hf://datasets/org/pairs/{0..3}.tar`, `/mine/*.tar`, 5,000 samples" in text
+    assert f"import transformers\n\nmodel = {load}\n" in text
 
 
 @pytest.mark.parametrize(

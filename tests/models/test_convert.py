@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from clip_train.errors import CheckpointError, UserError
 from clip_train.models.clip import CLIP
 from clip_train.models.config import ModelConfig, load_architecture, parse_architecture
+from clip_train.models.freeze import check_drawn_positions
 from clip_train.models.hub import HubPlace, resolve
+from clip_train.models.positions import stretched
 from clip_train.models.weights import export_openclip, initial_weights, load_openclip, load_teacher
 from tests.models.small import inputs, small_architecture, small_model
 
@@ -224,6 +226,67 @@ def test_the_first_positions_stay_as_in_long_clip(tmp_path: Path):
     for wrong in ({"init_from": None}, {"context_length": 3}, {"context_length": None}):
         with pytest.raises(ValueError, match=r"model\.keep_positions \(3\) needs weights"):
             ModelConfig(name="tiny", keep_positions=3, **{**keys, **wrong})
+
+
+def test_a_tower_that_reads_the_last_position_keeps_it():
+    """The pooled row of a SigLIP stays what it was; those before it lie on the line between."""
+    old = torch.tensor([0.0, 1, 2, 3, 4, 10])[:, None].repeat(1, 3)
+    found = stretched(old, 16, 2, last=True)
+    expected = [0, 1, *(2 + 3 * j / 13 for j in range(14))]  # places among the old ones
+    values = [p if p <= 4 else 4 + 6 * (p - 4) for p in expected]
+    torch.testing.assert_close(found, torch.tensor(values)[:, None].repeat(1, 3))
+    assert torch.equal(found[-1], old[-1])
+    assert torch.equal(stretched(old, 16, 0, last=True)[-1], old[-1])
+    assert torch.equal(stretched(old, 3, 2, last=True), old[[0, 1, 5]])
+
+
+def test_positions_stay_and_new_ones_are_drawn_behind_them(tmp_path: Path):
+    """By the run's seed, as large as the weights' own."""
+    state, said = small_model().state_dict(), []
+    name = "positional_embedding"
+    spread = torch.linspace(0.1, 3, 20)
+    torch.manual_seed(1)
+    state[name] = torch.linspace(-5, 5, 20) + spread * torch.randn(8, 20)
+    save_file(state, tmp_path / "small.safetensors")
+    (tmp_path / "model.json").write_text(json.dumps(small_architecture().model_cfg()))
+    keys = {"init_from": str(tmp_path / "small.safetensors"), "keep_positions": "all"}
+    config = ModelConfig(name=str(tmp_path / "model.json"), context_length=4008, **keys)
+    new = [
+        initial_weights(config, seed, said.append).read(name, "param", 0, 4008 * 20).view(-1, 20)
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(new[0], new[1]) and not torch.equal(new[0][8:], new[2][8:])
+    assert all(torch.equal(each[:8], state[name]) for each in new)
+    drawn, old = new[0][8:], state[name]
+    deviation = ((old - old.mean(0)) ** 2).mean(0).sqrt()
+    torch.testing.assert_close(drawn.std(0), deviation, rtol=0.05, atol=0)
+    assert ((drawn.mean(0) - old.mean(0)).abs() < 0.1 * deviation).all()
+    assert said[0].partition(" (OpenCLIP's layout): ")[2] == (
+        "the text's 8 positional embeddings stay in their places, 4000 are drawn behind them"
+    )
+    with pytest.raises(
+        UserError, match=r"\(all\): the weights have 8 positions, and .* is 6; raise"
+    ):
+        initial_weights(config.model_copy(update={"context_length": 6}), 0)
+    with pytest.raises(UserError, match=r"\(all_but_last\) is for text towers that read the last"):
+        config.model_copy(update={"keep_positions": "all_but_last"}).architecture()
+
+
+def test_drawn_positions_must_be_trained():
+    keys = {"name": "tiny", "init_from": "x", "context_length": 99, "keep_positions": "all"}
+    names = ["positional_embedding", "visual.proj", "visual.conv1.lora_A"]
+    check_drawn_positions(ModelConfig(**keys), names)
+    check_drawn_positions(ModelConfig(**{**keys, "keep_positions": 9}, lock_text=True), names)
+    lora = {"rank": 2, "on": ["mlp"]}
+    trained = {**lora, "train": ["positional_embedding"]}
+    check_drawn_positions(ModelConfig(**keys, lora=trained), names)
+    for more, remedy in (
+        ({"lock_text": True}, "set model.lock_text=false"),
+        ({"freeze": ["pos*"]}, "take positional_embedding out of model.freeze"),
+        ({"lora": lora}, r'set model.lora.train=\["positional_embedding"\]'),
+    ):
+        with pytest.raises(UserError, match=f"positional_embedding is not trained; {remedy}"):
+            check_drawn_positions(ModelConfig(**keys, **more), names)
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])

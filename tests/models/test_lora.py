@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from clip_train.engines.base import PlainEngine
@@ -13,7 +15,7 @@ from clip_train.models.clip import CLIP, build_model
 from clip_train.models.config import ModelConfig
 from clip_train.models.freeze import freeze, frozen_names
 from clip_train.models.lora import Lora
-from clip_train.models.low_rank import merged
+from clip_train.models.low_rank import adapt, merged
 from clip_train.models.weights import WholeState
 from tests.models.small import inputs, small_architecture, small_model
 
@@ -70,6 +72,55 @@ def test_float64_equals_the_textbook_and_the_merged_model(on):
     assert trained and all("lora" in name for name in trained)
     for p, truth in zip(trained.values(), truths, strict=True):
         torch.testing.assert_close(p.grad, truth, rtol=1e-10, atol=1e-13)
+
+
+class Fused(nn.Module):
+    """Attention whose queries, keys and values are one product, then a pool, as in timm's towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.attn_pool = nn.Module(), nn.Module()
+        self.attn.qkv, self.attn.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.attn_pool.q, self.attn_pool.kv = nn.Linear(8, 8), nn.Linear(8, 16)
+        self.attn_pool.proj, self.attn_pool.mlp = nn.Linear(8, 8), nn.Module()
+        self.attn_pool.mlp.fc1 = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, L, 8] -> [b, 8]"""
+        q, k, v = self.attn.qkv(x).chunk(3, dim=-1)
+        x = self.attn.proj((q @ k.mT).softmax(-1) @ v)
+        k, v = self.attn_pool.kv(x).chunk(2, dim=-1)
+        x = self.attn_pool.proj((self.attn_pool.q(x.mean(1, True)) @ k.mT).softmax(-1) @ v)
+        return (x + self.attn_pool.mlp.fc1(x))[:, 0]
+
+
+@pytest.mark.parametrize("on", ["attention", "qkv", "kv"])
+def test_fused_layers_have_an_adapter_for_each_projection(on):
+    """The same as adapters of three layers, by the textbook."""
+    torch.manual_seed(0)
+    base = Fused().double()
+    model = copy.deepcopy(base)
+    adapt(model, Lora(rank=2, alpha=6, on=(on,)))
+    model.double()
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            p.data.normal_()
+    sizes = {name: len(p) // 2 for name, p in model.named_parameters() if name.endswith("lora_A")}
+    attention = {
+        "attn.qkv": 3,
+        "attn.proj": 1,
+        "attn_pool.q": 1,
+        "attn_pool.kv": 2,
+        "attn_pool.proj": 1,
+    }
+    expected = {"attention": attention, "qkv": {"attn.qkv": 3}, "kv": {"attn_pool.kv": 2}}[on]
+    assert sizes == {f"{name}.lora_A": count for name, count in expected.items()}
+    x = torch.randn(5, 4, 8, dtype=torch.float64)
+    found, truth = model(x), functional_call(base, textbook(model, 6 / 2, 2), x)
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(found, base(x), rtol=1e-3)
+    base.load_state_dict(merged(model.state_dict(), Lora(rank=2, alpha=6, on=(on,))))
+    torch.testing.assert_close(found, base(x), rtol=1e-12, atol=1e-13)
 
 
 def test_it_begins_as_its_base_to_the_bit():

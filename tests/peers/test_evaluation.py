@@ -24,6 +24,7 @@ from clip_train.evaluate.zero_shot import ZeroShotClasses
 from clip_train.models.clip import CLIP
 from clip_train.models.config import parse_architecture
 from tests.data.shards import counted, write_shard
+from tests.peers.clip_benchmark_cli import as_float
 
 pytestmark = [
     pytest.mark.peer,
@@ -127,8 +128,13 @@ def load(place: Path, folder: ImageFolder | None = None, **more: Any) -> ValLoad
     )
 
 
-def measured(model: Any, config: EvaluateConfig, *data: Any) -> dict[str, float]:
-    return evaluate(PlainEngine(model), *data[:1], config, Tokenizer(24), *data[1:])
+def measured(model: Any, config: EvaluateConfig, loader: ValLoader) -> dict[str, float]:
+    """Retrieval, or zero-shot classification if the config has classes."""
+    classes = None
+    if config.zero_shot_classes is not None:
+        classes = ZeroShotClasses.load(config.zero_shot_classes, config.templates)
+    tokenize, captions = Tokenizer(24), classes is None
+    return evaluate(PlainEngine(model), loader, config, tokenize, classes, captions=captions)
 
 
 def clip_benchmarks(folder: Path, transform: Any, task: str) -> Any:
@@ -190,21 +196,16 @@ def test_openclips_evaluation(tmp_path: Path, models: tuple[Any, Any, Any], capt
     )
 
 
-def number(array: Any) -> float:
-    """As `float`, which both call on arrays of one number: numpy 2.4 refuses that."""
-    return float(array.item() if isinstance(array, np.ndarray) else array)
-
-
 def test_zero_shot_of_clip_benchmark(
     tmp_path: Path, models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
 ):
     from clip_benchmark.metrics import zeroshot_classification
 
-    monkeypatch.setattr(zeroshot_classification, "float", number, raising=False)
+    monkeypatch.setattr(zeroshot_classification, "float", as_float, raising=False)
     peer, transform, ours = models
     write_wds(tmp_path, 0)
     config = EvaluateConfig(zero_shot_classes=str(tmp_path / "classes.json"))
-    found = measured(ours, config, None, load(tmp_path / "test" / "{0..2}.tar", labelled=True))
+    found = measured(ours, config, load(tmp_path / "test" / "{0..2}.tar", labelled=True))
     dataset, loader = clip_benchmarks(tmp_path, transform, "zeroshot_classification")
     tokenizer = open_clip.SimpleTokenizer(context_length=24)
     theirs = zeroshot_classification.evaluate(
@@ -213,6 +214,9 @@ def test_zero_shot_of_clip_benchmark(
     assert found["zero_shot_samples"] == NUM
     assert found["zero_shot_top1"] == pytest.approx(theirs["acc1"], abs=1e-4)
     assert found["zero_shot_top5"] == pytest.approx(theirs["acc5"], abs=1e-4)
+    assert found["zero_shot_mean_per_class_recall"] == pytest.approx(
+        theirs["mean_per_class_recall"], abs=1e-4
+    )
 
 
 def test_zero_shot_of_openclip_on_a_folder_for_each_class(
@@ -222,7 +226,7 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
     from open_clip_train import zero_shot
     from torchvision.datasets import ImageFolder as TorchvisionFolder
 
-    monkeypatch.setattr(zero_shot, "float", number, raising=False)
+    monkeypatch.setattr(zero_shot, "float", as_float, raising=False)
     peer, transform, ours = models
     for i in range(1000):
         (tmp_path / f"n{i:04d}").mkdir()
@@ -230,7 +234,7 @@ def test_zero_shot_of_openclip_on_a_folder_for_each_class(
             (tmp_path / f"n{i:04d}" / f"{i}.png").write_bytes(png(i))
     config = EvaluateConfig(zero_shot_classes="imagenet", templates="simple")
     folder = ImageFolder.find(str(tmp_path), "evaluate.zero_shot_data")
-    found = measured(ours, config, None, load(tmp_path, folder, labelled=True))
+    found = measured(ours, config, load(tmp_path, folder, labelled=True))
     dataset = TorchvisionFolder(str(tmp_path), transform=transform, allow_empty=True)
     loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH)
     classifier = open_clip.build_zero_shot_classifier(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import tests.peers.torchvision_shim  # noqa: F401  before open_clip and transfor
 from clip_train.data.images import to_square
 from clip_train.data.pixels import decode_image
 from clip_train.resizing import Resize
+from tests.peers.odd_images import OddImage
+from tests.peers.odd_images import odd_images as odd_files
+from tests.peers.pixels import evaluated_pixels, openclip_pixels, transformers_pixels
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("default")]
 open_clip = pytest.importorskip(
@@ -24,6 +28,7 @@ transformers = pytest.importorskip(
 )
 LEVELS = 2  # of 255
 SIZE = 64
+WHOLE = 224  # of the odd files
 
 
 def odd_images() -> Iterator[tuple[str, bytes]]:
@@ -33,7 +38,6 @@ def odd_images() -> Iterator[tuple[str, bytes]]:
         rng = np.random.default_rng(seed)
         rough = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
         smooth = Image.fromarray(rough).resize((width, height), Image.Resampling.BICUBIC)
-        # white noise of full range differs by up to 10: Pillow clips between its two passes
         noise = np.asarray(smooth) + rng.normal(0, 12, (height, width, 3))
         noisy = Image.fromarray(noise.clip(0, 255).astype(np.uint8))
         for name, image in (("smooth", smooth), ("noisy", noisy)):
@@ -108,3 +112,57 @@ def test_pixels_are_those_of_transformers(fast: bool):
                 continue
             found = processor(image, return_tensors="pt")["pixel_values"][0]
             compare(name, data, resize, levels(found, 0.5, 0.5))
+
+
+@pytest.fixture(scope="module")
+def files() -> list[OddImage]:
+    return list(odd_files())
+
+
+def opened(image: OddImage) -> Image.Image:
+    """As it is given to a peer: 16 bits of gray, which Pillow's conversion clips, as 8 bits."""
+    return image.meant or Image.open(io.BytesIO(image.data))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
+def test_odd_files_are_those_of_openclip(
+    tmp_path: Path, files: list[OddImage], mode: Any, interpolation: Any
+):
+    """In RGB, as its loaders of shards and folders give an image to the transform."""
+    resize = Resize(interpolation, mode)
+    ours = evaluated_pixels(files, tmp_path, resize, WHOLE, "drop")
+    theirs = openclip_pixels(resize, WHOLE)
+    assert len(ours) == len(files) == 200
+    for image in files:
+        found = theirs(opened(image).convert("RGB"))
+        assert abs(ours[image.name] - found).max() <= LEVELS + 1e-3, image.name
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_odd_files_are_those_of_transformers(tmp_path: Path, files: list[OddImage], fast: bool):
+    newest = int(transformers.__version__.partition(".")[0]) > 4
+    for resize in (Resize(), Resize("bicubic", "squash"), Resize("bilinear", "squash")):
+        ours = evaluated_pixels(files, tmp_path, resize, WHOLE, "white" if newest else "drop")
+        theirs = transformers_pixels(resize, WHOLE, fast=fast)
+        for image in files:
+            # half a pixel of margin: rounded down there
+            if resize == Resize() and image.kind == "odd margins, PNG" and (newest or not fast):
+                continue
+            try:
+                found = theirs(opened(image))
+            except ValueError:  # takes a side of 1 or 3 pixels for the channels
+                assert image.kind == "1 x 1 to 1 x 300, PNG" and not fast and not newest
+                continue
+            limit = LEVELS + 1e-3 if not fast or resize == Resize() else 1e-3
+            assert abs(ours[image.name] - found).max() <= limit, image.name
+
+
+def test_siglips_processor_on_the_hub_reads_rgb_alone(files: list[OddImage]):
+    """Its `preprocessor_config.json` has `do_convert_rgb: null`."""
+    theirs = transformers_pixels(Resize("bicubic", "squash"), WHOLE, fast=False, convert=None)
+    for image in files[::8]:
+        picture = Image.open(io.BytesIO(image.data))
+        if picture.mode != "RGB" and image.kind != "1 x 1 to 1 x 300, PNG":
+            with pytest.raises(ValueError):
+                theirs(picture)

@@ -103,6 +103,45 @@ def test_siglip_comes_in_and_goes_out_exactly(tmp_path: Path, act: str):
         assert torch.equal(tensor.float(), model.state_dict()[name].float()), name
 
 
+@pytest.mark.parametrize("keep", ["all", "all_but_last", 4, 0])
+def test_siglip_reads_longer_texts_here_and_in_transformers(tmp_path: Path, keep: Any):
+    """The pooled row is the last one of the longer table; features and ids equal transformers'."""
+    from tests.peers.siglip import CONTEXT, save_siglip
+
+    theirs, said = save_siglip(tmp_path / "theirs"), []
+    name, longer = "text.positional_embedding", 3 * CONTEXT
+    old = theirs.text_model.embeddings.position_embedding.weight.detach().float()
+    keys = {"context_length": longer, "keep_positions": keep}
+    config = ModelConfig(init_from=str(tmp_path / "theirs"), **keys)
+    model = build_model(config.architecture()).double().eval()
+    model.load_state_dict(dict(initial_weights(config, 0, said.append).whole()))
+    new = model.state_dict()[name].float()
+    assert new.shape == (longer, 32)
+    first = {"all": CONTEXT, "all_but_last": CONTEXT - 1}.get(keep, keep)
+    assert torch.equal(new[:first], old[:first])
+    assert torch.equal(new[-1], old[-1]) == (keep != "all")
+    words = {
+        "all": "stay in their places, 32 are drawn behind them; texts are read at the last",
+        "all_but_last": "32 are drawn before the last one, where texts are read",
+        4: "to 48 tokens, the first 4 and the last as they are",
+        0: "the text's from 16 to 48 tokens",
+    }
+    assert any(words[keep] in line for line in said), said
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    ids = tokenizer_of(model.architecture)(TEXTS)
+    assert ids.shape == (6, longer)
+    out = export_transformers(model.state_dict(), model.architecture, tmp_path / "out")
+    peer = transformers.SiglipModel.from_pretrained(out).double().eval()
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    both = processor(text=TEXTS, padding="max_length", truncation=True, return_tensors="pt")
+    assert torch.equal(both["input_ids"], ids)
+    expected = features_of(peer, (images.double() / 255 - 0.5) / 0.5, ids)
+    again = started(out)
+    assert again.architecture.text_cfg.context_length == longer
+    for mine, other in zip(ours(again, images, ids), expected, strict=True):
+        torch.testing.assert_close(mine, other, **EXACT)
+
+
 def test_siglip_keeps_its_activation_through_openclips_layout(tmp_path: Path):
     from tests.peers.siglip import save_siglip
 
@@ -243,7 +282,7 @@ def test_the_recipe_of_siglip_2_trains_and_exports(tmp_path: Path):
     kinds = {
         "full": (),
         "locked": ("model.lock_image=true",),
-        "lora": ("model.lora={rank: 2, alpha: 4, on: [mlp]}", "optim.lr=1e-3"),
+        "lora": ("model.lora={rank: 2, alpha: 4}", "optim.lr=1e-3"),
     }
     for name, more in kinds.items():
         line = (*keys, *more, f"run.dir={tmp_path / name}")
@@ -263,6 +302,7 @@ def test_the_recipe_of_siglip_2_trains_and_exports(tmp_path: Path):
         }
         assert changed and any(key.startswith("text_model.") for key in changed)
         assert any(key.startswith("vision_model.") for key in changed) == (name != "locked")
+        assert ("vision_model.head.attention.in_proj_weight" in changed) == (name != "locked")
         from clip_tools.embed import load
 
         here = load(str(folder))
@@ -278,6 +318,98 @@ def test_the_recipe_of_siglip_2_trains_and_exports(tmp_path: Path):
             found = peer.eval()(pixel_values=both["pixel_values"], input_ids=both["input_ids"])
         torch.testing.assert_close(here.texts(TEXTS), found.text_embeds, rtol=0, atol=1e-5)
         torch.testing.assert_close(here.images(pictures()), found.image_embeds, rtol=0, atol=5e-3)
+
+
+def test_the_recipe_of_longer_texts_trains_and_exports(tmp_path: Path):
+    """What so400m-long left as it was stays; positions behind the old ones are trained."""
+    from tests.data.shards import write_dataset
+    from tests.peers.siglip import CONTEXT, save_siglip
+
+    theirs = save_siglip(tmp_path / "theirs").float()
+    theirs.save_pretrained(tmp_path / "theirs")
+    train = write_dataset(tmp_path / "data", [40, 24])
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "siglip2_long.yaml"
+    line = (
+        f"model.init_from={tmp_path / 'theirs'}", f"data.train={train}::{train}", "run.steps=2",
+        f"data.val={{long: '{train}'}}", "batch.global_size=16", "batch.micro_size=8",
+        "evaluate.every_steps=2", "engine.kind=fsdp", "engine.precision=fp32", "data.workers=0",
+        "log.tensorboard=false", f"run.dir={tmp_path / 'run'}", "schedule.warmup_steps=0",
+        "model.context_length=40", "data.lanes=4",
+    )  # fmt: skip
+    status, out = command("train", str(recipe), *line)
+    assert status == 0, out
+    assert "24 are drawn before the last one, where texts are read" in out
+    folder = tmp_path / "export"
+    format_ = ("--format", "transformers", "--output", str(folder))
+    status, out = command("export", str(recipe), *line, *format_)
+    assert status == 0, out
+    peer, info = transformers.SiglipModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    before, after = theirs.state_dict(), peer.state_dict()
+    name = "text_model.embeddings.position_embedding.weight"
+    rows = after.pop(name)
+    assert rows.shape == (40, 32)
+    moved = (rows[[*range(CONTEXT - 1), -1]] - before.pop(name)).abs().amax(1)
+    assert moved.min() > 0 and moved.max() < 2e-3  # two steps of 4e-4 and decay
+    still = {key for key in after if torch.equal(after[key], before[key])}
+    kept = ("vision_model.", "text_model.head.", "logit_")
+    assert still == {key for key in after if key.startswith(kept)}
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    ids = processor(text=TEXTS, padding="max_length", truncation=True, return_tensors="pt")[
+        "input_ids"
+    ]
+    assert ids.shape[1] == 40
+
+
+def test_a_multilingual_sentencepiece_tokenizer_pads_as_trained(tmp_path: Path):
+    """Like Gemma's of SigLIP 2: pieces with byte fallback, an end, padding behind it to the length."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    from tests.peers.siglip import CONTEXT, save_siglip
+
+    texts = [
+        "ein Foto einer Katze",
+        "一只猫",
+        "фото кошки",
+        "a photo of a cat",
+        "  two   Cats, 🐈 ",
+    ]
+    theirs = save_siglip(tmp_path / "theirs")
+    pad, eos, bos, unk = special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = dict.fromkeys("".join(texts[:4]).replace(" ", "▁"))
+    vocabulary = {piece: number for number, piece in enumerate([*special, *pieces, *words])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unk, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, 1)]
+    )
+    names = {"pad_token": pad, "eos_token": eos, "bos_token": bos, "unk_token": unk}
+    transformers.GemmaTokenizerFast(
+        tokenizer_object=tokenizer, **names, padding_side="right", add_bos_token=False,
+        add_eos_token=True, model_max_length=10**30,
+    ).save_pretrained(tmp_path / "theirs")  # fmt: skip
+    architecture = load_architecture(str(tmp_path / "theirs"))
+    ids = tokenizer_of(architecture)(texts)
+    cat = [vocabulary[letter] for letter in "一只猫"]
+    assert ids[1].tolist() == [*cat, 1, *[0] * (CONTEXT - 4)]
+    cat_face = [vocabulary[f"<0x{byte:02X}>"] for byte in "🐈".encode()]
+    long = tokenizer_of(architecture.model_copy(update={"text_cfg": architecture.text_cfg.model_copy(
+        update={"context_length": 40})}))(texts)  # fmt: skip
+    row = long[4].tolist()
+    assert any(row[i : i + 4] == cat_face for i in range(36))
+    assert (ids[:, -1] == 0).tolist() == [False, True, True, False, False]  # cut, or padded
+    out = export_transformers(
+        started(tmp_path / "theirs").state_dict(), architecture, tmp_path / "out"
+    )
+    for folder, length in ((tmp_path / "theirs", {"max_length": CONTEXT}), (out, {})):
+        processor = transformers.AutoProcessor.from_pretrained(folder)
+        both = processor(
+            text=texts, padding="max_length", truncation=True, return_tensors="pt", **length
+        )
+        assert torch.equal(both["input_ids"], ids)
+    assert theirs.config.text_config.max_position_embeddings == CONTEXT
 
 
 ON_HUB = """

@@ -29,6 +29,12 @@ NAFLEX = "naflexvit"  # how timm's names of its NaFlexVit begin
 TRANSFORMERS = "hf:"  # a tokenizer that is read as transformers itself reads it
 # Arguments of timm's image tower, so that it has the sizes and the activation of transformers'.
 TIMM_ARGUMENTS = {"patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "act_layer"}
+# Keys of transformers' BertConfig, for a text tower that no config.json of its own describes.
+BERT_KEYS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "hidden_act", "layer_norm_eps", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "type_vocab_size", "pad_token_id",
+}  # fmt: skip
 TOKENIZER_OPTIONS = {
     "additional_special_tokens",
     "clean",
@@ -166,6 +172,40 @@ class TextKeys(Described):
     hf_tokenizer_name: str | None = None  # None: CLIP's own
     tokenizer_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _fits_its_bert(self) -> TextKeys:
+        keys = self.bert
+        if keys is None:
+            return self
+        known = isinstance(keys, dict) and keys.keys() == BERT_KEYS
+        sizes = {key: x for key, x in keys.items() if key != "hidden_act"} if known else {}
+        most = {key: MOST.get(key, MOST["width"]) for key in sizes}
+        if not known or not all(
+            isinstance(size, int | float) and 0 <= size <= most[key] for key, size in sizes.items()
+        ):
+            raise ValueError(
+                f"hf_model_config ({clipped(str(keys))}) must have the keys "
+                f"{', '.join(sorted(BERT_KEYS))}, with sizes up to 65,536"
+            )
+        if self.context_length > keys["max_position_embeddings"]:
+            raise ValueError(
+                f"context_length ({self.context_length}) must be at most "
+                f"{keys['max_position_embeddings']}, the positions of its text tower"
+            )
+        return self
+
+    @property
+    def bert(self) -> dict[str, Any] | None:
+        """The config.json of a BERT, by BERT_KEYS, in place of that in `hf_model_name`."""
+        return (self.model_extra or {}).get("hf_model_config")
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether a text is read at the last position, padding included, as SigLIP's is; or at a
+        token of its own behind all others."""
+        keys = self.model_extra or {}
+        return keys.get("pool_type") == "last" or bool(keys.get("embed_cls"))
+
     @field_validator("tokenizer_kwargs")
     @classmethod
     def _runs_no_code(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -249,9 +289,14 @@ class OpenCLIPArchitecture(DescribedModel):
         arguments = self.vision_cfg.model_dump().get("timm_model_args")
         if arguments:
             keys["vision_cfg"] = {"timm_model_args": arguments}
+        text: dict[str, Any] = {}
         tokenizer = self.text_cfg.hf_tokenizer_name or ""
         if tokenizer.startswith(TRANSFORMERS):
-            keys["text_cfg"] = {"hf_tokenizer_name": tokenizer}
+            text["hf_tokenizer_name"] = tokenizer
+        if self.text_cfg.bert is not None:
+            text["hf_model_config"] = self.text_cfg.bert
+        if text:
+            keys["text_cfg"] = text
         return keys
 
     def model_cfg(self) -> dict[str, Any]:
@@ -262,12 +307,19 @@ class OpenCLIPArchitecture(DescribedModel):
         if self.vision_cfg.norm == "batch":
             del config["vision_cfg"]["norm"]
         config["vision_cfg"].pop("timm_model_args", None)
+        config["text_cfg"].pop("hf_model_config", None)
         if self.text_cfg.hf_tokenizer_name is not None:
             name = self.text_cfg.hf_tokenizer_name.removeprefix(TRANSFORMERS)
             config["text_cfg"]["hf_tokenizer_name"] = name
         if self.text_cfg.tokenizer_kwargs is None:  # which OpenCLIP's get_tokenizer cannot take
             del config["text_cfg"]["tokenizer_kwargs"]
         return config
+
+    @property
+    def most_tokens(self) -> float:
+        """The longest text that the text tower can read, if its positions cannot be resized."""
+        keys = self.text_cfg.bert
+        return math.inf if keys is None else keys["max_position_embeddings"]
 
     @property
     def notes(self) -> list[str]:
@@ -303,6 +355,11 @@ class OpenCLIPArchitecture(DescribedModel):
                 is_resnet(self.model_dump()) and bool(config.patch_dropout),
                 f"model.patch_dropout ({config.patch_dropout}): {self.open_clip} is a ResNet and "
                 "has no patches; set model.patch_dropout=null",
+            ),
+            (
+                (config.context_length or 0) > self.most_tokens,
+                f"model.context_length ({config.context_length}) must be at most {self.most_tokens}, "
+                f"the positions of the text tower of {self.open_clip}; lower it",
             ),
             (
                 bool(config.context_length and self.multimodal_cfg),

@@ -241,6 +241,12 @@ def draw_mistakes(model: Contrastive, draws: dict[str, str]) -> list[str]:
         ]
     tower = architecture.text_cfg.model_dump()["hf_model_name"]
     values = ", ".join(f"{key} ({getattr(config, key)})" for key in keys)
+    if architecture.text_cfg.bert is not None:
+        return [
+            f"model.init_from ({tower}): its text_config has {values}, which would differ with "
+            f"batch.micro_size, so it cannot be trained; set {' and '.join(keys)} to 0 in the "
+            "text_config of config.json in a copy of the folder, and name the copy in model.init_from"
+        ]
     return [
         f"{where}: its text tower {tower} has {values} in its config.json. Attention dropout and "
         "LayerDrop would differ with batch.micro_size, so it cannot be trained; set "
@@ -264,6 +270,7 @@ def assemble(
     config["text_cfg"]["hf_model_pretrained"] = False
     norm = config["vision_cfg"].pop("norm", "batch")
     arguments = architecture.vision_cfg.model_dump().get("timm_model_args")
+    bert = architecture.text_cfg.bert
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
@@ -280,6 +287,11 @@ def assemble(
                 }
                 Path(folder, "config.json").write_text(json.dumps(keys))
                 config["vision_cfg"]["timm_model_name"] = f"local-dir:{folder}"
+            if bert is not None:
+                config["text_cfg"]["hf_model_name"] = f"{folder}/bert"
+                Path(folder, "bert").mkdir()
+                keys = {"model_type": "bert", **bert}
+                Path(folder, "bert", "config.json").write_text(json.dumps(keys))
             model = kind(**config, nonscalar_logit_scale=True)
         if kind is Captioner:  # OpenCLIP leaves this parameter uninitialized
             decoder: Any = model.text_decoder
