@@ -98,6 +98,8 @@ EXTRAS = {
     "torchao": "pip install 'clip-train[torchao]'",
     "triton": "pip install triton==3.7.*, for torch 2.13",
     "sentence_transformers": "pip install sentence-transformers==6.2.0",
+    "colpali_engine": "the first lines of benchmarks/embedders.py",
+    "grad_cache": "the first lines of benchmarks/embedders.py",
     "tokenizers": PEERS,
     "transformers": PEERS,
     "open_clip": f"pip install 'clip-train[peers]', or {PEERS}",

@@ -97,15 +97,14 @@ def apart(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> float:
 
 def main() -> int:
     p = parser(__doc__)
-    p.add_argument(
-        "--large", type=int, default=1024, help="N of ours alone, and half of it for 700 tokens"
-    )
+    p.add_argument("--large", type=int, default=1024, help="N of ours alone for 128 tokens")
+    p.add_argument("--pages", type=int, default=512, help="N of ours alone for 700 tokens")
     args = p.parse_args()
     torch.set_num_threads(2)
     missed: list[str] = []
     rows = []
     # tokens of a document, N of all ways, N of ours alone
-    sizes = ((128, 384, args.large), (700, 160, args.large // 2))
+    sizes = ((128, 384, args.large), (700, 160, args.pages))
     if args.quick:
         sizes = ((128, 64, 128), (700, 64, 128))
     for tokens, both, large in sizes:

@@ -143,8 +143,22 @@ def native(tower: VisionTower, parts: list[Tensor]) -> Callable[[], None]:
     return step
 
 
+def of_one_length(parts: list[Tensor]) -> list[Tensor]:
+    """The same images in batches of one budget each, as OpenCLIP makes them, of at most
+    MICRO_TOKENS."""
+    batches = []
+    for part in parts:
+        counts = torch.tensor(patch_counts(part))
+        budgets = torch.tensor(sorted(OURS))
+        of_image = budgets[torch.searchsorted(budgets, counts)]
+        for budget in of_image.unique().tolist():
+            rows = part[of_image == budget][:, : 1 + budget]
+            batches += rows.split(max(1, MICRO_TOKENS // budget))
+    return batches
+
+
 def naflex(parts: list[Tensor]) -> Callable[[], None]:
-    """timm's NaFlexVit on the same micro-batches: padded to their longest, with a mask."""
+    """timm's NaFlexVit on the same images: padded to the longest of a batch, with a mask."""
     from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
     config = NaFlexVitCfg(
@@ -192,7 +206,7 @@ def seconds(count: int, rounds: int) -> list[dict[str, Any]]:
     if find_spec("timm") is not None:
         import tests.peers.torchvision_shim  # noqa: F401  before timm
 
-        work["NaFlexVit"] = (naflex(parts), *work["ours"][1:])
+        work["NaFlexVit"] = (naflex(of_one_length(parts)), *work["ours"][1:])
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(1 + rounds):  # the first one warms up
         for name, (step, *_) in work.items():

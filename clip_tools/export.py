@@ -10,6 +10,7 @@ from clip_tools.exports import (
     export_peft,
     export_transformers,
     is_chinese_clip,
+    is_naflex,
     is_siglip,
 )
 from clip_train.checkpoint.reader import averaged
@@ -105,7 +106,7 @@ def write_export(
         written = export_transformers(state, plain, folder)
         kind = "CLIPModel"
         if siglip:
-            kind = "SiglipModel"
+            kind = "Siglip2Model" if is_naflex(architecture) else "SiglipModel"
         elif chinese:
             kind = "ChineseCLIPModel"
         line = f"transformers.{kind}.from_pretrained('{written.resolve()}')"

@@ -61,13 +61,19 @@ def is_siglip(architecture: AnyArchitecture | None) -> bool:
         return False
     vision, text = architecture.vision_cfg.model_dump(), architecture.text_cfg.model_dump()
     return (
-        "_siglip_" in str(vision.get("timm_model_name"))
+        "_siglip" in str(vision.get("timm_model_name"))
+        and not vision.get("timm_model_kwargs")
         and (vision.get("timm_pool"), vision.get("timm_proj")) == ("map", "none")
         and not text.get("hf_model_name")
         and bool(text.get("no_causal_mask") and text.get("proj_bias"))
         and not architecture.quick_gelu
         and text.get("pool_type") == "last"
     )
+
+
+def is_naflex(architecture: AnyArchitecture | None) -> bool:
+    """Whether the image tower is timm's NaFlexVit."""
+    return isinstance(architecture, OpenCLIPArchitecture) and architecture.is_naflex
 
 
 def is_chinese_clip(architecture: AnyArchitecture | None) -> bool:
@@ -98,10 +104,14 @@ def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -
             f"--format open_clip: OpenCLIP has no image tower with the sizes of "
             f"{architecture.open_clip} ({arguments}): export with --format transformers"
         )
-    if arguments.get("act_layer") == "gelu_tanh":
+    names = {False: "GELU", True: "its approximation by tanh"}
+    # timm's SigLIPs for squares have GELU, its NaFlexVit does not
+    is_tanh = arguments.get("act_layer") == "gelu_tanh"
+    if is_tanh != architecture.is_naflex:
         warn(
-            "OpenCLIP's image tower has GELU where transformers' has its approximation by tanh: "
-            "features there differ by about 1e-4; --format transformers has them exactly"
+            f"OpenCLIP's image tower has {names[not is_tanh]} where transformers' has "
+            f"{names[is_tanh]}: features there differ by about 1e-4; --format transformers has "
+            "them exactly"
         )
 
 
@@ -117,6 +127,11 @@ def check_transformers(architecture: AnyArchitecture) -> None:
             raise UserError(
                 "--format transformers: SiglipModel has a logit_bias, and this model has none "
                 "(model.init_logit_bias): export with --format open_clip"
+            )
+        if is_naflex(architecture) and architecture.patches is None:
+            raise UserError(
+                f"--format transformers: Siglip2Model's processor keeps the aspect ratio of images, "
+                f"and data.resize is {architecture.resize_mode}: export with --format open_clip"
             )
         return
     if is_chinese_clip(architecture):
@@ -149,7 +164,7 @@ def export_transformers(
     state: dict[str, Tensor], architecture: AnyArchitecture, folder: str | os.PathLike
 ) -> Path:
     """Write `state` in the layout of `CLIPModel.from_pretrained(FOLDER)`, with CLIP's tokenizer, or
-    of `SiglipModel`, with its own.
+    of `SiglipModel` and `Siglip2Model`, with its own.
 
     Raises what `export_openclip` raises, and UserError if `CLIPModel` cannot hold the architecture.
     """
@@ -266,6 +281,15 @@ def pixel_keys(architecture: AnyArchitecture) -> dict[str, Any]:
         "image_mean": list(architecture.image_mean),
         "image_std": list(architecture.image_std),
     }
+    if architecture.patches is not None:
+        del keys["size"]
+        return {
+            "processor_class": "Siglip2Processor",
+            **keys,
+            "image_processor_type": "Siglip2ImageProcessor",
+            "patch_size": architecture.patches.size,
+            "max_num_patches": architecture.patches.most,
+        }
     if is_chinese_clip(architecture) and squash:
         keys |= {"image_processor_type": "ChineseCLIPImageProcessor", "do_center_crop": False}
         return {"processor_class": "ChineseCLIPProcessor", **keys}

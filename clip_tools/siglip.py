@@ -1,5 +1,7 @@
-"""A SigLIP's description and tokenizer for transformers' `SiglipModel`."""
+"""A SigLIP's description and tokenizer for transformers' `SiglipModel`, or `Siglip2Model` where the
+image tower is timm's NaFlexVit."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,20 @@ def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
     block, text_block = trunk.blocks[0], text.transformer.resblocks[0]
     length, width = text.positional_embedding.shape
     shared = {"attention_dropout": 0.0}
+    kind = "siglip2" if architecture.is_naflex else "siglip"
+    if architecture.is_naflex:
+        positions = trunk.embeds.pos_embed.shape[1:3]
+        sizes = {"num_patches": math.prod(positions), "patch_size": trunk.embeds.patch_size[0]}
+    else:
+        patch_size = trunk.patch_embed.patch_size[0]
+        sizes = {"image_size": architecture.vision_cfg.image_size, "patch_size": patch_size}
     vision_config = {
-        "model_type": "siglip_vision_model",
+        "model_type": f"{kind}_vision_model",
         "hidden_size": trunk.embed_dim,
         "intermediate_size": block.mlp.fc1.out_features,
         "num_hidden_layers": len(trunk.blocks),
         "num_attention_heads": block.attn.num_heads,
-        "image_size": architecture.vision_cfg.image_size,
-        "patch_size": trunk.patch_embed.patch_size[0],
+        **sizes,
         "num_channels": 3,
         "hidden_act": activation(block.mlp.act),
         "layer_norm_eps": block.norm1.eps,
@@ -39,7 +47,7 @@ def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
         **shared,
     }
     text_config = {
-        "model_type": "siglip_text_model",
+        "model_type": f"{kind}_text_model",
         "vocab_size": text.vocab_size,
         "hidden_size": width,
         "intermediate_size": text_block.mlp.c_fc.out_features,
@@ -52,8 +60,8 @@ def siglip_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
         **shared,
     }
     return {
-        "architectures": ["SiglipModel"],
-        "model_type": "siglip",
+        "architectures": ["Siglip2Model" if architecture.is_naflex else "SiglipModel"],
+        "model_type": kind,
         "torch_dtype": "float32",
         "initializer_factor": 1.0,
         "text_config": text_config,

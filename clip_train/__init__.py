@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from clip_train.losses.sigmoid import SigmoidLoss
     from clip_train.recipe.recipe import Recipe
     from clip_train.recipe.recipe import load_config as load_recipe
+    from clip_train.step_memory import contrastive_memory
     from clip_train.task import Context, LossOutput, Objective
     from launcher.program import train
 
@@ -36,6 +37,7 @@ _PLACES = {
     "Recipe": "clip_train.recipe.recipe:Recipe",
     "SigmoidLoss": "clip_train.losses.sigmoid:SigmoidLoss",
     "TrainLoader": "clip_train.data.loader:TrainLoader",
+    "contrastive_memory": "clip_train.step_memory:contrastive_memory",
     "contrastive_step": "clip_train.library:contrastive_step",
     "load_recipe": "clip_train.recipe.recipe:load_config",
     "train": "launcher.program:train",
@@ -51,6 +53,7 @@ __all__ = [
     "Recipe",
     "SigmoidLoss",
     "TrainLoader",
+    "contrastive_memory",
     "contrastive_step",
     "load_recipe",
     "train",

@@ -102,99 +102,171 @@ def contrastive_step(
             a function on several ranks. A wrapper that reduces gradients in another way. Another
             kind of loss. A device whose random state cannot be replayed.
     """
-    known = isinstance(loss, (InfoNCE, SigmoidLoss, Ranking, FunctionLoss, WeightedViews))
-    if loss is not None and not known and (isinstance(loss, Objective) or not callable(loss)):
-        raise ValueError(
-            f"loss must be InfoNCE, SigmoidLoss, Ranking, MaxSim, over_pairs, matryoshka or a "
-            f"function, not {type(loss).__name__}: other losses need the trainer"
-        )
-    objective = as_objective(loss)
-    parts = Parts.of(model)
-    own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler, "split_by": split_by}
-    own_keywords = [name for name, value in own.items() if value is not None]
-    swallowed: list[str] = []
-    if own_keywords:
-        not_given = parameters_left(model, len(inputs)) - {*(arguments or {})}
-        swallowed = sorted({*own_keywords} & not_given)
-    by_key: dict[Any, Any] = dict(enumerate(inputs)) | named | dict(arguments or {})
-    given = Inputs(by_key, split_by or {})
-    sizes = given.sizes
-    n, rank = min(sizes.values(), default=0), dist.rank()
-    counts = [n] * dist.world_size() if shares is None else [*shares]
-    rules = [
-        *micro_size_rules(micro_size, by_key, n),
-        (
-            n == 0 or any(size % n for size in sizes.values()),
-            f"inputs have {sizes} samples: give equally many, or a multiple of the fewest, at "
-            "least one",
-        ),
-        (
-            isinstance(objective, SigmoidLoss) and len(set(sizes.values())) > 1,
-            f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give "
-            "equally many, or another loss",
-        ),
-        (
-            ids is not None and not objective.takes_ids,
-            f"ids, and loss is {type(objective).__name__}: it takes none; InfoNCE, SigmoidLoss, "
-            "Ranking and MaxSim do",
-        ),
-        (
-            len(counts) != dist.world_size() or min(counts) < 1 or counts[rank] != n,
-            f"shares ({counts}) must have a number for each of {dist.world_size()} ranks, at least "
-            f"1, and {n} for rank {rank}, which holds so many",
-        ),
-        (
-            dist.world_size() > 1 and not isinstance(model, nn.Module),
-            "model is a function, and there are several ranks: give an nn.Module that holds it as "
-            "a submodule, and whose forward does what the function does, so that its gradients are "
-            "summed over ranks",
-        ),
-        (
-            scaler is not None and hasattr(model, "coalesce_grad_reduction"),
-            f"scaler: {type(model).__name__} scales the loss itself; remove scaler",
-        ),
-        (
-            bool(swallowed),
-            f"{swallowed} are arguments of contrastive_step and of the model: the model would not "
-            f"get them. Give the model's in arguments={{'{swallowed[0] if swallowed else ''}': ...}}",
-        ),
-        *wrapper_rules(model, parts),
-    ]
-    for message in broken(rules):
-        raise ValueError(message)
-    if isinstance(micro_size, Mapping):
-        # one tower after another
-        towers = [({name}, size) for name, size in micro_size.items()]
-    else:
-        towers = [({*by_key}, micro_size)]
-    micro_batches = []
-    for keys, size_of_chunk in towers:
-        start = 0
-        for size in chunks_of(size_of_chunk, n, counts):
-            cut = given.cut(slice(start, start + size), n, keys)
-            positional = [cut.pop(i) for i in range(len(inputs)) if i in keys]
-            micro_batches.append(Arguments(positional, cut, size, keys))
-            start += size
-    engine = ModuleEngine(
+    call = Call.checked(
         model,
-        parts,
-        [*by_key.values()],
-        k=len(micro_batches),
+        inputs,
+        named,
+        micro_size=micro_size,
+        loss=loss,
+        ids=ids,
+        shares=shares,
         scaler=scaler,
-        objective=objective,
-        towers=[*micro_size] if isinstance(micro_size, Mapping) else (),
+        split_by=split_by,
+        arguments=arguments,
     )
-    if len(micro_batches) > len(towers) and any(may_count(value) for value in by_key.values()):
-        engine.cut_evenly = {
-            key: size // n for key, size in sizes.items() if size > n and not given.is_ragged(key)
-        }
-    columns = Columns()
-    if ids is not None:
-        columns = columns.plus(ids=torch.as_tensor(ids, device=engine.device))
-    context = Context(counts, columns)
+    micro_batches = call.micro_batches(micro_size)
+    engine = call.engine(len(micro_batches), micro_size)
     kept = min(kept_graphs, engine.most_graphs)
     with engine.one_reduction():
-        return two_pass(engine, micro_batches, objective, context, kept_graphs=kept).loss
+        output = two_pass(
+            engine,
+            micro_batches,
+            call.objective,
+            call.context(engine.device),
+            kept_graphs=kept,
+        )
+    return output.loss
+
+
+@dataclass
+class Call:
+    """The arguments of `contrastive_step`, checked."""
+
+    model: Callable[..., Any]
+    parts: "Parts"
+    objective: Objective
+    by_key: dict[Any, Any]  # the model's arguments, by position or name
+    inputs: Inputs  # the same, to be cut
+    num_positional: int
+    size: int  # n, samples of this rank
+    counts: list[int]  # samples of each rank
+    ids: Tensor | Sequence[int] | None
+    scaler: torch.amp.GradScaler | None
+
+    @classmethod
+    def checked(
+        cls,
+        model: Callable[..., Any],
+        inputs: Sequence[Any],
+        named: Mapping[str, Any],
+        *,
+        micro_size: MicroSize,
+        loss: Objective | Callable[..., Tensor] | None,
+        ids: Tensor | Sequence[int] | None,
+        shares: Sequence[int] | None,
+        scaler: torch.amp.GradScaler | None,
+        split_by: SplitBy | None,
+        arguments: Mapping[str, Any] | None,
+    ) -> "Call":
+        """ValueError as of `contrastive_step`."""
+        known = isinstance(loss, (InfoNCE, SigmoidLoss, Ranking, FunctionLoss, WeightedViews))
+        if loss is not None and not known and (isinstance(loss, Objective) or not callable(loss)):
+            raise ValueError(
+                f"loss must be InfoNCE, SigmoidLoss, Ranking, MaxSim, over_pairs, matryoshka or a "
+                f"function, not {type(loss).__name__}: other losses need the trainer"
+            )
+        objective = as_objective(loss)
+        parts = Parts.of(model)
+        own = {"loss": loss, "ids": ids, "shares": shares, "scaler": scaler, "split_by": split_by}
+        own_keywords = [name for name, value in own.items() if value is not None]
+        swallowed: list[str] = []
+        if own_keywords:
+            not_given = parameters_left(model, len(inputs)) - {*(arguments or {})}
+            swallowed = sorted({*own_keywords} & not_given)
+        by_key: dict[Any, Any] = {**dict(enumerate(inputs)), **named, **(arguments or {})}
+        given = Inputs(by_key, split_by or {})
+        sizes = given.sizes
+        n, rank = min(sizes.values(), default=0), dist.rank()
+        counts = [n] * dist.world_size() if shares is None else [*shares]
+        rules = [
+            *micro_size_rules(micro_size, by_key, n),
+            (
+                n == 0 or any(size % n for size in sizes.values()),
+                f"inputs have {sizes} samples: give equally many, or a multiple of the fewest, at "
+                "least one",
+            ),
+            (
+                isinstance(objective, SigmoidLoss) and len(set(sizes.values())) > 1,
+                f"inputs have {sizes} samples, and loss is SigmoidLoss, which takes pairs: give "
+                "equally many, or another loss",
+            ),
+            (
+                ids is not None and not objective.takes_ids,
+                f"ids, and loss is {type(objective).__name__}: it takes none; InfoNCE, SigmoidLoss, "
+                "Ranking and MaxSim do",
+            ),
+            (
+                len(counts) != dist.world_size() or min(counts) < 1 or counts[rank] != n,
+                f"shares ({counts}) must have a number for each of {dist.world_size()} ranks, at least "
+                f"1, and {n} for rank {rank}, which holds so many",
+            ),
+            (
+                dist.world_size() > 1 and not isinstance(model, nn.Module),
+                "model is a function, and there are several ranks: give an nn.Module that holds it as "
+                "a submodule, and whose forward does what the function does, so that its gradients are "
+                "summed over ranks",
+            ),
+            (
+                scaler is not None and hasattr(model, "coalesce_grad_reduction"),
+                f"scaler: {type(model).__name__} scales the loss itself; remove scaler",
+            ),
+            (
+                bool(swallowed),
+                f"{swallowed} are arguments of contrastive_step and of the model: the model would not "
+                f"get them. Give the model's in arguments={{'{swallowed[0] if swallowed else ''}': ...}}",
+            ),
+            *wrapper_rules(model, parts),
+        ]
+        for message in broken(rules):
+            raise ValueError(message)
+        return cls(model, parts, objective, by_key, given, len(inputs), n, counts, ids, scaler)
+
+    def micro_batches(self, micro_size: MicroSize) -> list["Arguments"]:
+        """All samples of this rank, cut. With a size for each tower, one tower after another."""
+        if isinstance(micro_size, Mapping):
+            towers = [({name}, size) for name, size in micro_size.items()]
+        else:
+            towers = [({*self.by_key}, micro_size)]
+        micro_batches = []
+        for keys, size_of_chunk in towers:
+            start = 0
+            for size in chunks_of(size_of_chunk, self.size, self.counts):
+                micro_batches.append(self.cut(slice(start, start + size), keys))
+                start += size
+        return micro_batches
+
+    def cut(self, samples: slice, keys: set[Any]) -> "Arguments":
+        """The arguments with these keys, for some of this rank's samples."""
+        by_key = self.inputs.cut(samples, self.size, keys)
+        positional = [by_key.pop(i) for i in range(self.num_positional) if i in keys]
+        return Arguments(positional, by_key, samples.stop - samples.start, keys)
+
+    def engine(self, k: int, micro_size: MicroSize) -> "ModuleEngine":
+        """For a step of k micro-batches."""
+        towers = [*micro_size] if isinstance(micro_size, Mapping) else []
+        engine = ModuleEngine(
+            self.model,
+            self.parts,
+            [*self.by_key.values()],
+            k=k,
+            scaler=self.scaler,
+            objective=self.objective,
+            towers=towers,
+        )
+        is_cut = k > max(len(towers), 1)
+        if is_cut and any(may_count(value) for value in self.by_key.values()):
+            engine.cut_evenly = {
+                key: size // self.size
+                for key, size in self.inputs.sizes.items()
+                if size > self.size and not self.inputs.is_ragged(key)
+            }
+        return engine
+
+    def context(self, device: torch.device) -> Context:
+        columns = Columns()
+        if self.ids is not None:
+            columns = columns.plus(ids=torch.as_tensor(self.ids, device=device))
+        return Context(self.counts, columns)
 
 
 def micro_size_rules(

@@ -9,6 +9,7 @@ ones, and shared memory, micro-batches and digests do not distinguish them.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,21 +63,35 @@ def blank_image(patch_size: int, most: int, grid: tuple[int, int]) -> Tensor:
     return to_rows(torch.zeros(3, *size, dtype=torch.uint8), patch_size, most)
 
 
-def resize_weights(places: Tensor, sizes: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-    """The weights by which a row of `source` values is resized, as `F.interpolate` does with
-    mode="bicubic", antialias=True.
+def resize_weights(
+    places: Tensor,
+    sizes: Tensor,
+    source: int,
+    dtype: torch.dtype,
+    mode: Literal["bicubic", "bilinear"] = "bicubic",
+    *,
+    antialias: bool = True,
+) -> Tensor:
+    """The weights by which a row of `source` values is resized, as `F.interpolate` does. (On a CPU it
+    gives all rows of an image of width 1 the value of the first one, if they are floats.)
 
     places: int64 [P], of the output values. sizes: int64 [P], the length of the output that each
-    belongs to. Returns [P, source]. It is exactly one-hot where the size is `source`.
+    belongs to. antialias: false only with bilinear, whose weights are those of F.interpolate then,
+    too. Returns [P, source]. It is exactly one-hot where the size is `source`.
     """
     scale = source / sizes.to(dtype)  # [P]
     centers = (places.to(dtype) + 0.5) * scale
     positions = torch.arange(source, dtype=dtype, device=places.device) + 0.5
-    # a smaller output averages over a wider window
-    x = ((positions - centers[:, None]) / scale.clamp(min=1)[:, None]).abs()
-    near = (1.5 * x - 2.5) * x * x + 1  # Keys' cubic with a = -0.5
-    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
-    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    distances = positions - centers[:, None]
+    if antialias:  # a smaller output averages over a wider window
+        distances = distances / scale.clamp(min=1)[:, None]
+    x = distances.abs()
+    if mode == "bilinear":
+        weights = (1 - x).clamp(min=0)
+    else:
+        near = (1.5 * x - 2.5) * x * x + 1  # Keys' cubic with a = -0.5
+        far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
     return weights / weights.sum(1, keepdim=True)
 
 

@@ -66,6 +66,12 @@ PARTS: dict[str, tuple[Table, ...]] = {
         ),
         Table("exactness", "grad norm", only=("Muon, bf16",), show=("what", "engine", *ERRORS)),
         Table("exactness_groups", "grad norm", show=("what", "engine", *ERRORS)),
+        Table(
+            "exactness_embedders",
+            "gradient error",
+            only=("float32",),
+            show=("loss", "scores", "loss error", "gradient error", "plain fp32"),
+        ),
         Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
@@ -110,11 +116,24 @@ PARTS: dict[str, tuple[Table, ...]] = {
             "ratio, one direction",
             show=("hard negatives", "chunk", "ratio, one direction", "ours, MiB", "theirs, MiB"),
         ),
+        Table(
+            "embedders",
+            "CPU s",
+            only=("contrastive_step",),
+            show=("case", "way", "error", "CPU s", "MiB"),
+        ),
         Table("cached_ranking_loss", only=("a function",)),
+        Table(
+            "native",
+            "CPU s per TFLOP",
+            only=("seconds",),
+            show=("way", "CPU s per 1,000 patches", "CPU s per TFLOP"),
+        ),
     ),
     "What a feature gives": (
         Table("fine_tuning", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("same_fine_tune", "standard errors apart"),
+        Table("native_scores", "top-1 %", lowest=True, only=("native",)),
         Table("lora", "zero-shot top-1", lowest=True, show=("trained", "zero-shot top-1")),
         Table("muon", "zero-shot top-1", lowest=True, show=("optim.name", "zero-shot top-1")),
         Table(

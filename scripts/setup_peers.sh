@@ -24,7 +24,7 @@ pip "pillow<13"
 # OpenCLIP's towers on this project's engines (tests/peers/test_engines.py).
 pip "deepspeed==0.19.8"
 # Loops of one's own in other libraries (examples/).
-pip accelerate lightning
+pip accelerate lightning "sentence-transformers==5.3.0" datasets
 # Adapters of low rank (tests/peers/test_lora.py).
 pip --no-deps "peft==0.18.1"
 # This project runs from its checkout: only what the compared packages import is added.

@@ -124,6 +124,10 @@ LOOPS = {
         [str(EXAMPLES / "hf_trainer.py")],
         [*TORCHRUN, str(EXAMPLES / "hf_trainer.py")],
     ),
+    "sentence_transformers": (
+        [str(EXAMPLES / "sentence_transformers_trainer.py")],
+        [*TORCHRUN, str(EXAMPLES / "sentence_transformers_trainer.py")],
+    ),
     "lightning": (
         [str(EXAMPLES / "lightning_loop.py")],
         [str(EXAMPLES / "lightning_loop.py"), "2"],
@@ -140,6 +144,15 @@ def test_a_loop_in_another_library(package, tmp_path):
     one, two = (losses_of(line, tmp_path) for line in LOOPS[package])
     assert len(one) == 10 and one[-1] < 0.7 * one[0]
     assert two == pytest.approx(one, rel=tolerances.loss(10), abs=1.01e-4)  # as printed
+
+
+def test_sentence_transformers_curve_is_that_of_its_plain_loss(tmp_path):
+    if importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("sentence_transformers is not installed: pip install sentence-transformers")
+    line, _ = LOOPS["sentence_transformers"]
+    exact, plain = losses_of(line, tmp_path), losses_of([*line, "plain"], tmp_path)
+    assert len(exact) == 10
+    assert exact == pytest.approx(plain, rel=tolerances.loss(10), abs=1.01e-4)  # as printed
 
 
 @pytest.mark.engine

@@ -543,6 +543,22 @@ def test_the_documents_first_example_runs_and_learns(tmp_path):
     assert_it_learns(warm.call(printed_by, example("plain.py", tmp_path)))
 
 
+def test_the_documents_programs_that_go_on_from_the_first(tmp_path):
+    first, check, memory = (
+        example(f"{name}.py", tmp_path) for name in ("plain", "check", "memory")
+    )
+    program = tmp_path / "together.py"
+    # `check.py` makes the inputs float64
+    program.write_text("".join(file.read_text() for file in (first, memory, check)))
+    printed = warm.call(printed_by, program)
+    errors = [
+        line for line in printed.splitlines() if line.startswith(("image.", "text.", "logit"))
+    ]
+    assert len(errors) == 8
+    assert all(float(line.rsplit(" ", 1)[1]) < 1e-12 for line in errors), errors
+    assert "fits: micro_size=96, kept_graphs=1" in printed
+
+
 @pytest.mark.distributed
 def test_the_documents_example_under_torchrun_runs_and_learns(tmp_path):
     program = example("ddp.py", tmp_path)

@@ -364,7 +364,7 @@ def forward_flops(
 
 def _native_flops(architecture: Any, num_texts: int) -> ForwardFlops:
     """`forward_flops` at native resolution, from those of squares of two sizes."""
-    size, most = architecture.vision_cfg.patch_size, architecture.image_tokens
+    size, most = architecture.patches.size, architecture.patches.most
 
     def of_square(side: int) -> ForwardFlops:
         vision = architecture.vision_cfg.model_copy(update={"image_size": side * size})

@@ -38,7 +38,7 @@ from clip_train.models.openclip.config import (
 )
 from clip_train.models.transformers import description, is_transformers
 from clip_train.places import expanded
-from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeMode
+from clip_train.resizing import RESIZED, Interpolation, Resize, ResizeMode
 from clip_train.settings import (
     IMPORT_PATH,
     MAX_LOGIT_SCALE,
@@ -149,10 +149,8 @@ class Architecture(DescribedModel):
     resize_mode: ResizeMode = RESIZED["resize_mode"]
 
     @property
-    def patches(self) -> Patches | None:
-        if self.image_tokens is None:
-            return None
-        return Patches(self.vision_cfg.patch_size, self.image_tokens)
+    def native_patch_size(self) -> int | None:
+        return self.vision_cfg.patch_size
 
     @property
     def resize(self) -> Resize:
@@ -219,6 +217,10 @@ class OwnModel(Architecture):
                 f"model.name ({path}): {'; '.join(lines)}; give the function or class of your "
                 "model these attributes: docs/extending.md"
             ) from None
+
+    @property
+    def native_patch_size(self) -> None:
+        return None
 
     @property
     def tokenizer(self) -> Any:

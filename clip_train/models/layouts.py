@@ -50,7 +50,7 @@ TRANSFORMERS_PROJECTIONS = {
     "visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"
 }  # fmt: skip
 
-# The same for SiglipModel, whose image tower is timm's here; the order matters.
+# The same for SiglipModel and Siglip2Model, whose image tower is timm's here; the order matters.
 SIGLIP_NAMES = {
     "vision_model": {
         "attn_pool.latent": "head.probe", "attn_pool.proj.": "head.attention.out_proj.",
@@ -71,6 +71,7 @@ SIGLIP_NAMES = {
 
 # The same for the text tower of ChineseCLIPModel.
 CHINESE_NAMES = {"text_model.": "text.transformer.", "text_projection.": "text.proj."}
+TRUNK = "visual.trunk."  # timm's image tower in OpenCLIP's names
 
 OPENAI, LONG_CLIP = "OpenAI's layout", "Long-CLIP's layout"
 TRANSFORMERS_CLIP = "transformers' CLIP layout"
@@ -275,13 +276,47 @@ def siglip_from_transformers(state: Mapping[str, Tensor]) -> State:
     return out
 
 
+def to_naflex(state: Mapping[str, Tensor]) -> State:
+    """timm's names of an image tower for squares -> those of its NaFlexVit.
+
+    A NaFlexVit multiplies pixels in the order row, column, channel, and its table of positions has
+    two dimensions. What is not a square table stays.
+    """
+    out: State = {}
+    for name, tensor in state.items():
+        ours = name.replace(f"{TRUNK}patch_embed.proj.", f"{TRUNK}embeds.proj.")
+        if name == f"{TRUNK}pos_embed" and tensor.ndim == 3:  # [1, positions, width]
+            side = math.isqrt(tensor.shape[1])
+            if side**2 == tensor.shape[1]:
+                out[f"{TRUNK}embeds.pos_embed"] = tensor.unflatten(1, (side, side))
+                continue
+        if ours != name and tensor.ndim == 4:  # a convolution's: [width, 3, p, p]
+            out[ours] = tensor.permute(0, 2, 3, 1).flatten(1).contiguous()
+        else:
+            out[ours] = tensor
+    return out
+
+
+def from_naflex(state: Mapping[str, Tensor]) -> State:
+    """The inverse of `to_naflex`, but the weight of patches stays a matrix."""
+    out: State = {}
+    for name, tensor in state.items():
+        if name == f"{TRUNK}embeds.pos_embed":
+            out[f"{TRUNK}pos_embed"] = tensor.flatten(1, 2)
+        else:
+            out[name.replace(f"{TRUNK}embeds.proj.", f"{TRUNK}patch_embed.proj.")] = tensor
+    return out
+
+
 def _with_part(name: str, old: str, new: str) -> str:
     """`name` with whole parts between dots replaced."""
     return re.sub(rf"(^|\.){re.escape(old)}", rf"\g<1>{new}", name)
 
 
 def siglip_to_transformers(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """OpenCLIP's names with timm's image tower -> those of transformers' SiglipModel."""
+    """OpenCLIP's names with timm's image tower -> those of transformers' SiglipModel, or, with a
+    NaFlexVit, Siglip2Model."""
+    state = from_naflex(state)
     for name, tensor in state.items():
         tower = "vision_model" if name.startswith("visual.trunk.") else "text_model"
         rest = name.removeprefix("visual.trunk.").removeprefix("text.")

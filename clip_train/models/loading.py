@@ -251,11 +251,13 @@ def trained_with(file: Path) -> dict[str, Any]:
             quick_gelu = bool(keys.get("quick_gelu", False))
         else:
             config, keys = read_object(file.with_name("config.json")), preprocessor(file.parent)
-            if config.get("model_type") not in ("clip", "siglip", "chinese_clip"):
+            if config.get("model_type") not in ("clip", "siglip", "siglip2", "chinese_clip"):
                 return {}
             # the default of CLIPModel and ChineseCLIPModel is "quick_gelu"
             activation = (config.get("vision_config") or {}).get("hidden_act", "quick_gelu")
-            quick_gelu = config["model_type"] != "siglip" and activation == "quick_gelu"
+            quick_gelu = (
+                config["model_type"] in ("clip", "chinese_clip") and activation == "quick_gelu"
+            )
         pixels: dict[str, Any] = {
             key: tuple(map(float, np.broadcast_to(keys[key], 3)))
             for key in ("image_mean", "image_std")
@@ -389,6 +391,10 @@ def _rename(fitted: Fitted, expected: Shapes, tower: str | None) -> None:
     ):
         fitted.state = layouts.siglip_from_transformers(fitted.state)
         fitted.repairs.append("renamed parameters of transformers' SiglipModel to OpenCLIP's names")
+    has_squares = f"{layouts.TRUNK}patch_embed.proj.weight" in fitted.state
+    if has_squares and f"{layouts.TRUNK}embeds.proj.weight" in expected:
+        fitted.state = layouts.to_naflex(fitted.state)
+        fitted.repairs.append("renamed the image tower's patches and positions to NaFlexVit's")
     if fitted.layout == layouts.TRANSFORMERS_CHINESE and not _has_own(expected):
         fitted.state = layouts.chinese_from_transformers(fitted.state)
         fitted.repairs.append(

@@ -1,5 +1,5 @@
-"""Models of transformers, `CLIPModel`, `SiglipModel` and `ChineseCLIPModel`, by the files in their
-folder.
+"""Models of transformers, `CLIPModel`, `SiglipModel`, `Siglip2Model` and `ChineseCLIPModel`, by the files in
+their folder.
 
     config.json                sizes, activations
     preprocessor_config.json   how an image becomes pixels
@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }  # transformers' -> timm's
-# The defaults of `CLIPConfig` and `SiglipConfig`: files hold only what differs.
+# The defaults of `CLIPConfig`, `SiglipConfig` and `Siglip2Config`: files hold only what differs.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "clip": {
         "vision_config": {
@@ -65,13 +65,22 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-EPS = {"clip": 1e-5, "siglip": 1e-6, "chinese_clip": 1e-5}
+# NaFlex: images of any shape. `num_patches` is the size of the table of positions.
+DEFAULTS["siglip2"] = {
+    "vision_config": {**DEFAULTS["siglip"]["vision_config"], "num_patches": 256},
+    "text_config": DEFAULTS["siglip"]["text_config"],
+}
+EPS = {"clip": 1e-5, "siglip": 1e-6, "siglip2": 1e-6, "chinese_clip": 1e-5}
 CHINESE_LENGTH = 52  # tokens of a text in Chinese-CLIP's training; its padding is masked
 # The defaults of their image processors, as far as they are used here.
 PROCESSORS: dict[str, dict[str, Any]] = {
     "clip": {"size": {"shortest_edge": 224}, "crop_size": 224},
     "siglip": {
         "size": {"height": 224, "width": 224}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    },
+    "siglip2": {
+        "patch_size": 16, "max_num_patches": 256, "resample": 2, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     },
     "chinese_clip": {"size": {"height": 224, "width": 224}, "crop_size": 224},
 }  # fmt: skip
@@ -81,6 +90,10 @@ TIMM_NAMES = {
     1024: "vit_large_patch16_siglip_256",
     1152: "vit_so400m_patch14_siglip_224",
     1536: "vit_giantopt_patch16_siglip_256",
+}
+NAFLEX_NAMES = {
+    768: "naflexvit_base_patch16_siglip",
+    1152: "naflexvit_so400m_patch16_siglip",
 }
 
 
@@ -105,11 +118,11 @@ def description(folder: Path, place: str) -> dict[str, Any]:
         raise UserError(f"model.name: {place} cannot be read: {e}; correct the file") from e
     kind = config.get("model_type")
     if kind not in DEFAULTS:
-        naflex = ": NaFlex, with images of any shape," if kind == "siglip2" else ""
         raise UserError(
-            f"model.name: {place} is a model of transformers of the type {kind}{naflex} which is "
-            "not read here; give a CLIPModel (clip), a SiglipModel (siglip: SigLIP, and SigLIP 2 of "
-            "a fixed resolution) or a ChineseCLIPModel (chinese_clip)"
+            f"model.name: {place} is a model of transformers of the type {kind}, which is not read "
+            "here; give a CLIPModel (clip), a SiglipModel (siglip: SigLIP, and SigLIP 2 of a fixed "
+            "resolution), a Siglip2Model (siglip2: SigLIP 2 NaFlex) or a ChineseCLIPModel "
+            "(chinese_clip)"
         )
     towers = {
         key: {**defaults, **(config.get(key) or {})} for key, defaults in DEFAULTS[kind].items()
@@ -123,11 +136,14 @@ def description(folder: Path, place: str) -> dict[str, Any]:
                 f"model.name: {place} has {key}.layer_norm_eps ({tower['layer_norm_eps']}) and "
                 f"num_channels ({tower.get('num_channels', 3)}); only {EPS[kind]} and 3 are built"
             )
-    if kind == "siglip":
+    if kind == "clip":
+        model = _clip(config, vision, text, place)
+    elif kind == "siglip":
         model = _siglip(vision, text, place)
+    elif kind == "siglip2":
+        model = _siglip2(vision, text, processor, place)
     else:
-        build = _clip if kind == "clip" else _chinese_clip
-        model = build(config, vision, text, place)
+        model = _chinese_clip(config, vision, text, place)
     return {"model_cfg": model, "preprocess_cfg": preprocess_cfg(processor, place)}
 
 
@@ -241,6 +257,24 @@ def _siglip(vision: dict[str, Any], text: dict[str, Any], place: str) -> dict[st
     }
 
 
+def _siglip2(
+    vision: dict[str, Any], text: dict[str, Any], processor: dict[str, Any], place: str
+) -> dict[str, Any]:
+    """NaFlex: a SigLIP whose table of positions is resized to the grid of each image."""
+    side, size = math.isqrt(vision["num_patches"]), vision["patch_size"]
+    if side**2 != vision["num_patches"] or processor["patch_size"] != size:
+        raise UserError(
+            f"model.name: {place} has vision_config.num_patches ({vision['num_patches']}) and "
+            f"patch_size ({size}), and its image processor has patch_size "
+            f"({processor['patch_size']}); only a square number of patches and equal sizes are "
+            "built"
+        )
+    model = _siglip({**vision, "image_size": side * size}, text, place)
+    name = NAFLEX_NAMES.get(vision["hidden_size"], NAFLEX_NAMES[768])
+    model["vision_cfg"]["timm_model_name"] = name
+    return model
+
+
 def _ratio(tower: dict[str, Any]) -> float:
     """Of the MLP's hidden width to the tower's; times the width it is at least the hidden width."""
     ratio = tower["intermediate_size"] / tower["hidden_size"]
@@ -255,13 +289,14 @@ def _ratio(tower: dict[str, Any]) -> float:
 def preprocessor(folder: Path) -> dict[str, Any]:
     """The keys of the image processor in a folder, with its defaults; empty without one, except for
     a SigLIP, whose pixels are never CLIP's. OSError, ValueError."""
-    kind = read_object(folder / TRANSFORMERS_CONFIGS[0]).get("model_type")
+    kind = str(read_object(folder / TRANSFORMERS_CONFIGS[0]).get("model_type"))
+    defaults = PROCESSORS.get(kind, {})
     for name in PREPROCESSORS:
         keys = read_object(folder / name)
         keys = keys.get("image_processor", keys)
         if "image_mean" in keys or "size" in keys:
-            return {**PROCESSORS.get(str(kind), {}), **keys}
-    return PROCESSORS["siglip"] if kind == "siglip" else {}
+            return {**defaults, **keys}
+    return {} if kind == "clip" else defaults
 
 
 def preprocess_cfg(keys: dict[str, Any], place: str) -> dict[str, Any]:
@@ -269,6 +304,27 @@ def preprocess_cfg(keys: dict[str, Any], place: str) -> dict[str, Any]:
     a part of what it has resized, or leaves a step out."""
     if not keys:
         return {}
+    left_out = [
+        key for key in ("do_resize", "do_rescale", "do_normalize") if keys.get(key) is False
+    ]
+    statistics = {
+        name: [float(x) for x in np.broadcast_to(keys[f"image_{name}"], 3)]
+        for name in ("mean", "std")
+        if f"image_{name}" in keys
+    }
+    if "max_num_patches" in keys:  # native resolution
+        if keys["resample"] not in RESAMPLE or left_out:
+            raise UserError(
+                f"model.name: the image processor of {place} has resample {keys['resample']} and "
+                f"leaves out {', '.join(left_out) or 'nothing'}; only a resize by 2 (bilinear) or "
+                "3 (bicubic), with all steps, is computed here"
+            )
+        return {
+            **statistics,
+            "interpolation": RESAMPLE[keys["resample"]],
+            "resize_mode": "native",
+            "image_tokens": keys["max_num_patches"],
+        }
     size, crop = keys.get("size"), keys.get("crop_size")
     if not isinstance(size, dict):
         size = {"shortest_edge": size}
@@ -278,9 +334,6 @@ def preprocess_cfg(keys: dict[str, Any], place: str) -> dict[str, Any]:
     cropped_to = crop.get("height") if isinstance(crop, dict) else crop
     resample = keys.get("resample", 3)
     is_square = cropped_to == side if crops else squash
-    left_out = [
-        key for key in ("do_resize", "do_rescale", "do_normalize") if keys.get(key) is False
-    ]
     if resample not in RESAMPLE or side is None or not is_square or left_out:
         no = f" and no {' and '.join(left_out)}" if left_out else ""
         raise UserError(
@@ -288,11 +341,6 @@ def preprocess_cfg(keys: dict[str, Any], place: str) -> dict[str, Any]:
             f"crop_size {crop} and resample {resample}{no}; only a resize of both sides, or of the "
             "shorter side to the size of the crop, by 2 (bilinear) or 3 (bicubic) is computed here"
         )
-    statistics = {
-        name: [float(x) for x in np.broadcast_to(keys[f"image_{name}"], 3)]
-        for name in ("mean", "std")
-        if f"image_{name}" in keys
-    }
     return {
         **statistics,
         "interpolation": RESAMPLE[resample],

@@ -28,7 +28,6 @@ from clip_train.losses.config import LossConfig
 from clip_train.metrics.config import LogConfig
 from clip_train.models.config import (
     AnyArchitecture,
-    Architecture,
     ModelConfig,
     load_architecture,
 )
@@ -327,24 +326,27 @@ class Recipe(Settings):
         self, architecture: AnyArchitecture, trained: Mapping[str, Any] = {}
     ) -> AnyArchitecture:
         """With `data.resize`. trained: as the weights' own description, or a checkpoint's, says."""
-        keys = {key: trained[key] for key in RESIZED if key in trained}
+        described = {key: getattr(architecture, key) for key in RESIZED}
+        keys = described | {key: trained[key] for key in RESIZED if key in trained}
         if self.data.resize != "auto":
             keys["resize_mode"] = self.data.resize
-        trained_tokens = keys.pop("image_tokens", None)
-        if self.data.resize == "auto" and trained_tokens is not None:
+        elif keys["image_tokens"] is not None:
             keys["resize_mode"] = "native"
-        if keys.get("resize_mode", architecture.resize_mode) != "native":
-            return architecture.model_copy(update=keys)
-        if type(architecture) is not Architecture:
+        if keys["resize_mode"] != "native":
+            return architecture.model_copy(update={**keys, "image_tokens": None})
+        patch_size, budgets = architecture.native_patch_size, self.data.budgets
+        if patch_size is None:
             raise UserError(
-                f"data.resize (native) needs a vision transformer of clip-train's own, and "
-                f"model.name ({self.model.name}) is not one: set data.resize=auto, or name a preset "
-                "such as ViT-B-16 without open_clip:"
+                f"data.resize ({self.data.resize}) is native resolution, and model.name "
+                f"({self.model.name}) takes only squares: set data.resize=shortest or another, or "
+                "name a vision transformer of clip-train's own, such as ViT-B-16 without "
+                "open_clip:, or a model with timm's naflexvit"
             )
-        square = (architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size) ** 2
-        budgets = self.data.budgets
-        most = (trained_tokens or square) if budgets is None else budgets.most
-        return architecture.model_copy(update={**keys, "image_tokens": most})
+        if budgets is not None:
+            keys["image_tokens"] = budgets.most
+        elif keys["image_tokens"] is None:  # those of a square of the model's size
+            keys["image_tokens"] = (architecture.vision_cfg.image_size // patch_size) ** 2
+        return architecture.model_copy(update=keys)
 
     @property
     def teacher_widths(self) -> list[int]:

@@ -441,6 +441,7 @@ def test_images_are_those_of_the_kept_samples(scored):
     with TrainLoader(config, global_size=16, tokenizer=Words(), **arguments) as loader:
         for _ in range(9):
             batch = next(loader)
+            assert not batch.bad_samples
             for key, text in zip(batch.keys, batch.texts[:, 0].tolist(), strict=True):
                 assert expected[key] == f"caption {text}"
 

@@ -59,6 +59,39 @@ def save_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
+def save_siglip2(
+    folder: Path, side: int = 4, most: int = 20, text: dict[str, int] | None = None, **vision: Any
+) -> Any:
+    """SigLIP 2 NaFlex with a table of side x side positions. Returns the model, in float64 as its
+    file."""
+    import transformers
+
+    tokens = save_tokenizer(folder)
+    patch_size = vision.setdefault("patch_size", 8)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 75, "num_hidden_layers": 2, "num_attention_heads": 4
+    }  # fmt: skip
+    config = transformers.Siglip2Config(
+        vision_config={**sizes, "num_patches": side**2, **vision},
+        text_config={
+            **sizes, "vocab_size": tokens, "max_position_embeddings": CONTEXT,
+            "projection_size": 32, **(text or {}),
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Siglip2Model(config).double().eval()
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    # transformers resizes positions in fp32, also to their own size
+    table = model.vision_model.embeddings.position_embedding.weight
+    table.data = table.data.float().double()
+    model.save_pretrained(folder)
+    transformers.Siglip2ImageProcessor(patch_size=patch_size, max_num_patches=most).save_pretrained(
+        folder
+    )
+    return model
+
+
 def save_siglip(folder: Path, resample: int = 2, **vision: Any) -> Any:
     """Returns the model, in float64 as its file."""
     import transformers

@@ -2,7 +2,7 @@
 
 python3 -m venv .venv-embedders && .venv-embedders/bin/pip install torch==2.13.0
 .venv-embedders/bin/pip install --no-deps torchvision==0.28.0 colpali-engine==0.3.18 pylate==1.6.0
-.venv-embedders/bin/pip install transformers==5.24.0 sentence-transformers==5.3.0 datasets ujson peft
+.venv-embedders/bin/pip install transformers==5.24.0 sentence-transformers==5.3.0 datasets ujson peft pillow
 .venv-embedders/bin/pip install "pydantic>=2.7" simplejpeg braceexpand fsspec rich pytest pytest-xdist
 .venv-embedders/bin/python -m pytest -m peer tests/peers/test_late_interaction.py
 """

@@ -210,7 +210,21 @@ def test_clip_comes_in_and_goes_out_exactly(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"config.json": {"model_type": "siglip2"}}, "type siglip2: NaFlex"),
+        (
+            {"config.json": {"model_type": "siglip2", "vision_config": {"num_patches": 250}}},
+            "num_patches .250.*only a square number",
+        ),
+        (
+            {
+                "config.json": {"model_type": "siglip2"},
+                "preprocessor_config.json": {
+                    "max_num_patches": 256,
+                    "image_mean": 0.5,
+                    "resample": 0,
+                },
+            },
+            "resample 0",
+        ),
         ({"config.json": {"model_type": "bert"}}, "a model of transformers of the type bert"),
         (
             {"config.json": {"model_type": "siglip", "vision_config": {"layer_norm_eps": 1e-5}}},

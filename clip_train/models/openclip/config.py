@@ -6,6 +6,7 @@ Sizes have the same names as in `clip_train.models.config`.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,6 +25,7 @@ from clip_train.resizing import RESIZED, Interpolation, Patches, Resize, ResizeM
 from clip_train.settings import broken, clipped
 
 PREFIX = "open_clip:"
+NAFLEX = "naflexvit"  # how timm's names of its NaFlexVit begin
 TRANSFORMERS = "hf:"  # a tokenizer that is read as transformers itself reads it
 # Arguments of timm's image tower, so that it has the sizes and the activation of transformers'.
 TIMM_ARGUMENTS = {"patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "act_layer"}
@@ -114,9 +116,16 @@ class DescribedModel(Described):
     image_tokens: PositiveInt | None = None
 
     @property
+    def native_patch_size(self) -> int | None:
+        """The side of a patch, in pixels; None: the image tower takes only squares."""
+        return None
+
+    @property
     def patches(self) -> Patches | None:
         """How images become patches of their own number; None: they are squares."""
-        return None
+        if self.image_tokens is None or self.native_patch_size is None:
+            return None
+        return Patches(self.native_patch_size, self.image_tokens)
 
 
 class VisionKeys(Described):
@@ -250,6 +259,25 @@ class OpenCLIPArchitecture(DescribedModel):
                     ": the decoder reads tokens of this width; correct the model's description"
                 )
         return self
+
+    @property
+    def is_naflex(self) -> bool:
+        """Whether the image tower is a NaFlexVit of timm, which takes images of any shape."""
+        vision = self.vision_cfg.model_dump()
+        is_named = str(vision.get("timm_model_name")).startswith(NAFLEX)
+        return is_named or bool((vision.get("timm_model_kwargs") or {}).get("use_naflex"))
+
+    @property
+    def native_patch_size(self) -> int | None:
+        if not self.is_naflex or self.multimodal_cfg is not None:
+            return None
+        vision = self.vision_cfg.model_dump()
+        for arguments in (vision.get("timm_model_args"), vision.get("timm_model_kwargs")):
+            size = (arguments or {}).get("patch_size")
+            if isinstance(size, int):
+                return min(max(size, 1), MOST["patch_size"])
+        named = re.search(r"_patch(\d{1,4})(_|$)", str(vision.get("timm_model_name")))
+        return None if named is None else int(named[1])
 
     @property
     def resize(self) -> Resize:

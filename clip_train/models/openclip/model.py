@@ -35,6 +35,7 @@ from clip_train.models.files import TOKENIZER_FILES
 from clip_train.models.hub import described_at
 from clip_train.models.openclip.config import TRANSFORMERS, OpenCLIPArchitecture
 from clip_train.models.openclip.dropout import find_draws, intercept, seed_modules
+from clip_train.models.openclip.naflex import adopt_native, native_inputs, position_mistakes
 from clip_train.torch_internals import (
     AnyBatchNorm,
     detect_fake_mode,
@@ -79,16 +80,23 @@ class Contrastive(nn.Module):
         images: Tensor | None = None,
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
+        num_tokens: int | None = None,
+        num_patches: int | None = None,
     ) -> Outputs:
-        """As `CLIP.forward`, but texts are whole, [b, context_length]."""
+        """As `CLIP.forward`, but texts are whole, [b, context_length], and nothing is packed: native
+        images are padded to the same number of patches, and attention and pooling see no padding.
+        """
         draw_by(sample_seeds)
         image = None if images is None else self.encode_image(self.pixels(images))
         return outputs(self, image, None if texts is None else self.encode_text(texts))
 
-    def pixels(self, images: Tensor) -> Tensor:
-        """uint8, or already normalised float, [b, 3, H, W] -> float, normalised."""
-        check_size(images, self.architecture.vision_cfg.image_size)
+    def pixels(self, images: Tensor) -> Any:
+        """uint8, or already normalised float, [b, 3, H, W] -> float, normalised. uint8 [b, 1 + T,
+        3 p p], images at their native resolution -> what timm's NaFlexVit takes."""
         wide = torch.float64 if self.logit_scale.dtype == torch.float64 else torch.float32
+        if images.ndim == 3:
+            return native_inputs(images, self.architecture, self.visual.trunk.embeds, wide)
+        check_size(images, self.architecture.vision_cfg.image_size)
         return normalised_images(images, self.architecture, wide)
 
 
@@ -114,6 +122,8 @@ class Captioner(Contrastive, open_clip.CoCa):
         images: Tensor | None = None,
         texts: Tensor | None = None,
         sample_seeds: Tensor | None = None,
+        num_tokens: int | None = None,
+        num_patches: int | None = None,
     ) -> Any:
         """As `Contrastive.forward`; of images with their texts also "caption_loss" (`Features`)."""
         if images is None or texts is None:
@@ -172,7 +182,9 @@ class RandomDraws:
     """Random numbers that a model draws in training by functions."""
 
     modules: list[int]  # numbers of the modules whose `F.dropout` has to be intercepted
-    mistakes: list[str]  # draws that do not belong to a sample, which only training makes
+    # draws that do not belong to a sample, which only training makes; and at native resolution,
+    # positions that are not computed
+    mistakes: list[str]
 
 
 @cache
@@ -183,10 +195,17 @@ def random_draws(architecture: OpenCLIPArchitecture) -> RandomDraws:
     are empty. `resolve` builds the model's shapes before any engine, and the result is cached.
     """
     side, length = architecture.vision_cfg.image_size, architecture.text_cfg.context_length
+    patches = architecture.patches
     with torch.device("meta"):
         model = assemble(architecture)
         texts = torch.zeros(2, length, dtype=torch.int64)
-        inputs = (torch.zeros(2, 3, side, side), texts, torch.zeros(2, dtype=torch.int64))
+        images = torch.zeros(2, 3, side, side)
+        if patches is not None:
+            mistakes = position_mistakes(model.visual.trunk)
+            if mistakes:
+                return RandomDraws([], [unknown_positions(architecture, mistakes)])
+            images = torch.zeros(2, *patches.row, dtype=torch.uint8)
+        inputs = (images, texts, torch.zeros(2, dtype=torch.int64))
         modules = [*model.modules()]
         drawing = [modules.index(model.get_submodule(name)) for name in find_draws(model, *inputs)]
         for number in drawing:
@@ -197,6 +216,15 @@ def random_draws(architecture: OpenCLIPArchitecture) -> RandomDraws:
         if getattr(model.get_submodule(name), "layerdrop", None) == 0:
             del remaining[name]
     return RandomDraws(drawing, draw_mistakes(model, remaining) if remaining else [])
+
+
+def unknown_positions(architecture: OpenCLIPArchitecture, mistakes: list[str]) -> str:
+    return (
+        f"model.name (open_clip:{architecture.open_clip}): its image tower has "
+        f"{' and '.join(mistakes)}, which is not computed at native resolution: set "
+        "data.resize=squash or another of squares, or choose a model with learned or factorized "
+        "positions"
+    )
 
 
 def draw_mistakes(model: Contrastive, draws: dict[str, str]) -> list[str]:
@@ -247,9 +275,14 @@ def assemble(
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
             if arguments:  # timm's way to override a model's: a folder that describes it
+                size = config["vision_cfg"]["image_size"]
+                model_args = {**arguments, "img_size": size}
+                if architecture.is_naflex:
+                    side = size // (architecture.native_patch_size or size)
+                    model_args["pos_embed_grid_size"] = (side, side)
                 keys = {
                     "architecture": config["vision_cfg"]["timm_model_name"],
-                    "model_args": {**arguments, "img_size": config["vision_cfg"]["image_size"]},
+                    "model_args": model_args,
                     "pretrained_cfg": {"num_classes": 0},
                 }
                 Path(folder, "config.json").write_text(json.dumps(keys))
@@ -294,6 +327,8 @@ def assemble(
         {TimmBatchNormAct2d: BatchNormAct2d},
     )
     seed_modules(model)
+    if architecture.is_naflex:
+        adopt_native(model.visual.trunk)
     return model
 
 
