@@ -87,7 +87,8 @@ def expand(spec: str, field: str = "data.train") -> list[list[str]]:
         shards: list[str] = []
         for pattern in patterns:
             try:
-                shards += benchmark_shards(pattern) or expand_glob(pattern)
+                of_set = None if pattern.startswith(SYNTHETIC) else benchmark_shards(pattern)
+                shards += of_set or expand_glob(pattern)
             except UserError as e:
                 # `missing` says if the folder in front of the wildcards does not exist
                 folder = ""
