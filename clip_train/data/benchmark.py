@@ -25,6 +25,8 @@ def benchmark_shards(place: str) -> list[str] | None:
     """The shards of a set's split, or of the `test` split of a set's folder. None for other places.
     UserError if `nshards.txt` has no number. OSError if a store does not answer."""
     folder = _folder(place)
+    if _is_file(folder):
+        return None
     for split in (folder, f"{folder}/{SPLIT}"):
         content = _content(split, NUM_SHARDS)
         if content is not None:
@@ -41,7 +43,7 @@ def training_split(place: str) -> str:
     """The `train` split of a set's folder; other places as they are. UserError if the set has no
     such split. OSError if a store does not answer."""
     folder = _folder(place)
-    if _content(folder, NUM_SHARDS) is not None:
+    if _is_file(folder) or _content(folder, NUM_SHARDS) is not None:
         return place
     if _content(f"{folder}/{TRAINING_SPLIT}", NUM_SHARDS) is not None:
         return f"{folder}/{TRAINING_SPLIT}"

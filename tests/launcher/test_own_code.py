@@ -371,7 +371,7 @@ def test_other_verbs_take_both(recipe, verb, capsys):
         ((*OWN[1:], wrong("Wide")), "Wide): embed_dim: Input should be a valid integer"),
         (
             (*OWN[1:], wrong("Wide")),
-            "resize_mode: Input should be 'shortest', 'squash' or 'longest'",
+            "resize_mode: Input should be 'shortest', 'squash', 'longest' or 'native'",
         ),
         ((*OWN[1:], wrong("Wrong")), "Wrong) returned a scale [2]; return exp(logit_scale), [1]"),
         (

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import tests.peers.torchvision_shim  # noqa: F401  before transformers
 
@@ -34,6 +33,7 @@ CONTEXT = 16
 
 def save_tokenizer(folder: Path) -> int:
     """Padded with <pad> on the right, ended by <eos>, like SigLIP 2's. Returns its tokens."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = [chr(c) for c in range(33, 127)]
