@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clip_train.data.tokenizer import vocabulary
 from clip_train.errors import UserError
-from clip_train.models.config import AnyArchitecture, Architecture, VisionConfig
+from clip_train.models.config import AnyArchitecture, Architecture, TowerConfig, VisionConfig
 from clip_train.models.layouts import (
     chinese_to_transformers,
     siglip_to_transformers,
@@ -208,13 +208,7 @@ def export_transformers(
     for kind, cfg in (("text", text), ("vision", vision)):
         towers[f"{kind}_config"] |= {
             "model_type": f"clip_{kind}_model",
-            "hidden_size": cfg.width,
-            "intermediate_size": cfg.mlp_width,
-            "num_hidden_layers": cfg.layers,
-            "num_attention_heads": cfg.heads,
-            "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
-            "layer_norm_eps": 1e-5,
-            "projection_dim": architecture.embed_dim,
+            **tower_sizes(cfg, architecture),
         }
     config = {
         "architectures": ["CLIPModel"],
@@ -231,6 +225,19 @@ def export_transformers(
     return path
 
 
+def tower_sizes(cfg: TowerConfig, architecture: AnyArchitecture) -> dict[str, Any]:
+    """What transformers' config.json has of a tower of CLIP's, of images or of texts."""
+    return {
+        "hidden_size": cfg.width,
+        "intermediate_size": cfg.mlp_width,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
+        "layer_norm_eps": 1e-5,
+        "projection_dim": architecture.embed_dim,
+    }
+
+
 def chinese_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
     """transformers' config.json of a ChineseCLIPModel."""
     vision = VisionConfig.model_validate(
@@ -238,16 +245,10 @@ def chinese_config(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
     )
     vision_config = {
         "model_type": "chinese_clip_vision_model",
-        "hidden_size": vision.width,
-        "intermediate_size": vision.mlp_width,
-        "num_hidden_layers": vision.layers,
-        "num_attention_heads": vision.heads,
+        **tower_sizes(vision, architecture),
         "image_size": vision.image_size,
         "patch_size": vision.patch_size,
         "num_channels": 3,
-        "hidden_act": "quick_gelu" if architecture.quick_gelu else "gelu",
-        "layer_norm_eps": 1e-5,
-        "projection_dim": architecture.embed_dim,
     }
     return {
         "architectures": ["ChineseCLIPModel"],

@@ -109,8 +109,8 @@ def described(weights: str, place: str) -> str:
         name, *others = fitting or ["ViT-B-32"]
         by_size = f"; {' and '.join([name, *others])} would fit its sizes" if fitting else ""
         raise UserError(
-            f"{place} has no {CONFIG_NAME} beside it, so its model is unknown: name the model, as "
-            f"in clip-train evaluate {place} model.name={name}{by_size}"
+            f"{place} has no {CONFIG_NAME} beside it, so its model is unknown; name it, for example "
+            f"with clip-train evaluate {place} model.name={name}{by_size}"
         )
     try:
         load_architecture(str(folder))

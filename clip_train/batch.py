@@ -36,6 +36,13 @@ class BatchStage(Settings):
     """Samples in each global batch of this piece."""
 
 
+def order_mistakes(key: str, stages: Sequence[Any]) -> Messages:
+    """The message if the pieces of a schedule, each with `until_step`, do not follow each other."""
+    ends = [stage.until_step for stage in stages]
+    if any(b <= a for a, b in itertools.pairwise(ends)):
+        yield f"{key}: until_step must rise from piece to piece, got {ends}; sort them"
+
+
 class BatchConfig(Settings):
     """The `batch` section: the size of the global batch, and how a rank may compute it."""
 
@@ -54,8 +61,8 @@ class BatchConfig(Settings):
     its predicted size."""
     micro_tokens: Annotated[PositiveInt | None, Rounding] = None
     """Native resolution (data.resize): at most so many patches of images per forward pass on a
-    rank, in place of micro_size. It changes memory and speed, never the result. Large images then
-    share a micro-batch with fewer others."""
+    rank, in place of micro_size, so a micro-batch of large images has fewer of them. It changes
+    memory and speed, never the result."""
     kept_graphs: Annotated[PositiveInt | Literal["all", "auto"], Rounding] = "auto"
     """How many micro-batches, counted from the last, keep their graph and skip the second forward.
     Each costs one micro-batch's activations; "all" is the full-batch step; auto: as many as fit, by
@@ -71,11 +78,7 @@ class BatchConfig(Settings):
 
     @rule
     def _schedule_rises(self) -> Messages:
-        ends = [stage.until_step for stage in self.schedule or []]
-        if any(b <= a for a, b in itertools.pairwise(ends)):
-            yield (
-                f"batch.schedule: until_step must rise from piece to piece, got {ends}; sort them"
-            )
+        yield from order_mistakes("batch.schedule", self.schedule or [])
 
     @property
     def sizes(self) -> BatchSizes:
@@ -218,10 +221,10 @@ def plan_batch(
 ) -> BatchPlan:
     """The plan of the largest global batch on `world_size` ranks.
 
-    tokens_per_image: at native resolution, the mean number of patches, for `micro_tokens`.
-
     An `auto` value starts as the smallest plan; `clip_train.memory.plan` chooses later, once memory
     has been measured. UserError if a rank would get no sample.
+
+    tokens_per_image: at native resolution, the mean number of patches, for `micro_tokens`.
     """
     config.sizes.check_ranks(world_size)
     largest = max(config.sizes.sizes)

@@ -86,11 +86,11 @@ def contrastive_step(
             ranks take the same number of micro-batches, at most the smallest share.
         scaler: multiplies gradients by its scale, as `scaler.scale(loss).backward()` does. Call
             `scaler.step(optimizer)` and `scaler.update()` afterwards.
-        split_by: {ragged input: what counts its rows}, such as {"pixel_values": "image_grid_thw"}.
-            What counts is a list of the rows of each sample, or the name of an input beside it. That
-            input has a number for each sample, or a row of factors. If its name begins with `cu_`,
-            it has the ends of all samples, after a 0. It may itself be ragged. A key may also name
-            one tower's input, as "query.input_ids".
+        split_by: {ragged input: its row counts}, such as {"pixel_values": "image_grid_thw"}. The row
+            counts are a list with the number of rows of each sample, or the name of another input.
+            That input has one number for each sample, or factors whose product is the number. If its
+            name begins with `cu_`, it has a 0 and the end of each sample. It may itself be ragged. A
+            key can also name an input of one tower, such as "query.input_ids".
         arguments: further named inputs, for names that `contrastive_step` has itself.
 
     Returns:
@@ -219,7 +219,18 @@ class Call:
         ]
         for message in broken(rules):
             raise ValueError(message)
-        return cls(model, parts, objective, by_key, given, len(inputs), n, counts, ids, scaler)
+        return cls(
+            model=model,
+            parts=parts,
+            objective=objective,
+            by_key=by_key,
+            inputs=given,
+            num_positional=len(inputs),
+            size=n,
+            counts=counts,
+            ids=ids,
+            scaler=scaler,
+        )
 
     def micro_batches(self, micro_size: MicroSize) -> list["Arguments"]:
         """All samples of this rank, cut. With a size for each tower, one tower after another."""

@@ -108,4 +108,10 @@ def position_weights(
     # a place of an image without patches is not used
     of_row = resize_weights(places // columns.clamp(min=1), rows.clamp(min=1), side, dtype)
     of_column = resize_weights(places % columns.clamp(min=1), columns.clamp(min=1), side, dtype)
+    return of_grid(of_row, of_column)
+
+
+def of_grid(of_row: Tensor, of_column: Tensor) -> Tensor:
+    """[P, rows], [P, columns] -> [P, rows * columns]: the weights of a table by those of its rows and
+    of its columns."""
     return (of_row[:, :, None] * of_column[:, None]).flatten(1)

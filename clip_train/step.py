@@ -61,8 +61,8 @@ def train_step(
 
     batch: on the engine's device; with `shares` unless all ranks hold equally many samples. The
     result does not depend on `micro_size`, `micro_tokens` (as in `Batch.micro_batches`) or
-    `kept_graphs` beyond rounding. flags: of this rank,
-    asked for after its backward pass. guard: around each part (`clip_train.recovery`).
+    `kept_graphs` beyond rounding. flags: of this rank, asked for after its backward pass. guard:
+    around each part (`clip_train.recovery`).
 
     Raises, on all ranks, StepDiscarded, and DivergedError if the loss or the gradient norm is not
     finite: before the update, when a step has changed only gradients. An engine that measures the

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from clip_train.batch import BatchSizes
+from clip_train.batch import BatchSizes, order_mistakes
 from clip_train.data.fields import metadata
 from clip_train.data.formats import IMAGE_EXTENSIONS
 from clip_train.data.index import ShardIndex, look_up
@@ -373,13 +373,8 @@ class DataConfig(Settings):
                     "resolution: set data.resize=native, or take it out"
                 )
             return
-        ends = [stage.until_step for stage in self.tokens_schedule or []]
-        if any(b <= a for a, b in itertools.pairwise(ends)):
-            yield (
-                f"data.tokens_schedule: until_step must rise from piece to piece, got {ends}; sort "
-                "them"
-            )
-        if ends and self.tokens is None:
+        yield from order_mistakes("data.tokens_schedule", self.tokens_schedule or [])
+        if self.tokens_schedule and self.tokens is None:
             yield (
                 f"data.tokens_schedule ({shown(self.tokens_schedule)}) needs data.tokens, which "
                 "applies after its last piece; set it"
@@ -427,12 +422,7 @@ class DataConfig(Settings):
                 "data.train_weights, which apply after it; set them, or "
                 "data.train_weights_schedule=null"
             )
-        ends = [stage.until_step for stage in stages]
-        if any(b <= a for a, b in itertools.pairwise(ends)):
-            yield (
-                "data.train_weights_schedule: until_step must rise from piece to piece, got "
-                f"{ends}; sort them"
-            )
+        yield from order_mistakes("data.train_weights_schedule", stages)
         sources = len(split_sources(self.train))
         for stage in stages:
             weights = stage.train_weights

@@ -77,8 +77,8 @@ class Decoder:
         all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
         is a tensor or a number. "text_lengths" and "places" are added later.
 
-        images: uint8 [3, S, S], or `Patches.row`, or [B] bytes of `data.inputs`. texts: T strings, which the worker
-        replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
+        images: uint8 [3, S, S], or `Patches.row`, or [B] bytes of `data.inputs`. texts: T strings,
+        which the worker replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
         shard in the list of all.
         """
         key = members["__key__"]

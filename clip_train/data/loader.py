@@ -39,7 +39,7 @@ from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
 from clip_train.native import patch_counts
 from clip_train.processes import fork_server, usable_cores
-from clip_train.resizing import Patches
+from clip_train.resizing import BudgetSchedule, Patches
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
@@ -134,7 +134,13 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         self.streams = self._keys["data.lanes"]
         own_seed = hash64(seed, order_start, STARTS_OVER) if order_start else seed
         self.order, files = make_order(
-            config, index, storage, self._keys, own_seed, sizes, order_start
+            config,
+            index,
+            storage,
+            self._keys,
+            seed=own_seed,
+            sizes=sizes,
+            order_start=order_start,
         )
         workers = config.workers
         if workers == "auto":
@@ -143,15 +149,16 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         parts = Partition(sizes, self.streams, rank, world_size, order_start).workers(workers)
         # the number of steps that are decoded at the same time, each by other workers
         self._turns = parts[0].turns
-        augmentation = config.augmentation
-        if patches is not None:  # or crops would not have the image's own shape
+        augmentation, budgets = config.augmentation, None
+        if patches is not None:
+            budgets = config.budgets or BudgetSchedule(({patches.most: 1.0},))
+            # or crops would not have the image's own shape
             augmentation = {**augmentation, "relative_ratio": True}
         transform = TrainTransform(
             image_size,
             scaled_decode=config.scaled_decode,
             augmentation=own_augmentation(config.aug_own, config.aug_own_options),
             patches=patches,
-            budgets={} if patches is None else {patches.most: 1.0},
             **augmentation,
         )
         self.layout = layout_of(config.inputs, image_size)  # for `clip_train.inputs.unpack`
@@ -180,7 +187,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             decoder=decoder,
             tokenizer=tokenizer or Tokenizer(context_length),
             row=row_shape(self.layout, image_size, patches),
-            budgets=config.budgets,
+            budgets=budgets,
         )
         self._lengths, self._pack_texts = lengths, pack_texts
         self._is_native = patches is not None

@@ -122,7 +122,7 @@ class PieceStream(IterableDataset):
     decoder: Decoder
     tokenizer: Tokenize
     row: tuple[int, ...]  # `row_shape` of the decoder's layout
-    # of patches at native resolution, at each step; None: as the decoder has them
+    # of patches at native resolution, at each step; None: squares
     budgets: BudgetSchedule | None = None
     memory: Tensor | None = None  # `shared_images`, for workers
     caches: Sequence[BlockCache] = ()  # for workers that share streams

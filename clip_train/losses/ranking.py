@@ -5,8 +5,8 @@
 S is the matrix of scores: `query . document` in `Ranking`, and a sum of maxima over tokens in
 `clip_train.losses.maxsim.MaxSim`. Further documents of a query are negatives of all queries.
 
-Ranks gather the queries. Documents, which are more and longer, stay on their ranks: each rank
-computes the columns of its own documents, [N, m n]. Network per step: the queries' features in one
+Ranks gather the queries. Documents stay on their ranks, because they are more numerous and longer:
+each rank computes the columns of its own documents, [N, m n]. Network per step: the queries' features in one
 all-gather, their gradients in one reduce-scatter, and a few numbers for each query. Memory: three
 matrices of [N, m n].
 """

@@ -106,7 +106,7 @@ class Packing(NamedTuple):
 
         reads_first: a sample's features are its first token's, not its last one's.
         """
-        visible = torch.arange(length, device=last.device) <= last[:, None]  # [b, L]
+        visible = up_to(last, length)
         # a copy: compiled blocks would each copy a view
         rows = visible.flatten().nonzero_static(size=num_tokens).squeeze(1).clone()
         places = rows % length
@@ -114,12 +114,15 @@ class Packing(NamedTuple):
         starts = F.pad(starts, (0, 1), value=num_tokens)
         read = starts[:-1] if reads_first else starts[1:] - 1
         seeds = None if seeds is None else seeds[rows // length]
-        return cls(rows, places, seeds, read, last, length, starts.int() if flash else None)
-
-    def visible(self) -> Tensor:
-        """bool [b, 1, 1, L]: tokens of samples that are not packed, without padding."""
-        places = torch.arange(self.length, device=self.last.device)
-        return (places <= self.last[:, None])[:, None, None]
+        return cls(
+            rows=rows,
+            places=places,
+            seeds=seeds,
+            read=read,
+            last=last,
+            length=length,
+            starts=starts.int() if flash else None,
+        )
 
     def unpacked(self, x: Tensor) -> Tensor:
         """[P, 1, width] -> [b, L, width], zeros behind each sample."""
@@ -129,6 +132,11 @@ class Packing(NamedTuple):
     def packed(self, x: Tensor) -> Tensor:
         """[b, L, width] -> [P, 1, width]"""
         return x.flatten(0, 1).index_select(0, self.rows).unsqueeze(1)
+
+
+def up_to(last: Tensor, length: int) -> Tensor:
+    """int64 [b] -> bool [b, length]: the places of a sample up to its last token."""
+    return torch.arange(length, device=last.device) <= last[:, None]
 
 
 def at(x: Tensor, token: Tensor, packing: Packing | None) -> Tensor:
@@ -265,18 +273,18 @@ class Attention(nn.Module):
         if packing is not None and packing.starts is not None:
             return self._values_of_packed(parts, causal, token, packing, packing.starts)
         if packing is not None and packing.sizes is not None:
-            return self._values_of_each(parts, causal, packing.sizes)
-        visible = None  # [b, 1, 1, L]
+            return self._values_of_each(parts, causal, token, packing.sizes)
         if token is None:
             q, k, v = (self._heads(part, packing) for part in parts)
         else:
             query, *others = parts
             q, (k, v) = self._heads(query), (self._heads(part, packing) for part in others)
-            if causal:
-                places = torch.arange(k.shape[2], device=x.device)
-                visible = (places <= token[:, None])[:, None, None]
-        if packing is not None and not causal:
-            visible = packing.visible()
+        last = None  # int64 [b]: the last key that queries see, where it is not all or not causal
+        if causal:
+            last = token
+        elif packing is not None:
+            last = packing.last
+        visible = None if last is None else up_to(last, k.shape[2])[:, None, None]  # [b, 1, 1, L]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, is_causal=causal and token is None
         )
@@ -306,15 +314,15 @@ class Attention(nn.Module):
         )  # [P, heads, width / heads], or [b, ...]
         return out.flatten(1).unsqueeze(1)
 
-    def _values_of_each(self, parts: list[Tensor], causal: bool, sizes: list[int]) -> Tensor:
-        """`_values_of_packed` as a loop over the samples, for a CPU: [P, 1, width], or [b, 1, width]
-        where there is one query of each sample."""
+    def _values_of_each(
+        self, parts: list[Tensor], causal: bool, token: Tensor | None, sizes: list[int]
+    ) -> Tensor:
+        """`_values_of_packed` as a loop over the samples, for a CPU. sizes: tokens of each."""
         heads = [part.squeeze(1).unflatten(1, (self.heads, -1)).transpose(0, 1) for part in parts]
-        of_sample = sizes
-        if len(parts[0]) == len(sizes):
-            of_sample = [1] * len(sizes)  # the token that is read sees all of its sample's tokens
-            causal = False
-        queries = heads[0].split(of_sample, dim=1)
+        num_queries = sizes
+        if token is not None:  # the token that is read sees all of its sample's tokens
+            num_queries, causal = [1] * len(sizes), False
+        queries = heads[0].split(num_queries, dim=1)
         keys, values = (x.split(sizes, dim=1) for x in heads[1:])
         outputs = []
         for q, k, v in zip(queries, keys, values, strict=True):  # [heads, tokens, width / heads]
@@ -492,7 +500,7 @@ def normalised(channel: Tensor, mean: float, std: float, wide: torch.dtype) -> T
 
 
 def normalised_images(images: Tensor, architecture: Any, wide: torch.dtype) -> Tensor:
-    """[b, 3, H, W], by the statistics of the architecture; see `normalised`."""
+    """[b, 3, ...], by the statistics of the architecture; see `normalised`."""
     statistics = zip(architecture.image_mean, architecture.image_std, strict=True)
     channels = [normalised(images[:, c], *pair, wide) for c, pair in enumerate(statistics)]
     return torch.stack(channels, dim=1)
@@ -503,6 +511,7 @@ def has_flash_attention(weight: Tensor, heads: int) -> bool:
     dimension is its width."""
     head_width = weight.shape[-1] // heads
     q = weight.new_empty(1, heads, 1, head_width)
+    # query, key, value, mask, dropout, causal, grouped queries: torch takes them by position only
     params = SDPAParams(q, q, q, None, 0.0, True, False)
     return q.is_cuda and head_width % 8 == 0 and can_use_flash_attention(params)
 
@@ -545,12 +554,9 @@ class PatchEmbedding(nn.Conv2d):
 
     def _embed_rows(self, patches: Tensor) -> Tensor:
         dtype = self.weight.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         channels = patches.unflatten(1, (3, -1))  # [P, 3, p p]
-        pixels = torch.empty_like(channels, dtype=dtype)
-        for c, (mean, std) in enumerate(zip(self.image_mean, self.image_std, strict=True)):
-            pixels[:, c] = normalised(channels[:, c], mean, std, wide)
-        return linear(pixels.flatten(1), self.weight.flatten(1))
+        pixels = normalised_images(channels, self, torch.promote_types(dtype, torch.float32))
+        return linear(pixels.to(dtype).flatten(1), self.weight.flatten(1))
 
 
 class VisionTower(nn.Module):
@@ -639,13 +645,12 @@ class VisionTower(nn.Module):
         x = self.conv1(images.flatten(0, 1)[packing.rows])  # [P, width]
         is_class = (packing.places == 0)[:, None]
         table = self.positional_embedding.to(x.dtype)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weights = position_weights(
             grids,
-            packing.rows // length,
-            (packing.places - 1).clamp(min=0),
-            self.side,
-            wide,
+            samples=packing.rows // length,
+            places=(packing.places - 1).clamp(min=0),
+            side=self.side,
+            dtype=torch.promote_types(x.dtype, torch.float32),
         )
         positions = weights.to(x.dtype) @ table[1:]
         class_token = self.class_embedding.to(x.dtype) + table[0]

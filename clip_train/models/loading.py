@@ -119,7 +119,15 @@ def load_openclip(
     stored = read_state_dict(file)
     check_description(file, architecture, silent if tower == "text" else log, name_key)
     source = str(file) if tower is None else f"the {tower} tower of {file}"
-    adapted = adapt(stored.state, architecture, source, tower, keep_positions, name_key, seed)
+    adapted = adapt(
+        stored.state,
+        architecture,
+        source,
+        tower=tower,
+        keep_positions=keep_positions,
+        name_key=name_key,
+        seed=seed,
+    )
     notes = [*stored.notes, *adapted.repairs]
     openai = adapted.layout == layouts.OPENAI
     if openai and not architecture.quick_gelu and not trained_with(file):

@@ -87,9 +87,8 @@ def adapted(kind: Any, layer: Any, name: str) -> type[nn.Module]:
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Each weight that can have adapters: its name, its module, and the module's new class."""
-    inside: set[Any] = (
-        set()
-    )  # linear layers whose weights are read, and whose forward is not called
+    # linear layers whose weights are read, and whose forward is not called
+    inside: set[Any] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             inside.add(module.out_proj)

@@ -51,25 +51,21 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
         },
     },
-    "chinese_clip": {
-        "vision_config": {
-            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-            "num_attention_heads": 12, "image_size": 224, "patch_size": 32, "num_channels": 3,
-            "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-        },
-        "text_config": {
-            "vocab_size": 30_522, "hidden_size": 768, "intermediate_size": 3072,
-            "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
-            "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
-            "attention_probs_dropout_prob": 0.1, "type_vocab_size": 2, "pad_token_id": 0,
-        },
-    },
 }  # fmt: skip
 # NaFlex: images of any shape. `num_patches` is the size of the table of positions.
 DEFAULTS["siglip2"] = {
     "vision_config": {**DEFAULTS["siglip"]["vision_config"], "num_patches": 256},
     "text_config": DEFAULTS["siglip"]["text_config"],
 }
+DEFAULTS["chinese_clip"] = {
+    "vision_config": DEFAULTS["clip"]["vision_config"],
+    "text_config": {
+        "vocab_size": 30_522, "hidden_size": 768, "intermediate_size": 3072,
+        "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
+        "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1, "type_vocab_size": 2, "pad_token_id": 0,
+    },
+}  # fmt: skip
 EPS = {"clip": 1e-5, "siglip": 1e-6, "siglip2": 1e-6, "chinese_clip": 1e-5}
 CHINESE_LENGTH = 52  # tokens of a text in Chinese-CLIP's training; its padding is masked
 # The defaults of their image processors, as far as they are used here.

@@ -181,12 +181,18 @@ def predicted_profile(resolved: Resolved, checkpointing: Recompute) -> Profile:
     config, architecture = resolved.config, resolved.architecture
     precision, T = config.engine.precision, config.data.num_texts
     frozen = frozen_towers(config.model, architecture)
-    tokens, budgets = None, config.data.budgets
-    if config.batch.micro_tokens is not None and budgets is not None:
+    tokens = None
+    if config.batch.micro_tokens is not None:
         # micro_tokens are as many images of this size as the plan's micro_size says
-        tokens = budgets.tokens_per_image
+        tokens = config.tokens_per_image(architecture)
     student = _profile(
-        architecture, precision, config.model.dropout, checkpointing, frozen, T, tokens
+        architecture,
+        precision,
+        config.model.dropout,
+        checkpointing,
+        frozen,
+        num_texts=T,
+        tokens_per_image=tokens,
     )
     forwards = (
         _profile(teacher, precision, 0.0, False, num_texts=T).forward

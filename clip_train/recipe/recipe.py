@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.data.config import DataConfig, TrainWeightsStage, existing
+from clip_train.data.config import DataConfig, TokenStage, TrainWeightsStage, existing
 from clip_train.data.index import index_of
 from clip_train.data.shards import expand_braces
 from clip_train.engines.config import EngineConfig
@@ -26,11 +26,7 @@ from clip_train.evaluate.config import EvaluateConfig, SetConfig
 from clip_train.inputs import layout_of
 from clip_train.losses.config import LossConfig
 from clip_train.metrics.config import LogConfig
-from clip_train.models.config import (
-    AnyArchitecture,
-    ModelConfig,
-    load_architecture,
-)
+from clip_train.models.config import AnyArchitecture, ModelConfig, load_architecture
 from clip_train.models.lora import Lora
 from clip_train.optim.config import OptimConfig
 from clip_train.optim.schedule import ScheduleConfig
@@ -348,6 +344,13 @@ class Recipe(Settings):
             keys["image_tokens"] = (architecture.vision_cfg.image_size // patch_size) ** 2
         return architecture.model_copy(update=keys)
 
+    def tokens_per_image(self, architecture: AnyArchitecture) -> float | None:
+        """At native resolution, the mean number of patches of an image; None: squares."""
+        if architecture.patches is None:
+            return None
+        budgets = self.data.budgets
+        return architecture.patches.most if budgets is None else budgets.tokens_per_image
+
     @property
     def teacher_widths(self) -> list[int]:
         """The width of each teacher's features. UserError."""
@@ -566,6 +569,7 @@ def nearest(path: str) -> str:
     parts = (
         ("batch.schedule", BatchStage),
         ("data.train_weights_schedule", TrainWeightsStage),
+        ("data.tokens_schedule", TokenStage),
         ("model.lora", Lora),
         ("evaluate.sets", SetConfig),
     )

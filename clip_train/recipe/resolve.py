@@ -201,11 +201,8 @@ def resolve(
         collect(lr_factors, config.optim, names)
         collect(without_decay, config.optim, names)
     tokens_per_image = None
-    if architecture is not None and architecture.patches is not None:
-        budgets = config.data.budgets
-        tokens_per_image = (
-            architecture.patches.most if budgets is None else budgets.tokens_per_image
-        )
+    if architecture is not None:
+        tokens_per_image = config.tokens_per_image(architecture)
     plan = collect(plan_batch, config.batch, world_size, tokens_per_image)
     engine = config.engine.on_this_machine(world_size, per_node)
     if is_rank:

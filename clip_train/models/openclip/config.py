@@ -29,7 +29,7 @@ NAFLEX = "naflexvit"  # how timm's names of its NaFlexVit begin
 TRANSFORMERS = "hf:"  # a tokenizer that is read as transformers itself reads it
 # Arguments of timm's image tower, so that it has the sizes and the activation of transformers'.
 TIMM_ARGUMENTS = {"patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "act_layer"}
-# Keys of transformers' BertConfig, for a text tower that no config.json of its own describes.
+# Keys of transformers' BertConfig, for a text tower without a config.json of its own.
 BERT_KEYS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "hidden_act", "layer_norm_eps", "hidden_dropout_prob",
@@ -112,7 +112,8 @@ class DescribedModel(Described):
     image_mean: Channels = IMAGE_MEAN
     image_std: Channels = IMAGE_STD
     lora: Lora | None = None  # of the recipe
-    # Native resolution: the most patches of an image, of its own aspect ratio. None: squares.
+    # Native resolution: an image keeps its aspect ratio, and has at most so many patches. None: all
+    # images become squares.
     image_tokens: PositiveInt | None = None
 
     @property
@@ -201,8 +202,8 @@ class TextKeys(Described):
 
     @property
     def reads_last(self) -> bool:
-        """Whether a text is read at the last position, padding included, as SigLIP's is; or at a
-        token of its own behind all others."""
+        """Whether a text is read at the last position, padding included, as SigLIP's is, or at an
+        extra token after all others."""
         keys = self.model_extra or {}
         return keys.get("pool_type") == "last" or bool(keys.get("embed_cls"))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clip_train.models.blocks import normalised_images
 from clip_train.models.openclip.config import OpenCLIPArchitecture
-from clip_train.native import grids_of, resize_weights
+from clip_train.native import grids_of, of_grid, resize_weights
 
 
 class Embeds(NaFlexEmbeds):
@@ -29,7 +29,7 @@ class Embeds(NaFlexEmbeds):
             self._weights(patch_coord, axis, length, x.dtype, mode)
             for axis, length in enumerate((rows, columns))
         )
-        weights = (of_row[:, :, None] * of_column[:, None]).flatten(1)  # [P, rows columns]
+        weights = of_grid(of_row, of_column)
         x += (weights @ self.pos_embed.to(x.dtype).flatten(0, 2)).view_as(x)
 
     def _apply_factorized_naflex_pos_embed(self, x: Tensor, patch_coord: Tensor) -> None:
@@ -54,7 +54,7 @@ class Embeds(NaFlexEmbeds):
         sizes = patch_coord.amax(dim=1) + 1  # [b, 2]
         if self.pos_embed_ar_preserving:  # a part of the square around the image
             sizes = sizes.amax(dim=1, keepdim=True).expand(-1, 2)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(dtype, torch.float32)
         places = patch_coord[..., axis]
         weights = resize_weights(
             places.flatten(),
