@@ -66,6 +66,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     return out
 
 
+def output_of(*line: str, threads: int | None = None) -> str:
+    """What this Python prints with these arguments. threads: of torch; None: as many as it takes.
+    RuntimeError with the end of its errors."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if threads is not None:
+        environ["OMP_NUM_THREADS"] = str(threads)
+    done = subprocess.run(
+        [sys.executable, *line], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{line[:4]} ended with {done.returncode}: {done.stderr[-3000:]}")
+    return done.stdout
+
+
 def find_peer(wanted: str | None, module: str) -> str | None:
     """A Python that has OpenCLIP and can import `module` of it: `wanted`, that of `.venv-peers`, or this one."""
     here = ROOT / ".venv-peers" / "bin" / "python"

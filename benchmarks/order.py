@@ -413,6 +413,21 @@ def main() -> int:
         digest = hashlib.sha256("".join(found).encode()).hexdigest()[:16]
         table.append({"what": what, "layout": layout, "equal": equal, "digest": digest})
 
+    def compare(config: dict[str, Any], what: str, expected: list[str]) -> None:
+        """All layouts, then runs that are killed and resumed on another one. expected: of the first
+        layout."""
+        for layout in LAYOUTS:
+            found = expected if layout == LAYOUTS[0] else digests(config, layout, steps)
+            where = f"{layout[0]} ranks x {layout[1]} workers"
+            row(f"{steps} steps{what}", where, found, expected)
+        for _ in range(kills):
+            before, after = draw.sample(LAYOUTS, 2)
+            stop = draw.randrange(1, steps - 1)
+            begun = digests(config, before, steps, kill_after=stop)
+            resumed = digests(config, after, steps - stop, stop)
+            where = f"{before[0]} x {before[1]} until step {stop}, then {after[0]} x {after[1]}"
+            row(f"killed, resumed{what}", where, begun + resumed, expected)
+
     with tempfile.TemporaryDirectory() as folder:
         first = write_source(Path(folder) / "first", "first", FIRST)
         second = write_source(Path(folder) / "second", "second", SECOND)
@@ -425,40 +440,15 @@ def main() -> int:
         reference = digests(config, LAYOUTS[0], steps)
         for begin in range(0, steps, 20):
             print(f"step {begin:3d}:", *reference[begin : begin + 20])
-        for layout in LAYOUTS:
-            found = reference if layout == LAYOUTS[0] else digests(config, layout, steps)
-            row(f"{steps} steps", f"{layout[0]} ranks x {layout[1]} workers", found, reference)
-        for _ in range(kills):
-            before, after = draw.sample(LAYOUTS, 2)
-            stop = draw.randrange(1, steps - 1)
-            begun = digests(config, before, steps, kill_after=stop)
-            resumed = digests(config, after, steps - stop, stop)
-            where = f"{before[0]} x {before[1]} until step {stop}, then {after[0]} x {after[1]}"
-            row("killed, resumed", where, begun + resumed, reference)
-        table.append(resume_row(config, stop))
+        compare(config, "", reference)
+        table.append(resume_row(config, draw.randrange(1, steps - 1)))
         changing = {
             "train": f"{first}::{second}", "train_weights": [2, 1], "train_weights_schedule": STAGES, "keep": KEEP,
             "shuffle_block": 32,
         }  # fmt: skip
-        expected = digests(changing, (1, 0), steps)
-        for layout in LAYOUTS[1:]:
-            where = f"{layout[0]} ranks x {layout[1]} workers"
-            row(
-                f"{steps} steps, keep, changing weights",
-                where,
-                digests(changing, layout, steps),
-                expected,
-            )
-        for _ in range(kills):
-            before, after = draw.sample(LAYOUTS, 2)
-            stop = draw.randrange(1, steps - 1)
-            begun = digests(changing, before, steps, kill_after=stop)
-            resumed = digests(changing, after, steps - stop, stop)
-            where = f"{before[0]} x {before[1]} until step {stop}, then {after[0]} x {after[1]}"
-            row("killed, resumed; keep, changing weights", where, begun + resumed, expected)
-        for lanes, keep in itertools.product(
-            (1, 8, 64), (None, KEEP)
-        ):  # 64: fewer shards than streams
+        compare(changing, "; keep, changing weights", digests(changing, LAYOUTS[0], steps))
+        # 64: fewer shards than streams
+        for lanes, keep in itertools.product((1, 8, 64), (None, KEEP)):
             table.append(epoch_row(first, FIRST, lanes, keep))
             if table[-1]["equal"] != "each once":
                 missed.append(f"{table[-1]['layout']}: {table[-1]['equal']}")

@@ -13,11 +13,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from command import OPENCLIP
-from common import ROOT, finish, parser
+from common import finish, output_of, parser
 
 from clip_tools.demo import (
     BACKGROUNDS,
@@ -96,17 +94,7 @@ def write_data(folder: Path, num: int) -> None:
 
 def run(*line: str) -> str:
     """What a command prints."""
-    done = subprocess.run(
-        [sys.executable, *line],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{line[:4]} ended with {done.returncode}: {done.stderr[-3000:]}")
-    return done.stdout
+    return output_of(*line, threads=1)
 
 
 def train(folder: Path, name: str, data: str, steps: int, *more: str) -> list[dict[str, float]]:

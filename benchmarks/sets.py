@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, finish, parser
+from common import finish, output_of, parser
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -134,17 +132,8 @@ def write_sets(folder: Path, num: int) -> list[str]:
 
 
 def run(*line: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *line],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{line[:3]} ended with {done.returncode}: {done.stderr[-3000:]}")
-    return done.stdout
+    """What a module prints."""
+    return output_of("-m", *line)
 
 
 def theirs(folder: Path, name: str, export: Path) -> dict[str, float]:
