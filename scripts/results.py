@@ -126,7 +126,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table(
             "native",
             "CPU s per TFLOP",
-            only=("seconds",),
+            without=("NaFlexVit",),
             show=("way", "CPU s per 1,000 patches", "CPU s per TFLOP"),
         ),
     ),
