@@ -140,44 +140,58 @@ def select(mode: str, stores: Stores, cache: LocalStorage | None, log: Log) -> R
     """
     if mode == "never":
         return None
-    other: str | None = None
-    only: CommitRef | None = None
+    other: tuple[str, CommitRef | None] | None = None
     if mode not in ("auto", "must"):
-        other, only = dist.on_main(locate, mode)
-        own_roots = []  # as `locate` names them
-        if cache is not None:
-            own_roots.append(cache.root.resolve().as_posix())
-        if isinstance(stores.remote, LocalStorage):
-            own_roots.append(stores.remote.root.resolve().as_posix())
-        elif stores.remote is not None:
-            own_roots.append(stores.remote.url)
-        if other in own_roots:
-            other = None
-            if only is not None:
-                raise UserError(
-                    f"checkpoint.resume ({mode}) is a checkpoint of this run, which continues from "
-                    "its newest one. To go back, start another run there: set another run.name "
-                    "(and checkpoint.remote) beside this checkpoint.resume; or remove the newer "
-                    "commit/*.json"
-                )
+        other = _place_of_other_run(mode, stores, cache)
     resumed, skipped = find_newest(stores, cache=cache, log=log)
     if resumed is not None:
         if other is not None:
             log(f"checkpoint.resume ({mode}): this run has checkpoints and continues from its own")
         return resumed
+    damage = _describe_damage(stores, skipped)
+    if mode == "must":
+        raise CheckpointError(f"{damage}\nset checkpoint.resume to auto to start fresh")
     if mode == "auto":
         if skipped:
-            log(f"{_describe_damage(stores, skipped)}\nSTARTING FRESH, from step 0")
+            log(f"{damage}\nSTARTING FRESH, from step 0")
         return None
-    if other is not None:
-        stores = stores_at(other)
-        resumed, skipped = find_newest(stores, only, cache, log)
+    if other is None:  # `mode` is this run's own folder
+        raise CheckpointError(f"{damage}\nchoose another")
+    if skipped:
+        log(f"{damage}\nSTARTING AGAIN from checkpoint.resume ({mode})")
+    root, only = other
+    stores = stores_at(root)
+    resumed, skipped = find_newest(stores, only, cache, log)
     if resumed is None:
-        remedy = "choose another"
-        if mode == "must":
-            remedy = "set checkpoint.resume to auto to start fresh"
-        raise CheckpointError(f"{_describe_damage(stores, skipped)}\n{remedy}")
+        raise CheckpointError(f"{_describe_damage(stores, skipped)}\nchoose another")
     return replace(resumed, from_this_run=False)
+
+
+def _place_of_other_run(
+    path: str, stores: Stores, cache: LocalStorage | None
+) -> tuple[str, CommitRef | None] | None:
+    """The root of another run's checkpoints, and the checkpoint if `path` names one (else None). If
+    `path` is the root of this run's own checkpoints: None.
+
+    UserError if it is one of this run's checkpoints, or has none; CheckpointError. Collective.
+    """
+    root, only = dist.on_main(locate, path)
+    own_roots = []  # as `locate` names them
+    if cache is not None:
+        own_roots.append(cache.root.resolve().as_posix())
+    if isinstance(stores.remote, LocalStorage):
+        own_roots.append(stores.remote.root.resolve().as_posix())
+    elif stores.remote is not None:
+        own_roots.append(stores.remote.url)
+    if root not in own_roots:
+        return root, only
+    if only is not None:
+        raise UserError(
+            f"checkpoint.resume ({path}) is a checkpoint of this run, which continues from its "
+            "newest one. To go back, start another run there: set another run.name (and "
+            "checkpoint.remote) beside this checkpoint.resume; or remove the newer commit/*.json"
+        )
+    return None
 
 
 def stores_at(root: str) -> Stores:

@@ -114,6 +114,24 @@ def test_all_damaged(tmp_path: Path) -> None:
     assert_is(Run(tmp_path).resume(), 1)
 
 
+def test_own_damage_is_named_before_a_start_from_another_run(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    Run(old).save(1, 2)
+    Run(new, resume=str(old)).save(500)
+    flip(data_file(new, 500))
+    run = Run(new, resume=str(old))
+    assert_is(run.resume(), 2)
+    (said,) = run.said
+    assert said.startswith(f"none of the checkpoints under {new} is whole:\n  step 500: ")
+    assert said.endswith(f"\nSTARTING AGAIN from checkpoint.resume ({old})")
+    for step in (1, 2):
+        flip(data_file(old, step))
+    run = Run(new, resume=str(old))
+    with pytest.raises(CheckpointError, match=f"under {old} is whole"):
+        run.resume()
+    assert "step 500: " in run.said[0]
+
+
 def test_modes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint was found"):
         Run(tmp_path, resume="must").resume()
