@@ -36,10 +36,9 @@ from clip_train.data import reader as reader_module
 from clip_train.data.config import DataConfig
 from clip_train.data.index import INDEX_NAME, OFFSET_EVERY, ShardEntry, look_up, to_bytes
 from clip_train.data.index_columns import ColumnFile
-from clip_train.data.keep import UID, Keep
+from clip_train.data.keep import UID, Keep, KeptRows
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Order, Source, hash64
-from clip_train.data.reader import KeptRows
 from clip_train.data.tar import write_shards
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig

@@ -6,17 +6,19 @@ import itertools
 import math
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from clip_train.batch import BatchSizes, order_mistakes
 from clip_train.data.fields import metadata
 from clip_train.data.formats import IMAGE_EXTENSIONS
-from clip_train.data.index import ShardIndex, look_up
+from clip_train.data.index import IndexedShard, ShardIndex, known_place, look_up
 from clip_train.data.invalid import InvalidSample
-from clip_train.data.keep import Expression, ExpressionError, Keep, is_list
+from clip_train.data.keep import Expression, ExpressionError, Keep, KeptRows, is_list
 from clip_train.data.shards import (
     SYNTHETIC,
     Reading,
@@ -25,7 +27,7 @@ from clip_train.data.shards import (
     split_sources,
     synthetic_size,
 )
-from clip_train.data.tar import TarError, iter_samples
+from clip_train.data.tar import TarError, TarSample, iter_samples
 from clip_train.errors import UserError, missing, unreadable
 from clip_train.places import expanded
 from clip_train.resizing import BudgetSchedule
@@ -605,26 +607,42 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
             )
     if synthetic_size(index.shards[0]) is not None:
         return SourceSummary("noise", "words drawn at random", index)
-    mistakes: list[UserError] = []
-    for number, shard in enumerate(index.shards[:SHARDS_TRIED]):
+    first_error: UserError | None = None
+    # training does not read a shard of which `data.keep` keeps nothing
+    read = (number for number, places in enumerate(index.places) if places or index.kept is None)
+    for number in itertools.islice(read, SHARDS_TRIED):
+        shard = index.shard(number)
+        reading = Reading(storage, shard.entry.checksums if shard.entry else None)
         try:
-            entry = index.shard(number).entry
-            reading = Reading(storage, entry.checksums if entry else None)
             key, caption = _first_sample(shard, reading, config)
             return SourceSummary(key, caption, index, _median_length(shard, reading, config))
         except UserError as e:
-            mistakes.append(e)
-    raise mistakes[0]
+            first_error = first_error or e
+    assert first_error is not None  # `look_up` finds a shard with a kept sample
+    raise first_error
 
 
-def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str, str]:
-    """Its key and its caption. UserError if it cannot be used."""
+def _kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
+    """The samples of an open shard that `data.keep` keeps; without it, all. Raises as
+    `iter_samples`."""
+    kept = KeptRows(shard.kept)
+    start = known_place(shard.entry, kept.rows(0, 1)[0])
+    is_kept = partial(kept.holds, first=start.number)
+    for number, sample in enumerate(iter_samples(file, start.offset, is_read=is_kept)):
+        if is_kept(number):
+            yield sample
+
+
+def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -> tuple[str, str]:
+    """The key and the caption of the first sample that training reads from a shard. UserError if it
+    cannot be used."""
     from clip_train.data import decode  # imports torch: a recipe is read without
 
+    shard = indexed.url
     caption_key, stages = config.caption_key, config.stages or ()
     try:
         with open_shard(shard, reading) as file:
-            sample = next(iter_samples(file), None)
+            sample = next(_kept_samples(file, indexed), None)
     except TarError as e:
         raise UserError(
             f"data.train ({shard}) cannot be read as a tar file: {e}; write it again"
@@ -652,27 +670,30 @@ def _first_sample(shard: str, reading: Reading, config: DataConfig) -> tuple[str
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
     keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
+    first = "the first sample"
+    if config.keep is not None:
+        first += " that data.keep keeps"
     raise UserError(
-        f"data.train ({shard}): the first sample, {sample.key}, cannot be used: {reason}. Its "
+        f"data.train ({shard}): {first}, {sample.key}, cannot be used: {reason}. Its "
         f"members are {members}. A sample's name ends at the first dot. An image is one of "
         f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
         f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )
 
 
-def _median_length(shard: str, reading: Reading, config: DataConfig) -> int:
+def _median_length(shard: IndexedShard, reading: Reading, config: DataConfig) -> int:
     """The median of the characters of the first captions of a local shard; 0 if they are not read
     or a stage makes them."""
     from clip_train.data import benchmark, decode  # imports torch: a recipe is read without
 
     lengths: list[int] = []
-    if is_remote(shard) or config.stages:
+    if is_remote(shard.url) or config.stages:
         return 0
     # damage of the shard is found and reported when it is read
-    with contextlib.suppress(TarError, OSError), open_shard(shard, reading) as file:
-        for sample in itertools.islice(iter_samples(file), CAPTIONS_MEASURED):
+    with contextlib.suppress(TarError, OSError), open_shard(shard.url, reading) as file:
+        for sample in itertools.islice(_kept_samples(file, shard), CAPTIONS_MEASURED):
             with contextlib.suppress(InvalidSample):
-                members = benchmark.with_captions(sample.members, shard)
+                members = benchmark.with_captions(sample.members, shard.url)
                 lengths.append(len(decode.texts_of(members, config.caption_key)[0]))
     return int(statistics.median(lengths)) if lengths else 0
 

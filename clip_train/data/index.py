@@ -84,6 +84,22 @@ class ShardEntry:
         return self.samples + (self.damage is not None)
 
 
+class KnownPlace(NamedTuple):
+    """A sample of a shard at which reading can begin."""
+
+    number: int  # of the sample, from 0
+    offset: int  # bytes: where it begins
+
+
+def known_place(entry: ShardEntry | None, number: int) -> KnownPlace:
+    """The last sample up to `number` whose offset is in the index. Without an entry: the first
+    sample."""
+    offsets = entry.offsets if entry is not None else ()
+    # offsets[i] belongs to sample (i + 1) OFFSET_EVERY; sample 0 begins at byte 0
+    nearest = min(number // OFFSET_EVERY, len(offsets))
+    return KnownPlace(nearest * OFFSET_EVERY, offsets[nearest - 1] if nearest else 0)
+
+
 class IndexLine(NamedTuple):
     """A shard's line of an index, which is not parsed yet. Unpickling one gives its `ShardEntry`: a
     process needs only a few entries."""

@@ -13,7 +13,7 @@ import hashlib
 import io
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -377,3 +377,27 @@ class Keep:
     def __str__(self) -> str:
         """For messages."""
         return f"data.keep ({redact(self.text)})"
+
+
+class KeptRows:
+    """The samples of a shard that `data.keep` keeps.
+
+    bits: as `IndexedShard.kept`; None: all of them.
+    """
+
+    def __init__(self, bits: bytes | None) -> None:
+        self.bits = bits
+        if bits is not None:
+            flags = np.unpackbits(np.frombuffer(bits, np.uint8))
+            self._flags = flags.tobytes()  # for each sample of the archive, 0 or 1
+            self._rows = np.flatnonzero(flags).astype(np.uint32)
+
+    def rows(self, start: int, stop: int) -> Sequence[int]:
+        """The numbers in the archive of kept samples [start, stop)."""
+        return range(start, stop) if self.bits is None else self._rows[start:stop].tolist()
+
+    def holds(self, number: int, first: int = 0) -> bool:
+        """Whether sample `first + number` of the archive is kept."""
+        if self.bits is None:
+            return True
+        return first + number < len(self._flags) and self._flags[first + number] == 1

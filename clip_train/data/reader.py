@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from clip_train import dist
 from clip_train.batch import BatchSizes
 from clip_train.data.benchmark import with_captions
 from clip_train.data.config import DataConfig
-from clip_train.data.index import OFFSET_EVERY, ShardEntry, ShardIndex, SharedList
+from clip_train.data.index import ShardEntry, ShardIndex, SharedList, known_place
 from clip_train.data.invalid import Invalid
+from clip_train.data.keep import KeptRows
 from clip_train.data.order import Order, Segment, Source, WeightsStage, hash64
 from clip_train.data.shards import PLAIN, SYNTHETIC, Reading, open_shard
 from clip_train.data.tar import TarError, TarSample, iter_samples
@@ -141,30 +140,6 @@ class Files:
         return cls(packed, index.shared, start, storage)
 
 
-class KeptRows:
-    """The samples of a shard that `data.keep` keeps.
-
-    bits: as `IndexedShard.kept`; None: all of them.
-    """
-
-    def __init__(self, bits: bytes | None) -> None:
-        self.bits = bits
-        if bits is not None:
-            flags = np.unpackbits(np.frombuffer(bits, np.uint8))
-            self._flags = flags.tobytes()  # for each sample of the archive, 0 or 1
-            self._rows = np.flatnonzero(flags).astype(np.uint32)
-
-    def rows(self, start: int, stop: int) -> Sequence[int]:
-        """The numbers in the archive of kept samples [start, stop)."""
-        return range(start, stop) if self.bits is None else self._rows[start:stop].tolist()
-
-    def holds(self, number: int, first: int = 0) -> bool:
-        """Whether sample `first + number` of the archive is kept."""
-        if self.bits is None:
-            return True
-        return first + number < len(self._flags) and self._flags[first + number] == 1
-
-
 class SegmentReader:
     """Reads segments of shards. If a segment follows the last one, reading continues there;
     otherwise the segment's shard is opened.
@@ -245,13 +220,9 @@ class SegmentReader:
         """Open the shard so that sample `number` of the archive is read next. Start where reading
         stopped, or at the last sample before `number` whose offset is indexed, whichever is
         nearer."""
-        offsets = entry.offsets if entry else ()
-        # offsets[i] belongs to sample (i + 1) OFFSET_EVERY; sample 0 begins at byte 0
-        nearest = min(number // OFFSET_EVERY, len(offsets))
-        indexed_number = nearest * OFFSET_EVERY
-        if self._shard != shard or not indexed_number <= self._number <= number:
-            self._shard, self._number = shard, indexed_number
-            self._offset = offsets[nearest - 1] if nearest else 0
+        known = known_place(entry, number)
+        if self._shard != shard or not known.number <= self._number <= number:
+            self._shard, self._number, self._offset = shard, known.number, known.offset
         unread = number - self._number
         reading = Reading(self.files.storage, entry.checksums if entry else None, self._cache)
         is_read = None

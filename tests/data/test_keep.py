@@ -239,6 +239,30 @@ def test_each_source_with_a_weight_needs_a_kept_sample(scored):
         loader_of(weighted)
 
 
+def test_the_first_look_is_at_kept_samples(tmp_path):
+    """The others have no caption, which training never meets."""
+
+    def described(key: str, caption: str, score: float) -> list[tuple[str, bytes]]:
+        fields = {"clip_score": score, "text": caption}
+        return [(f"{key}.jpg", jpeg(0)), (f"{key}.json", json.dumps(fields).encode())]
+
+    for shard in range(3):
+        write_shard(tmp_path / f"{shard}.tar", described("a", "", 0.1))
+    members = []
+    for i in range(70):
+        members += described(f"b{i}", "", 0.1)
+    for i in range(9):
+        members += described(f"c{i}", "x" * (i + 1), 0.9) + described(f"d{i}", "", 0.1)
+    write_shard(tmp_path / "3.tar", members)
+    paths = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
+    indexed = index_shards(paths, workers=1, columns=["clip_score"], caption_key="text")
+    write_indexes(indexed)
+    found = check_source(config_of(tmp_path / "*.tar", "clip_score > 0.5", caption_key="text"))
+    assert (found.first_key, found.first_caption, found.caption_characters) == ("c0", "x", 5)
+    with pytest.raises(UserError, match=r"the first sample that data\.keep keeps, c0, cannot be"):
+        check_source(config_of(tmp_path / "*.tar", "clip_score > 0.5", caption_key="none"))
+
+
 def test_an_index_of_somebody_else_leads_to_no_other_file(tmp_path):
     write_scored(tmp_path / "data", [5])
     index(tmp_path / "data", ("width",))
