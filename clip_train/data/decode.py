@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import random
-import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,10 +96,13 @@ class Decoder:
             augmentation = None
             if self.stored_augmentations:
                 augmentation = stored_augmentation(members, seed)
-            image_of_members = functools.partial(self._image, seed=seed, augmentation=augmentation)
             # the functions of `data.inputs` get one argument: "__seed__" gives them the seed too
             members = {**members, "__seed__": seed}
-            sample["images"] = own_inputs(members, self.layout, image_of_members)
+            image = functools.partial(self._image, seed=seed, augmentation=augmentation)
+            if self.layout:
+                sample["images"] = own_inputs(members, self.layout, image)
+            else:
+                sample["images"] = image(members)
             texts = sample["texts"] = self.choose_texts(members, seed=seed)
             if augmentation is not None and self.stored_width:
                 sample["teacher_features"] = stored_features(
@@ -192,7 +194,7 @@ def captions_of_name(members: Mapping[str, Any], name: str) -> list[str]:
         if content is None:
             raise InvalidSample("member is too large")
         if name == SYNTHETIC_TEXTS:
-            content = synthetic_texts(members)
+            content = [*itertools.chain(*synthetic_texts(members).values())]
         return _texts(content)
     if name == "txt":
         return []
@@ -315,12 +317,12 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
-def synthetic_texts(members: Mapping[str, Any]) -> list[Any]:
-    """The captions that a model wrote, of all `syn_text` lists of the `.syn.json`; [] without one.
-    Raises InvalidSample."""
+def synthetic_texts(members: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The captions that a model wrote: all lists of the `.syn.json` whose name begins with
+    `syn_text`; {} without a `.syn.json`. Raises InvalidSample."""
     with invalid_if_failing(SYNTHETIC_TEXTS):
         lists = json.loads(members.get(SYNTHETIC_TEXTS, b"{}"))
-        return [text for key in lists if key.startswith("syn_text") for text in lists[key]]
+        return {name: [*lists[name]] for name in lists if name.startswith("syn_text")}
 
 
 class StoredAugmentation(NamedTuple):
@@ -353,7 +355,8 @@ def stored_features(
       `syn_text_emb` has those of `syn_text`.
 
     Raises:
-        InvalidSample: the features are missing, or do not have this width.
+        InvalidSample: the features are missing, do not have this width, or are not one row for
+            each text.
         UserError: they are a pickle.
     """
     if "pth.gz" in members and FEATURES not in members:
@@ -370,11 +373,14 @@ def stored_features(
             raise InvalidSample("npz is too large")
         arrays = np.load(data, allow_pickle=False)
         text_rows = [arrays["text_emb"]]
-        for name in arrays.files:
-            if re.fullmatch("syn_text.*_emb", name):
-                text_rows.append(arrays[name])
+        # in the order of the texts, whatever the order of the arrays
+        for name in synthetic:
+            if f"{name}_emb" in arrays.files:
+                text_rows.append(arrays[f"{name}_emb"])
         text_features = np.concatenate(text_rows)
-        stored_texts = [*_texts(members["txt"]), *synthetic]
+        stored_texts = [*_texts(members["txt"]), *itertools.chain(*synthetic.values())]
+        if len(text_features) != len(stored_texts):
+            raise InvalidSample("npz: features and texts differ in number")
         rows = [arrays["image_emb"][place]]
         for text in texts:
             rows.append(text_features[stored_texts.index(text)])
@@ -405,11 +411,12 @@ def usable_caption(
     if stages:
         members = staged(members, stages)
     # the image is not decoded here, so its size does not matter
-    layout = [own for own in layout_of(inputs, image_size=1) if own.path != IMAGE]
-    if layout:
-        own_inputs(members, layout, image_bytes)
-    else:
+    layout = layout_of(inputs, image_size=1)
+    if not layout or any(each.path == IMAGE for each in layout):
         image_bytes(members)
+    computed = [each for each in layout if each.path != IMAGE]
+    if computed:
+        own_inputs(members, computed)
     return texts_of(members, caption_key, negatives=negatives)[0]
 
 
@@ -451,28 +458,27 @@ def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[st
 def own_inputs(
     members: Mapping[str, Any],
     layout: Sequence[Input],
-    image: Callable[[Mapping[str, Any]], Tensor],
+    image: Callable[[Mapping[str, Any]], Tensor] | None = None,
 ) -> Tensor:
-    """The row of a sample, uint8 [B]: the inputs that `data.inputs` names. Without a layout:
-    `image(members)`.
+    """The row of a sample, uint8 [B]: the inputs that `data.inputs` names, one behind the other.
+
+    image: gives the input that is the image; None if the layout has none.
 
     Raises:
         InvalidSample: a function fails, or returns another shape or dtype than it declares.
         UserError: a function cannot be imported.
     """
-    if not layout:
-        return image(members)
     parts = []
-    for own in layout:
-        key = f"data.inputs.{own.name}"
+    for each in layout:
+        key = f"data.inputs.{each.name}"
         with invalid_if_failing(key):
-            function = image if own.path == IMAGE else import_path(key, own.path)
+            function = image if each.path == IMAGE else import_path(key, each.path)
             value = function(members)
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        if (tensor.shape, tensor.dtype) != (own.shape, getattr(torch, own.dtype)):
+        if (tensor.shape, tensor.dtype) != (each.shape, getattr(torch, each.dtype)):
             # Invalid samples are counted by their message, which is the same for all. The check of
             # the first sample prints the cause as well.
             cause = TypeError(f"it returned {tensor.dtype} {list(tensor.shape)}")
-            raise InvalidSample(f"{key}: not {own.dtype} {list(own.shape)}") from cause
+            raise InvalidSample(f"{key}: not {each.dtype} {list(each.shape)}") from cause
         parts.append(tensor.contiguous().flatten().view(torch.uint8))
     return torch.cat(parts)

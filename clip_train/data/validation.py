@@ -321,7 +321,10 @@ class ValLoader:
                 if not self.labelled:
                     raise
                 texts = []
-            image = decode.own_inputs({**fields, "__seed__": None}, self.layout, self._image)
+            if self.layout:
+                image = decode.own_inputs({**fields, "__seed__": None}, self.layout, self._image)
+            else:
+                image = self._image(fields)
         except InvalidSample as e:
             return Invalid(str(e), item["__url__"], item["__key__"])
         return DecodedSample(image, texts, fields)

@@ -231,6 +231,15 @@ def test_mistakes_in_inputs_are_said_at_first_sight(folder):
         DataConfig(kind="synthetic", train="x", inputs={"s": f"{HERE}.signal"})
 
 
+def test_a_first_sample_needs_an_image_if_one_is_named(tmp_path):
+    write_shard(tmp_path / "0.tar", [("k1.num", b"1"), ("k1.txt", b"x")])
+    for inputs in ({"image": "image"}, {"image": "image", "odd": f"{HERE}.odd"}):
+        with pytest.raises(UserError, match="no image"):
+            check_source(DataConfig(train=f"{tmp_path}/0.tar", inputs=inputs))
+    inputs = {"odd": f"{HERE}.odd"}
+    assert check_source(DataConfig(train=f"{tmp_path}/0.tar", inputs=inputs)).first_key == "k1"
+
+
 def test_shards_without_images_have_an_index(tmp_path, capsys):
     write_shard(tmp_path / "0.tar", [("a.wav", b"x"), ("a.txt", b"y")])
     assert main(["index", f"{tmp_path}/*.tar", "--workers", "1"]) == 0

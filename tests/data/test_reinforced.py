@@ -144,6 +144,7 @@ def bomb() -> bytes:
         ({"npz": bomb()}, InvalidSample, "npz is too large"),
         ({"npz": npz(image_emb=np.ones((A, 3)), text_emb=np.ones((3, 3)))}, InvalidSample, "not 4 finite"),
         ({"npz": npz(image_emb=np.full((A, 4), np.nan), text_emb=np.ones((3, 4)))}, InvalidSample, "not 4 finite"),
+        ({"npz": npz(image_emb=np.ones((A, 4)), text_emb=np.ones((2, 4)))}, InvalidSample, "features and texts differ"),
         ({"npz": None, "pth.gz": b"x"}, UserError, "a pickle, which can run any code"),
         ({"syn.json": b"[1"}, InvalidSample, "syn.json: JSONDecodeError"),
         ({"txt": b"another"}, InvalidSample, "npz: ValueError"),
@@ -153,6 +154,24 @@ def test_what_cannot_be_used(change, error, said):
     sample = {k: v for k, v in {**members(1), **change}.items() if v is not None}
     with pytest.raises(error, match=said):
         decode.stored_features(sample, 0, ["caption 1"], WIDTH)
+
+
+def test_lists_of_texts_may_be_stored_in_any_order():
+    """Each has the features of its own name, also beside a list that is none of texts."""
+    texts = {"syn_text_b": ["b0", "b1"], "other": 1, "syn_text_a": ["a0"]}
+    sample = {
+        **members(1),
+        "syn.json": json.dumps(texts).encode(),
+        "npz": npz(
+            image_emb=np.zeros((A, WIDTH)),
+            text_emb=np.full((1, WIDTH), 1.0),
+            syn_text_a_emb=np.full((1, WIDTH), 2.0),
+            syn_text_b_emb=np.full((2, WIDTH), [[3.0], [4.0]]),
+        ),
+    }
+    chosen = ["a0", "b1", "caption 1", "b0"]
+    features = decode.stored_features(sample, 0, chosen, WIDTH).view(-1, WIDTH)
+    assert features[:, 0].tolist() == [0.0, 2.0, 4.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("stored", [b"", b'{"param_aug": []}', b'{"param_aug": [[[9, 9, 8, 8]]]}'])
