@@ -49,10 +49,13 @@ class Inputs:
 
     def is_ragged(self, key: Any) -> bool:
         """Whether `split_by` says how an argument, or a part of it, is cut."""
-        value = self._by_key[key]
-        if self._is_split(self._by_key, key):
+        return self._has_split(self._by_key, key)
+
+    def _has_split(self, level: Mapping[Any, Any], key: Any) -> bool:
+        value = level[key]
+        if self._is_split(level, key):
             return True
-        return isinstance(value, Mapping) and any(self._is_split(value, name) for name in value)
+        return isinstance(value, Mapping) and any(self._has_split(value, name) for name in value)
 
     def _is_split(self, level: Mapping[Any, Any], key: Any) -> bool:
         return (id(level), key) in self._owners
@@ -147,7 +150,10 @@ class Inputs:
         if isinstance(value, Mapping):
             return {name: self._cut(value, name, start, stop) for name in value}
         if self._is_cumulative(level, key):
-            return value[start : stop + 1] - value[start]
+            ends = value[start : stop + 1]
+            if isinstance(ends, Tensor):
+                return ends - ends[0]
+            return [end - ends[0] for end in ends]
         return value[start:stop]
 
     def _ragged_rows(

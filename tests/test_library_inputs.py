@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from clip_train.cutting import Inputs
 from clip_train.library import contrastive_step
 from clip_train.losses.maxsim import MaxSim
 from clip_train.losses.ranking import Ranking
@@ -159,6 +160,21 @@ def test_counts_may_be_numbers_and_inputs_beside_each_other():
         contrastive_step(cut, **named, micro_size=2, loss=Ranking(), split_by=split_by)
         for ours, theirs in zip(cut.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_ends_of_parts_may_be_a_list():
+    tokens = torch.arange(7)
+    for ends in ([0, 3, 3, 7], torch.tensor([0, 3, 3, 7])):
+        inputs = Inputs({"x": tokens, "cu_seqlens": ends}, {"x": "cu_seqlens"})
+        assert inputs.sizes == {"x": 3, "cu_seqlens": 3}
+        part = inputs.cut(slice(1, 3), 3, ["x", "cu_seqlens"])
+        assert part["x"].tolist() == [3, 4, 5, 6] and [*part["cu_seqlens"]] == [0, 0, 4]
+
+
+def test_an_input_is_ragged_if_a_part_of_it_is_at_any_depth():
+    nested = {"q": {"view": {"pixels": torch.zeros(5), "n": [2, 3]}, "flag": [0, 1]}}
+    inputs = Inputs({**nested, "x": torch.zeros(4)}, {"pixels": "n"})
+    assert inputs.is_ragged("q") and not inputs.is_ragged("x")
 
 
 def on_ranks(kind: str, stage: int, shares: list[int], micro_size: Any, steps: int = 2):
