@@ -378,7 +378,7 @@ def open_read_only(
     """The newest committed checkpoint, or that of `step`, to export or evaluate. Collective.
 
     The run's folders are not changed. Blocks are verified and fetched when they are read. only: the
-    commit to open. UserError if the newest is damaged; CheckpointError.
+    commit to open. UserError if there is none, or if that one is damaged; CheckpointError.
     """
     where = " or ".join(store.url for store in stores if store is not None)
     if step is not None:
@@ -389,9 +389,16 @@ def open_read_only(
             raise UserError(f"{where} has no checkpoint of step {step}; it has {steps or 'none'}")
     resumed, skipped = find_newest(stores, only)
     reasons = "\n  ".join(["", *describe_skipped(skipped)])
+    if resumed is None and only is not None and skipped:
+        raise UserError(
+            f"the checkpoint of step {only.step} under {where} is damaged:{reasons}\n"
+            "restore it, or take another one, by --step or by its commit/*.json"
+        )
     if resumed is None:
-        problem = f"no whole checkpoint was found under {where}{reasons}"
-        raise UserError(f"{problem}; train first, or correct the place")
+        raise UserError(
+            f"no whole checkpoint was found under {where}{reasons}\n"
+            "train first, or correct the place"
+        )
     if skipped:
         raise UserError(
             f"the newest checkpoint under {where} cannot be read{reasons}\n"

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from clip_train.checkpoint.manager import Saved
+from clip_train.checkpoint.manifest import CommitRef
+from clip_train.checkpoint.restore import Stores, open_read_only
 from clip_train.errors import CheckpointError, UserError
+from clip_train.storage.local import LocalStorage
 from clip_train.trainer import Trainer
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import Run, assert_holds, assert_is, data_file, flip, kill_writer
@@ -130,6 +133,22 @@ def test_own_damage_is_named_before_a_start_from_another_run(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=f"under {old} is whole"):
         run.resume()
     assert "step 500: " in run.said[0]
+
+
+def test_a_damaged_step_is_called_that(three: Path, tmp_path: Path) -> None:
+    """Not a place without checkpoints: the newest one there is whole."""
+    folder = shutil.copytree(three, tmp_path / "copy")
+    flip(data_file(folder, 1, "_MANIFEST.json"))
+    stores = Stores(LocalStorage(folder), None)
+    said = (
+        rf"the checkpoint of step 1 under {folder} is damaged:\n  step 1: .* sha256 does not match"
+    )
+    for arguments in ({"step": 1}, {"only": CommitRef(0, 1)}):
+        with pytest.raises(UserError, match=said):
+            open_read_only(stores, **arguments)
+    assert open_read_only(stores).step == 3
+    with pytest.raises(UserError, match=r"no whole checkpoint was found .*\ntrain first"):
+        open_read_only(Stores(LocalStorage(tmp_path), None))
 
 
 def test_modes(tmp_path: Path) -> None:
