@@ -120,6 +120,8 @@ class Writer:
         # The remote retention has no lock: it may take as long as an outage.
         self._tidy_lock = threading.Lock()
         self._active: set[str] = set()  # attempts that may still be committed
+        # failed attempts of which rank 0 does not know yet: it waits for this rank's manifests
+        self._unsent_errors: set[str] = set()
         self._stuck: dict[str, set[str]] = {}  # by store: what could not be removed last time
         self._local_jobs = ThreadPoolExecutor(1)  # one after the other
         self._remote_jobs = ThreadPoolExecutor(1)
@@ -129,8 +131,8 @@ class Writer:
     def receive(self, request: SaveRequest | None) -> None:
         """Start a save; None: finish all saves, then exit. Never waits for a disk or a store."""
         if request is None:
-            # exit after the jobs of both pools
-            self._local_jobs.submit(self._remote_jobs.submit, os._exit, 0)
+            # The last local job queues the exit as a remote job: local jobs queue uploads.
+            self._local_jobs.submit(lambda: self._remote_jobs.submit(self._exit))
             return
         request.since = time.monotonic()
         self._active.add(request.prefix)
@@ -221,14 +223,24 @@ class Writer:
                 with contextlib.suppress(OSError):
                     put_rank_manifest(self.local, request, error)
             if self.remote is not None:
+                self._unsent_errors.add(request.prefix)
                 self._remote_jobs.submit(self._put_error, self.remote, request, error)
 
     def _put_error(self, remote: Storage, request: SaveRequest, error: BaseException) -> None:
+        self._unsent_errors.discard(request.prefix)
         try:
             put_rank_manifest(remote, request, error)
         except OSError:
             time.sleep(1.0)
+            self._unsent_errors.add(request.prefix)
             self._remote_jobs.submit(self._put_error, remote, request, error)  # again
+
+    def _exit(self) -> None:
+        """End the process, as a remote job; after the retries of `_put_error`."""
+        if self._unsent_errors:
+            self._remote_jobs.submit(self._exit)
+        else:
+            os._exit(0)
 
     def _report(self, event: Event, text: str, request: SaveRequest | None = None) -> None:
         message = Message(event, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import subprocess
@@ -16,8 +17,12 @@ from typing import Any
 import pytest
 
 from clip_train import dist
+from clip_train.checkpoint.commit import SaveRequest
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager
+from clip_train.checkpoint.process import WriterProcess
+from clip_train.checkpoint.retention import WriterSettings
+from clip_train.checkpoint.snapshot import SharedMemory
 from clip_train.errors import CheckpointError
 from tests.checkpoint.parts import committed
 from tests.checkpoint.runs import (
@@ -357,6 +362,47 @@ def test_a_rank_that_has_more_than_a_thousand_files_open(tmp_path: Path) -> None
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_whole(tmp_path, {2})
+
+
+HICCUP = """
+from clip_train.storage.local import LocalStorage
+
+class Store(LocalStorage):
+    '''Fails once.'''
+    failures = 1
+
+    def __init__(self, url, *, patience_seconds=None):
+        super().__init__(url.partition("://")[2])
+
+    def put_bytes(self, *args, **options):
+        if self.failures:
+            self.failures -= 1
+            raise OSError("a hiccup")
+        return super().put_bytes(*args, **options)
+"""
+
+
+def test_rank_0_learns_of_a_failed_save_though_its_writer_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hiccup.py").write_text(HICCUP)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/ckpt").write_bytes(b"in the way")
+    config = CheckpointConfig(remote=f"hiccup.Store://{tmp_path}/store")
+    settings = WriterSettings(config, folder=str(tmp_path / "disk"), shared=False)
+    prefix = "ckpt/s0000000001/e000000-1"
+    save = SaveRequest(1, prefix, epoch=0, rank=1, world_size=2, size=0, fragments={})
+    writer = WriterProcess(settings, SharedMemory().fd)
+    writer.send(save)
+    writer.send(None)  # the run ends
+    end = time.monotonic() + PATIENCE
+    while writer.ended is None and time.monotonic() < end:
+        writer.receive(1.0)
+    writer.close()
+    assert writer.ended == f"{ENDED} (exit status 0)"
+    body = json.loads((tmp_path / "store" / prefix / "_rank00001.json").read_bytes())
+    assert body["error"].startswith("NotADirectoryError")
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(
