@@ -204,9 +204,10 @@ def _remove(storage: Storage, folder: str) -> None:
     storage.delete_tree(folder)
     if isinstance(storage, LocalStorage):
         storage.delete_tree(FETCHED + folder)
-        # not empty if the step has another attempt
-        with contextlib.suppress(OSError):
-            storage.path(folder).parent.rmdir()
+        for name in (folder, FETCHED + folder):
+            # not empty if the step has another attempt
+            with contextlib.suppress(OSError):
+                storage.path(name).parent.rmdir()
 
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> Failures:
