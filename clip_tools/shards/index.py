@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import io
 import itertools
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ SHOWN = 20  # shards named in a message
 LOOKED_AT = 1000  # samples of the first shard, for the keys that it has
 BLOCK_BYTES = 4 << 20
 OUT_OF_ORDER = "members out of order (write the tar again with `tar --sort=name`)"
+
+_log = logging.getLogger(__name__)
 
 
 def run_index(
@@ -340,13 +343,21 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
             files = write_columns(folder, columns)
             content = index.to_bytes(entries | new, files)
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)
-            replaced = {column.file for column in known.columns.values()}
-            for name in replaced - {column.file for column in files.values()}:
-                open_storage(folder + name).delete("")
         except OSError as e:
             raise UserError(
                 f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
             ) from e
+        replaced = {column.file for column in known.columns.values()}
+        for name in sorted(replaced - {column.file for column in files.values()}):
+            try:
+                open_storage(folder + name).delete("")
+            except OSError as e:  # the new index does not name it
+                _log.warning(
+                    "%s is not used any more, and cannot be removed (%s: %s)",
+                    folder + name,
+                    type(e).__name__,
+                    e,
+                )
     return [folder + index.INDEX_NAME for folder in folders]
 
 

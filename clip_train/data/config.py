@@ -670,12 +670,12 @@ def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
     keys = ", ".join(map(str, metadata(sample.members))) or "none that can be read"
-    first = "the first sample"
+    place = f"data.train ({shard})"
     if config.keep is not None:
-        first += " that data.keep keeps"
+        place += ", without the samples that data.keep leaves out"
     raise UserError(
-        f"data.train ({shard}): {first}, {sample.key}, cannot be used: {reason}. Its "
-        f"members are {members}. A sample's name ends at the first dot. An image is one of "
+        f"{place}: the first sample, {sample.key}, cannot be used: {reason}. Its members are "
+        f"{members}. A sample's name ends at the first dot. An image is one of "
         f"{', '.join(IMAGE_EXTENSIONS)}; a caption is a .txt. If captions are in a .json, "
         f"set data.caption_key (now {as_yaml(caption_key)}) to one of its keys: {keys}"
     )

@@ -24,6 +24,7 @@ from clip_train.data.loader import TrainLoader
 from clip_train.errors import DataError, UserError
 from clip_train.recipe.recipe import check_config, load_config, with_samples
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.local import LocalStorage
 from launcher.cli.main import main
 from tests.covering import pairwise
 from tests.data.shards import jpeg, sample, write_shard
@@ -259,7 +260,7 @@ def test_the_first_look_is_at_kept_samples(tmp_path):
     write_indexes(indexed)
     found = check_source(config_of(tmp_path / "*.tar", "clip_score > 0.5", caption_key="text"))
     assert (found.first_key, found.first_caption, found.caption_characters) == ("c0", "x", 5)
-    with pytest.raises(UserError, match=r"the first sample that data\.keep keeps, c0, cannot be"):
+    with pytest.raises(UserError, match=r"that data\.keep leaves out: the first sample, c0, can"):
         check_source(config_of(tmp_path / "*.tar", "clip_score > 0.5", caption_key="none"))
 
 
@@ -619,6 +620,26 @@ def test_a_shard_that_changed_has_no_old_values(tmp_path):
     assert len(column_values(tmp_path, "width")) == 6
     with pytest.raises(UserError, match=r"1 shards in .* first is s0\.tar"):
         check_source(config_of(tmp_path / "s*.tar", "width > 0"))
+
+
+def test_a_column_that_stays_behind_is_no_failure(tmp_path, monkeypatch, capsys):
+    """As in a store that lets this user write but not delete: the index has been written."""
+    for name in ("a", "b"):
+        write_scored(tmp_path / name, [5])
+        index(tmp_path / name, ("width",))
+        write_scored(tmp_path / name, [6], first=300)
+    (old,) = (tmp_path / "a").glob("*.npy")
+
+    def denied(self: LocalStorage, *names: str) -> None:
+        raise PermissionError("no right to delete")
+
+    monkeypatch.setattr(LocalStorage, "delete", denied)
+    assert main(["index", f"{tmp_path}/a/*.tar", f"{tmp_path}/b/*.tar", "--workers", "1"]) == 0
+    assert f"warning: {old} is not used any more, and cannot be removed" in capsys.readouterr().err
+    for name in ("a", "b"):
+        assert len(parse((tmp_path / name / INDEX_NAME).read_bytes())) == 1
+        found = check_source(config_of(tmp_path / name / "*.tar", "width > 0 or not width > 0"))
+        assert found.index.num_samples == 6
 
 
 @pytest.mark.parametrize(
