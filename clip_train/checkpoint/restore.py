@@ -41,7 +41,7 @@ from clip_train.storage.local import LocalStorage
 from clip_train.storage.urls import open_storage
 
 SHARED_SECONDS = 40.0  # until all ranks see a new file: NFS caches folders for 30 s
-_LISTINGS = 5  # how often the selection is started again
+_SELECTION_TRIES = 5  # a checkpoint that is removed during the selection costs one
 Log = Callable[[str], None]
 
 
@@ -84,10 +84,14 @@ class Resumed:
 
 
 def is_shared(storage: LocalStorage, *, required: bool) -> bool:
-    """Collective: whether all ranks see the files that rank 0 writes there. CheckpointError, on all
-    ranks.
+    """Whether all ranks see the files that rank 0 writes there. Collective; every error is raised on
+    all ranks.
 
-    required: raise UserError on all ranks if one of them does not see them within SHARED_SECONDS.
+    required: wait up to SHARED_SECONDS until they do.
+
+    Raises:
+        CheckpointError: rank 0 cannot write, or a rank cannot look.
+        UserError: `required`, and a rank does not see them.
     """
     if dist.world_size() == 1:
         return True
@@ -106,9 +110,10 @@ def is_shared(storage: LocalStorage, *, required: bool) -> bool:
 
     try:
         dist.on_main(write)
-        seen, host = dist.agreed(look), socket.gethostname()
-        # a dict keeps the order of ranks, and each host once
-        blind_hosts = dict.fromkeys(filter(None, dist.gather_objects("" if seen else host)))
+        seen = dist.agreed(look)
+        blind_host = "" if seen else socket.gethostname()
+        hosts = [host for host in dist.gather_objects(blind_host) if host]
+        blind_hosts = list(dict.fromkeys(hosts))  # each once, in the order of ranks
     finally:
         with contextlib.suppress(OSError):
             storage.delete(name)
@@ -234,13 +239,15 @@ def find_newest(
     Rank 0 lists the checkpoints and reads their small files. All ranks share the hashing and
     fetching of blocks, and get the same answer.
 
-    only: consider this checkpoint alone. cache: missing blocks are fetched from the remote store to
-    `stores.local`, or else to this folder. If None, nothing is fetched now; a block is verified
-    when it is read from the local disk or the store. CheckpointError, on all ranks, if one rank
-    cannot read.
+    Args:
+        only: consider this checkpoint alone.
+        cache: the folder to which missing blocks are fetched from the remote store, if there is no
+            `stores.local`. None: nothing is verified or fetched now; each block is when it is read.
+
+    Raises:
+        CheckpointError: one rank cannot read. On all ranks.
     """
-    local = stores.local
-    for _ in range(_LISTINGS):
+    for _ in range(_SELECTION_TRIES):
         listed = dist.on_main(commit_urls, stores)
         resumed: Resumed | None = None
         skipped: Skipped = {}
@@ -251,14 +258,20 @@ def find_newest(
             if isinstance(checkpoint, str):  # damaged
                 skipped[ref] = checkpoint
                 continue
-            folder, remote = _source_of_blocks(stores, urls, cache, checkpoint)
-            shared = local is not None and cache is not None
-            reader = dist.agreed(FragmentReader, checkpoint, folder, remote, shared=shared, log=log)
-            damage = reader.verify_all() if cache is not None else None
+            source = _source_of_blocks(stores, urls, cache, checkpoint)
+            # the ranks share `stores.local`; `cache` or a temporary folder is each rank's own
+            shared = stores.local is not None and cache is not None
+            reader = dist.agreed(
+                FragmentReader, checkpoint, source.folder, source.remote, shared=shared, log=log
+            )
+            damage = None
+            if cache is not None:
+                damage = reader.verify_all()
             if damage is not None:
                 skipped[ref] = damage
                 continue
-            dist.agreed(reader.tensors)  # fetched now, while an error still reaches all ranks
+            # fetch the tensors of all ranks now, while an error still reaches every rank
+            dist.agreed(reader.tensors, rank=None)
             rank_tensors = None
             if checkpoint.manifest.world_size == dist.world_size():
                 rank_tensors = dist.agreed(reader.tensors, dist.rank())
@@ -270,18 +283,18 @@ def find_newest(
                 world_size=checkpoint.manifest.world_size,
                 path=reader.path,
                 ref=ref,
-                in_remote=remote is not None,
+                in_remote=stores.remote is not None and stores.remote.url in urls,
                 skipped=skipped,
                 fetched=int(dist.sum_scalars(reader.fetched)[0]),
             )
             break
         if not skipped:
             break
-        listed = dist.on_main(commit_urls, stores)
-        if skipped.keys() <= listed.keys():
+        removed_meanwhile = skipped.keys() - dist.on_main(commit_urls, stores).keys()
+        if not removed_meanwhile:
             break
-        # Another process has removed one of the skipped checkpoints meanwhile: it was not damaged,
-        # and there are newer ones.
+        # They were not damaged: another process removed them, because there are newer ones. Select
+        # again.
     return resumed, skipped
 
 
@@ -300,44 +313,50 @@ def _read_small_files(stores: Stores, ref: CommitRef, urls: list[str]) -> Commit
     return "; ".join(reasons)
 
 
+class BlockSource(NamedTuple):
+    """Where the blocks of a checkpoint are."""
+
+    folder: Path | None  # has its files, or receives what is fetched; None: a temporary folder
+    remote: Storage | None  # has the blocks that are missing in `folder`; None: no store has
+
+
 def _source_of_blocks(
     stores: Stores, urls: list[str], cache: LocalStorage | None, checkpoint: CommittedCheckpoint
-) -> tuple[Path | None, Storage | None]:
-    """The folder from which the files of a checkpoint are read, or to which they are fetched (None:
-    a temporary folder), and the store of missing blocks (None: none). urls: of the stores that have
-    this commit.
-    """
+) -> BlockSource:
+    """urls: of the stores that have this commit. cache: as in `find_newest`."""
     local, remote = stores
     prefix = checkpoint.commit.prefix
-    is_local = local is not None and checkpoint.url == local.url
-    if remote is not None and (remote.url not in urls or (cache is None and is_local)):
+    if remote is not None and remote.url not in urls:
         remote = None
-    if local is not None and (cache is not None or is_local):
-        return local.path(prefix), remote
-    if cache is not None:
-        return cache.path(manifest.FETCHED + prefix), remote
-    return None, remote
+    if cache is None:
+        if local is not None and checkpoint.url == local.url:
+            return BlockSource(local.path(prefix), None)
+        return BlockSource(None, remote)
+    if local is not None:
+        # also a checkpoint that is committed in the remote store alone: fetched to its own folder
+        return BlockSource(local.path(prefix), remote)
+    return BlockSource(cache.path(manifest.FETCHED + prefix), remote)
 
 
 # -- looking, without changing anything
 
 
 def list_checkpoints(stores: Stores, *, verify: bool) -> list[dict[str, Any]]:
-    """The checkpoints of each store, newest first, as JSON. verify: read every byte.
-    CheckpointError.
+    """The checkpoints of all stores, newest first, as JSON; one that is in two stores is there
+    twice. verify: read every byte. CheckpointError.
 
     `problem` is null if the checkpoint is complete, as far as it was checked. Unknown fields of a
     damaged one are null or empty: `num_bytes`, `created` (ISO 8601, UTC), `ranks`, and `engine`,
     the section of its recipe.
     """
-    lines = []
+    found = []
     for where, storage in zip(("local", "remote"), stores, strict=True):
         if storage is not None:
             with readable(storage.url):
                 for ref in list_commits(storage):
                     content = _examine(storage, ref, verify=verify)
-                    lines.append({"step": ref.step, "epoch": ref.epoch, "where": where, **content})
-    return sorted(lines, key=lambda line: (-line["epoch"], -line["step"]))
+                    found.append({"step": ref.step, "epoch": ref.epoch, "where": where, **content})
+    return sorted(found, key=lambda each: (-each["epoch"], -each["step"]))
 
 
 def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any]:
@@ -353,6 +372,7 @@ def _examine(storage: Storage, ref: CommitRef, *, verify: bool) -> dict[str, Any
         checkpoint = read_checkpoint(storage, ref)
         files = checkpoint.manifest.files
         state = checkpoint.manifest.state
+        # `chosen_values` has what the run made of each `auto` of its recipe
         recipe, chosen = state.get("recipe", {}), state.get("chosen_values", {})
         content |= {
             "num_bytes": sum(entry.size for entry in files),
