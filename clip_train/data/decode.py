@@ -98,11 +98,13 @@ class Decoder:
                 augmentation = stored_augmentation(members, seed)
             # the functions of `data.inputs` get one argument: "__seed__" gives them the seed too
             members = {**members, "__seed__": seed}
-            image = functools.partial(self._image, seed=seed, augmentation=augmentation)
             if self.layout:
-                sample["images"] = own_inputs(members, self.layout, image)
+                image_of_members = functools.partial(
+                    self._image, seed=seed, augmentation=augmentation
+                )
+                sample["images"] = own_inputs(members, self.layout, image_of_members)
             else:
-                sample["images"] = image(members)
+                sample["images"] = self._image(members, seed, augmentation)
             texts = sample["texts"] = self.choose_texts(members, seed=seed)
             if augmentation is not None and self.stored_width:
                 sample["teacher_features"] = stored_features(
@@ -472,8 +474,11 @@ def own_inputs(
     for each in layout:
         key = f"data.inputs.{each.name}"
         with invalid_if_failing(key):
-            function = image if each.path == IMAGE else import_path(key, each.path)
-            value = function(members)
+            if each.path == IMAGE:
+                assert image is not None
+                value = image(members)
+            else:
+                value = import_path(key, each.path)(members)
             tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         if (tensor.shape, tensor.dtype) != (each.shape, getattr(torch, each.dtype)):
             # Invalid samples are counted by their message, which is the same for all. The check of
