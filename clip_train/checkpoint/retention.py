@@ -24,18 +24,18 @@ from clip_train.storage.base import Entry, Storage
 from clip_train.storage.local import LocalStorage
 
 Failures = dict[str, str]  # by name of a file or folder: why it could not be removed
-# Files of saves that were never committed are removed when they are older than this.
+# Files that an earlier process wrote for a save without a commit are removed when they are older.
 ORPHAN_SECONDS = 3600.0
 HEADROOM = 64 << 20  # bytes that must stay free beside a checkpoint, for manifests and others
 
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """What a checkpoint writer keeps, and where: the first message that it gets."""
+    """The settings of a checkpoint writer. Its rank sends them first."""
 
     config: CheckpointConfig
     lease: Lease = NO_LEASE  # of this run's process
-    folder: str = ""
+    folder: str = ""  # `<run.dir>/checkpoints`
     shared: bool = True  # all ranks see `folder`, so checkpoints are committed there too
     protect: set[CommitRef] = field(default_factory=set)  # never removed: the one resumed from
     orphan_seconds: float = ORPHAN_SECONDS
@@ -76,7 +76,7 @@ def apply_retention(
     in_flight: Collection[str] = (),
 ) -> Failures:
     """Remove old checkpoints and orphans (attempts without a marker). Called by rank 0's checkpoint
-    writer after a commit.
+    writer after each save, also after a local commit that failed.
 
     It removes the marker first and the data second, so a kill in between leaves an orphan, not a
     broken checkpoint. It never removes a checkpoint with a higher epoch than this writer's: another
@@ -84,8 +84,7 @@ def apply_retention(
 
     Args:
         scores: as in `commits_to_keep`.
-        in_flight: folders of attempts that may still be committed in another store, from their
-            files here.
+        in_flight: folders of attempts that are still being uploaded. Their files stay.
 
     Returns:
         What could not be removed.
@@ -111,32 +110,32 @@ def apply_retention(
             removed.add(ref)
     newest_step = max([ref.step for ref in commits if ref.epoch == epoch], default=-1)
     now = time.time()
-    # by commit that is kept: the folder that its marker names; None if that cannot be read
-    named_folders: dict[CommitRef, str | None] = {}
+    # by commit that is kept: the folder that its marker names; None if the marker cannot be read
+    marker_folders: dict[CommitRef, str | None] = {}
     for ref in commits:
         if ref in keep:
-            named_folders[ref] = None
+            marker_folders[ref] = None
             with noting_failure(storage, ref.name, failures):
-                named_folders[ref] = prefix_of(storage, ref)
+                marker_folders[ref] = prefix_of(storage, ref)
     for attempt, files in attempts(storage, failures).items():
         ref, folder = attempt
+        # it may still be committed, here or in the remote store
         if is_pending(ref, epoch, newest_step) or folder in in_flight:
             continue
-        if ref in named_folders and may_name(named_folders[ref], folder):
+        # it is a checkpoint that is kept
+        if ref in marker_folders and may_be_committed(folder, marker_folders[ref]):
             continue
+        # All ranks of this process have finished the attempts that are not pending. A rank of an
+        # earlier process may still be writing.
         grace = 0.0 if ref.epoch == epoch else settings.orphan_seconds
         modified = max(entry.modified for entry in files)
         if ref not in removed and now - modified < grace:
             continue
         with noting_failure(storage, folder, failures):
             # a marker may have been written since the commits were listed
-            if (
-                ref not in removed
-                and storage.exists(ref.name)
-                and may_name(prefix_of(storage, ref), folder)
-            ):
-                continue
-            _remove(storage, folder)
+            has_marker = ref not in removed and storage.exists(ref.name)
+            if not (has_marker and may_be_committed(folder, prefix_of(storage, ref))):
+                _remove(storage, folder)
     return failures
 
 
@@ -194,10 +193,12 @@ def attempts(storage: Storage, failures: Failures) -> dict[Attempt, list[Entry]]
     return files
 
 
-def may_name(named_folder: str | None, folder: str) -> bool:
-    """Whether a marker that names `named_folder` may mean `folder`. An unreadable marker (None) may
-    mean any attempt of its step."""
-    return named_folder is None or named_folder == folder
+def may_be_committed(folder: str, marker_folder: str | None) -> bool:
+    """Whether an attempt may be the one that the marker of its step commits.
+
+    marker_folder: the folder that the marker names; None: the marker cannot be read.
+    """
+    return marker_folder is None or marker_folder == folder
 
 
 def _remove(storage: Storage, folder: str) -> None:
@@ -212,7 +213,8 @@ def _remove(storage: Storage, folder: str) -> None:
 
 def remove_leftovers(storage: LocalStorage, epoch: int) -> Failures:
     """On a disk that not all ranks share: remove the files that earlier processes (with a lower
-    epoch) wrote or fetched. Returns what could not be removed."""
+    epoch) wrote or fetched. Attempts with a marker stay: the ranks shared the disk when they were
+    committed. Returns what could not be removed."""
     failures: Failures = {}
     for ref, folder in attempts(storage, failures):
         with noting_failure(storage, folder, failures):

@@ -57,18 +57,23 @@ class Event(Enum):
     WARNING = auto()  # a line about a problem that the user has to correct
     WRITTEN = auto()  # writing to the disk is over, even if it failed: the memory is free
     LOCAL = auto()  # committed on the local disk
-    COMMITTED = auto()  # rank 0: committed in the main store; other ranks: their file is there
+    # rank 0: committed in the remote store, or on the disk if there is none; other ranks: their file
+    # and manifest are written there
+    COMMITTED = auto()
     SUPERSEDED = auto()  # not uploaded, because a newer save took its place
     FAILED = auto()
     FENCED = auto()  # another process has taken over
 
 
-# by the type of a job's error: how the save has ended; otherwise FAILED
-_EVENTS = {
-    type(None): Event.COMMITTED,
-    FencedError: Event.FENCED,
-    SupersededError: Event.SUPERSEDED,
-}
+def end_of_save(error: BaseException | None) -> Event:
+    """The message about a save that has ended with this error; None: without one."""
+    if error is None:
+        return Event.COMMITTED
+    if isinstance(error, FencedError):
+        return Event.FENCED
+    if isinstance(error, SupersededError):
+        return Event.SUPERSEDED
+    return Event.FAILED
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def main(connection_fd: int, memory_fd: int, parent: int) -> None:
         while os.getppid() == parent:
             if connection.poll(1.0):
                 writer.receive(connection.recv())
-    except (EOFError, OSError):
+    except (EOFError, OSError):  # the rank has closed its end of the socket
         pass
     os._exit(0)  # not sys.exit: uploads must not continue for a run that has ended
 
@@ -142,8 +147,11 @@ class Writer:
     # -- the local disk
 
     def _save_locally(self, request: SaveRequest) -> str | None:
-        """Write a save to the local disk and, on rank 0 of a shared disk, commit it. Returns where
-        it is committed; None: it is going to be uploaded."""
+        """Write a save to the local disk and, on rank 0 of a shared disk, commit it.
+
+        Returns where it is committed ("" if this rank commits nothing); None: the save has not
+        ended, its upload follows.
+        """
         shared, local = self.settings.shared, self.local
         name = f"rank{request.rank:05d}.safetensors"
         try:
@@ -167,7 +175,7 @@ class Writer:
         self._tidy(local, request.scores)
         if self.remote is None:
             return url
-        self._newest = request.step
+        self._newest = request.step  # before `cancel`, which calls `_ended`: that names this step
         if self._upload_job is not None:
             self._upload_job.cancel()  # has no effect once the upload has begun
         self._upload_job = self._remote_jobs.submit(self._upload, request)
@@ -205,26 +213,38 @@ class Writer:
         if error is None and job.result() is None:
             return
         text = job.result() if error is None else error_text(error)
-        self._report(_EVENTS.get(type(error), Event.FAILED), text, request)
+        self._report(end_of_save(error), text, request)
         self._active.discard(request.prefix)
-        if not self.settings.shared and request.entry is not None:
+        if not self.settings.shared:
+            self._remove_file(request)
+        if error is not None:
+            self._tell_rank_0(request, error)
+        elif self.remote is not None:
+            self._tidy(self.remote, request.scores)
+            self._tidy(self.local, request.scores)  # uploaded files may now be removed
+
+    def _remove_file(self, request: SaveRequest) -> None:
+        """Remove the file of a save that has ended, on a disk that not all ranks share."""
+        if request.entry is None:
+            return
+        with contextlib.suppress(OSError):
+            path = self.local.path(f"{request.prefix}/{request.entry.name}")
+            path.unlink()
+            path.parent.rmdir()  # fails if another rank's file is there
+            path.parent.parent.rmdir()
+
+    def _tell_rank_0(self, request: SaveRequest, error: BaseException) -> None:
+        """Put the error in place of this rank's manifest, for which rank 0's checkpoint writer
+        waits."""
+        if request.rank == 0:
+            return
+        # without a file, rank 0 must not wait for it on the disk either
+        if self.settings.shared and request.entry is None:
             with contextlib.suppress(OSError):
-                path = self.local.path(f"{request.prefix}/{request.entry.name}")
-                path.unlink()
-                path.parent.rmdir()  # fails if another rank's file is there
-                path.parent.parent.rmdir()
-        if error is None:
-            if self.remote is not None:
-                self._tidy(self.remote, request.scores)
-                self._tidy(self.local, request.scores)  # uploaded files may now be removed
-        elif request.rank > 0:  # rank 0's checkpoint writer waits for a manifest of this rank
-            # if the file was written, the save may still be committed locally
-            if self.settings.shared and request.entry is None:
-                with contextlib.suppress(OSError):
-                    put_rank_manifest(self.local, request, error)
-            if self.remote is not None:
-                self._unsent_errors.add(request.prefix)
-                self._remote_jobs.submit(self._put_error, self.remote, request, error)
+                put_rank_manifest(self.local, request, error)
+        if self.remote is not None:
+            self._unsent_errors.add(request.prefix)
+            self._remote_jobs.submit(self._put_error, self.remote, request, error)
 
     def _put_error(self, remote: Storage, request: SaveRequest, error: BaseException) -> None:
         self._unsent_errors.discard(request.prefix)
@@ -259,7 +279,8 @@ class Writer:
         """
         is_local = store is self.local
         try:
-            with self._tidy_lock if is_local else contextlib.nullcontext():
+            lock = self._tidy_lock if is_local else contextlib.nullcontext()  # see __init__
+            with lock:
                 failures: Failures = {}
                 if is_local and not self.settings.shared:
                     failures = remove_leftovers(self.local, self.settings.lease.epoch)
@@ -307,11 +328,11 @@ def copy_hashed(memory_fd: int, path: os.PathLike[str], size: int) -> list[str]:
                 with view[:length] as content:
                     return hashlib.sha256(content).hexdigest()
 
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # this disk has no O_DIRECT
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
         starts = range(0, size, BLOCK_BYTES)
         digests = list(in_parallel(copy, starts, min(_HASHING_THREADS, os.cpu_count() or 1)))
-        file.truncate(size)
+        file.truncate(size)  # the last block was written in whole pages
     return digests
 
 
