@@ -320,15 +320,18 @@ def test_inputs_in_arguments_say_where_the_step_runs(monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"split_by": {"pixels": "grid_thw"}}, r"split_by names \['pixels'\], which are no inputs"),
+        (
+            {"split_by": {"pixels": "grid_thw"}},
+            r"split_by names \['pixels'\], which are not inputs",
+        ),
         (
             {"split_by": SPLIT_BY | {"grid_thw": "pages"}},
-            r"counted by .*'pages'.* no inputs beside",
+            r"counted by .*'pages'.* not inputs beside",
         ),
         ({"split_by": SPLIT_BY | {"grid_thw": [1] * N}}, r"grid_thw has 9 rows, .* counts 6"),
         ({"split_by": SPLIT_BY | {"grid_thw": 2.5}}, "counted by a float"),
-        ({"split_by": SPLIT_BY | {"grid_thw": "grid_thw"}}, "no inputs beside them"),
-        ({"split_by": None}, "all values need the same first dimension.* say of ragged ones"),
+        ({"split_by": SPLIT_BY | {"grid_thw": "grid_thw"}}, "not inputs beside them"),
+        ({"split_by": None}, "all values need the same first dimension.* rows of ragged ones"),
         ({"split_by": SPLIT_BY | {"query.images": "x"}}, r"split_by names \['query.images'\]"),
         ({"micro_size": {"query": 2}}, "give each a size"),
         ({"micro_size": {"query": 2, "document": 0}}, r"micro_size of document \(0\)"),
