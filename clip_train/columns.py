@@ -95,15 +95,15 @@ class Columns:
         """The samples `[start, stop)`. Tensors are views."""
         return Columns(**{name: column[start:stop] for name, column in self.by_name.items()})
 
-    def take(self, rows: Sequence[int], on_device: Tensor) -> Columns:
+    def take(self, rows: Sequence[int], rows_on_device: Tensor) -> Columns:
         """The samples at `rows`, as copies.
 
-        on_device: int64, the same rows on the device of the tensors.
+        rows_on_device: int64, the same numbers on the device of the tensors.
         """
         by_name: dict[str, Column] = {}
         for name, column in self.by_name.items():
             if isinstance(column, Tensor):
-                by_name[name] = column[on_device]
+                by_name[name] = column[rows_on_device]
             else:
                 by_name[name] = [column[row] for row in rows]
         return Columns(**by_name)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from clip_train.data.decode import group
+from clip_train.data.decode import group_name
 from clip_train.task import sample_ids
 
 CELLS = 1 << 12
@@ -18,7 +18,7 @@ BATCHES = (4096, 32_768)  # global sizes
 
 def sketch(captions: Iterable[str]) -> np.ndarray:
     """int32 [CELLS]."""
-    ids = sample_ids(group({}, caption, "caption") for caption in captions).numpy()
+    ids = sample_ids(group_name({}, caption, "caption") for caption in captions).numpy()
     return np.bincount(ids // 2 % CELLS, 1.0 - ids % 2 * 2, CELLS).astype(np.int32)
 
 

@@ -34,7 +34,7 @@ from clip_train.task import NO_ID, sample_id
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 SEED_BOUND = 1 << 63  # a sample's seed is in [0, SEED_BOUND)
-# the last argument of hash64 for the lists of texts: each use of a seed has another one
+# the last argument of hash64 for the lists of texts: each use of a seed has its own
 TEXT_LISTS = -6
 # Members of a sample of a reinforced data set, as DataCompDR names them.
 AUGMENTATIONS, SYNTHETIC_TEXTS, FEATURES = "paug.json", "syn.json", "npz"
@@ -72,15 +72,17 @@ class Decoder:
     def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """One sample: for each column, a tensor, a number or a string. Raises InvalidSample.
 
-        To give each sample another value, add an entry to this mapping, of one type and shape for
-        all samples. The loss reads it as a column of `clip_train.task.Context`, on the device if it
-        is a tensor or a number. "text_lengths" and "places" are added later.
+        To add a column, add an entry to this mapping, of one type and shape for all samples. The
+        loss reads it as a column of `clip_train.task.Context`, on the device if it is a tensor or a
+        number. The loader and the micro-batch add "text_lengths", "patch_counts" and "places": do
+        not use these names.
 
         images: uint8 [3, S, S], or `Patches.row`, or [B] bytes of `data.inputs`. texts: T strings,
         which the worker replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
         shard in the list of all.
         """
         key = members["__key__"]
+        # unlike a key, a name occurs once in all shards
         sample = {"keys": key, "names": f"{members['__shard__']}:{key}", "sample_seeds": seed}
         if members["__url__"].startswith(SYNTHETIC):
             image, texts = synthetic_sample(seed, self.transform, self.num_texts)
@@ -111,7 +113,8 @@ class Decoder:
                     members, augmentation.place, texts, self.stored_width
                 )
         if self.groups is not None:
-            sample["ids"] = sample_id(group(members, texts[0], self.groups))
+            # equal for the samples of a group, which are not negatives of each other
+            sample["ids"] = sample_id(group_name(members, texts[0], self.groups))
         return sample
 
     def _image(
@@ -125,7 +128,7 @@ class Decoder:
             with invalid_if_failing(AUGMENTATIONS):
                 image = image_of(members, alpha=self.alpha)
                 return self.transform.stored(image, augmentation.parameters)
-        size = None
+        size = None  # [w, h] before a reduced decode: the crop is drawn in it
         divisor = 1
         if self.transform.scaled_decode:
             size = jpeg_size(image_bytes(members))
@@ -165,8 +168,9 @@ def captions(
 ) -> dict[str, list[str]]:
     """The usable captions by name: the member of that name, or else that key of the `.json`.
 
-    A list of names gives only the first `count` that have any, a mapping all of them. Raises
-    InvalidSample if there is none, with the reason of the first name that has a value."""
+    From a list of names, the first `count` names that have captions are taken; from a mapping, all
+    that have. Raises InvalidSample if there are no captions, with the reason of the first name that
+    has a value."""
     names = caption_key or ["txt"]
     if isinstance(names, str):
         names = [names]
@@ -201,8 +205,9 @@ def captions_of_name(members: Mapping[str, Any], name: str) -> list[str]:
     if name == "txt":
         return []
     value = metadata(members, strict=True).get(key_of(name))
-    # a blank text, or a list of them, is not missing: `_texts` gives "caption is empty" for it
-    if is_missing(value) and not isinstance(value, str | list):
+    # `_texts` rejects a blank text, or a list of them, with a reason
+    may_be_blank = isinstance(value, str | list)
+    if is_missing(value) and not may_be_blank:
         return []
     return _texts(value)
 
@@ -214,7 +219,7 @@ def texts_of(
     negatives: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """`count` of the `captions`, then of each name in `negatives` so many texts. Raises
+    """`count` captions, followed by `negatives[name]` texts of each name in `negatives`. Raises
     InvalidSample.
 
     seed: of the sample, uniform in [0, SEED_BOUND); 0 gives the first captions.
@@ -238,14 +243,14 @@ def texts_of(
     negative_lists: list[list[str]] = []
     for name in negatives or {}:
         try:
-            negative_lists += captions(members, name).values()
+            negative_lists.append(captions(members, name)[name])
         except InvalidSample as e:
             raise InvalidSample(f"data.negative_texts.{name}: {e}") from e
     offsets = offsets_of([*positives, *negative_lists], seed)
     chosen: list[str] = []
     for place in range(count):
-        turn, number = divmod(place, len(positives))
-        chosen.append(_at(positives[number], offsets[number] + turn))
+        turn, name_index = divmod(place, len(positives))  # names take turns
+        chosen.append(_at(positives[name_index], offsets[name_index] + turn))
     negative_offsets = offsets[len(positives) :]
     sizes = (negatives or {}).values()
     for texts, offset, size in zip(negative_lists, negative_offsets, sizes, strict=True):
@@ -261,20 +266,19 @@ def chosen_by_weight(weights: Sequence[float], seed: int) -> int:
 
 
 def offsets_of(lists: Sequence[Sequence[str]], seed: int) -> list[int]:
-    """For each list of texts, a number whose remainder by the list's length is the place of its
-    first text.
+    """For each list of texts, an offset: its first text is `texts[offset % len(texts)]`.
 
     The first list with several texts gets the seed itself, each other one an independent number, so
     that all pairs of their texts occur. Seed 0 gives 0 for all.
     """
     offsets: list[int] = []
-    is_used = False
+    seed_is_taken = False
     for number, texts in enumerate(lists):
         offset = seed
-        if is_used and seed:
+        if seed_is_taken and seed:
             offset = hash64(seed, number, TEXT_LISTS)
         offsets.append(offset)
-        is_used = is_used or len(texts) > 1
+        seed_is_taken = seed_is_taken or len(texts) > 1
     return offsets
 
 
@@ -283,8 +287,8 @@ def _at(texts: Sequence[str], place: int) -> str:
     return texts[place % len(texts)]
 
 
-def group(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
-    """The name of a sample's group by `loss.groups`; None: it is of no group.
+def group_name(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
+    """The name of a sample's group; None: it is in no group. groups: as `loss.groups`.
 
     caption: the sample's first text. Its case and its blanks do not distinguish groups.
     """
@@ -299,11 +303,14 @@ def _texts(value: Any) -> list[str]:
     InvalidSample if there is none."""
     texts: list[str] = []
     reason = "caption is empty"
-    for content in value if isinstance(value, list) else [value]:
-        try:  # bytes that are not UTF-8 are refused, as by OpenCLIP's loader
+    contents = value if isinstance(value, list) else [value]
+    for content in contents:
+        # Bytes that are not UTF-8 are refused, as by OpenCLIP's loader; so is half a surrogate pair,
+        # which JSON can spell.
+        try:
             data = content.encode() if isinstance(content, str) else content
             text = data.decode() if isinstance(data, bytes) else None
-        except UnicodeError:  # also from JSON, which can spell half a surrogate pair
+        except UnicodeError:
             reason = "caption is not UTF-8"
             continue
         if text is None:
@@ -400,8 +407,8 @@ def usable_caption(
     inputs: Mapping[str, str] | None = None,
     negatives: Mapping[str, int] | None = None,
 ) -> str:
-    """The caption of a sample that can be used, as far as one can see without decoding its image.
-    Raises InvalidSample.
+    """Check a sample without decoding its image. Returns its caption; raises InvalidSample if it
+    cannot be used.
 
     shard: its path or URL. stages, inputs, negatives: as `data.stages`, `data.inputs` and
     `data.negative_texts`. The stages and the functions of the inputs are called.
@@ -424,7 +431,8 @@ def usable_caption(
 
 @contextlib.contextmanager
 def invalid_if_failing(what: str) -> Iterator[None]:
-    """An error of a user's own code makes its sample invalid, by the error's type."""
+    """Any error inside the block makes the sample invalid, except for `ClipTrainError`. The reason
+    is `what` and the error's type."""
     try:
         yield
     except (InvalidSample, ClipTrainError):
@@ -451,7 +459,7 @@ def staged(members: Mapping[str, Any], stages: Sequence[Stage | str]) -> dict[st
         if len(results) > 1:
             raise UserError(
                 f"data.stages ({what}) must map one sample to one, and made {len(results)} of "
-                f"{members['__key__']}; its place in the order is one"
+                f"{members['__key__']}: yield one, or none to drop the sample"
             )
         staged_members = results[0]
     return staged_members

@@ -33,7 +33,7 @@ DIVISORS = (1, 2, 4, 8)  # by which JPEG decoders shrink an image at little cost
 MAX_STRETCH = 32  # evaluation keeps the middle of images that are more than this times as long
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 HUE = len(ENHANCERS)  # the fourth operation of ColorJitter
-# the last argument of hash64 for a sample's budget of patches: each use of a seed has another one
+# the last argument of hash64 for a sample's budget of patches: each use of a seed has its own
 BUDGETS = -7
 OFFSETS = 1 << 20  # places of one row of noise where a synthetic image can begin
 WORDS = (

@@ -55,7 +55,7 @@ LOOK_SECONDS = 0.25  # between looks whether a stop was requested, while a batch
 SAMPLE_BYTES = 1 << 16  # a sample is assumed to be this large; a larger one may be fetched twice
 SPARE_BLOCKS = 8  # of a stream, beyond those between the workers' positions
 MOST_BLOCKS = 256  # of a rank; each has an open file
-# the last argument of hash64 for data that starts over: each use of a seed has another one
+# the last argument of hash64 for data that starts over: each use of a seed has its own
 STARTS_OVER = -5
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 

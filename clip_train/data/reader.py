@@ -38,7 +38,7 @@ REREADS = 3  # times that an archive must look damaged at the same place before 
 MISSING = "missing: its shard has fewer samples"
 COUNT_THREADS = 8  # of a rank; they wait for the disk or the network
 ROUND_SECONDS = 10.0  # then ranks exchange their counts
-# the last argument of hash64 for the seeds of sources: each use of a seed has another one
+# the last argument of hash64 for the seeds of sources: each use of a seed has its own
 SOURCE_SEEDS = -4
 CHANGING = (
     "bytes change on their way here, in images perhaps unseen; `clip-train index` lets every block "
