@@ -21,7 +21,7 @@ from rich.progress import track
 
 from clip_tools.shards.equal import BATCHES, describe, sketch
 from clip_train.data import decode, index
-from clip_train.data.config import existing
+from clip_train.data.config import expand_existing
 from clip_train.data.fields import key_of, metadata
 from clip_train.data.index import FolderIndex, ShardEntry, look_up
 from clip_train.data.index_columns import (
@@ -62,7 +62,7 @@ def run_index(
     """Reads every shard once. quiet: without a progress bar. columns: keys of the samples' `.json`.
     UserError for missing shards; DataError for shards that are damaged, unusable, or differ from
     their index."""
-    sources = [source for spec in specs for source in existing(spec, "SHARDS")]
+    sources = [source for spec in specs for source in expand_existing(spec, "SHARDS")]
     shards = list(dict.fromkeys(shard for source in sources for shard in source))
     found = look_up([shards], "auto", StorageConfig()) if check else None
     columns = tuple(dict.fromkeys(map(key_of, columns)))

@@ -57,7 +57,7 @@ def run(
     from clip_tools.embed import Loaded, write_features
     from clip_tools.place import weights_at
     from clip_train import dist
-    from clip_train.data.config import existing
+    from clip_train.data.config import expand_existing
     from clip_train.data.reader import count_missing
     from clip_train.data.shared import shared_index
     from clip_train.data.validation import ValLoader
@@ -71,7 +71,7 @@ def run(
         if not places:
             raise UserError("data.val is null: add data.val=<the shards to embed>")
         for key, data in places.items():
-            dist.on_main(partial(existing, data, key))
+            dist.on_main(partial(expand_existing, data, key))
         loaded = dist.agreed(
             Loaded.of,
             found.architecture,

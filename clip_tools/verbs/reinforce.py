@@ -89,12 +89,12 @@ def run(
     from clip_tools.embed import load
     from clip_tools.reinforce import Options, write_missing
     from clip_train import dist
-    from clip_train.data.config import existing
+    from clip_train.data.config import expand_existing
     from clip_train.data.pixels import Alpha
 
     if alpha not in get_args(Alpha):
         raise UserError(f"--alpha ({alpha}) must be white or drop, as data.alpha in training")
-    sources = [source for spec in shards for source in existing(spec, "SHARDS")]
+    sources = [source for spec in shards for source in expand_existing(spec, "SHARDS")]
     shard_of = {Path(shard).name: shard for source in sources for shard in source}
     if len(shard_of) < sum(map(len, sources)):
         raise UserError(f"SHARDS ({' '.join(shards)}): two have one name; write them apart")

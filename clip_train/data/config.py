@@ -52,11 +52,15 @@ CAPTIONS_MEASURED = 100  # before training
 SHOWN_CHARACTERS = 60  # of a caption in a message
 MOST_PATCHES = 65_535  # of an image: a side of its grid has 16 bits
 SYNTHETIC_SAMPLES = 1_000_000  # of noise in an epoch, without data.num_samples
-FEW_STREAMS, MANY_STREAMS = 64, 1024  # limits of `lanes: auto`, for small and large global batches
+# limits of `lanes: auto` (`resolve_streams`)
+FEW_STREAMS = 64  # the most for a small global batch
+MANY_STREAMS = 1024  # the most for a large one
 SAMPLES_PER_AUTO_STREAM = 32  # in a global batch, beyond FEW_STREAMS
-SHUFFLED, LARGEST_BLOCK = 32_768, 512  # samples of `shuffle_block: auto`: of all streams, of one
 GOOD_STREAMS = 16  # enough to mix shards and to feed ranks and workers
 SAMPLES_PER_STREAM = 4  # at least, if streams do not divide the global batch
+# limits of `shuffle_block: auto`
+MAX_BLOCK = 512  # samples of one stream
+MAX_SHUFFLED = 32_768  # samples of all streams together
 
 Name = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, le=1e9)]
@@ -91,8 +95,6 @@ class TokenStage(Settings):
 
 class DataConfig(Settings):
     """Where the samples come from and how they are read."""
-
-    # `resume_data` decides whether the data of a resumed run is still the same: a folder may move.
 
     kind: Literal["shards", "synthetic"] = "shards"
     """synthetic: noise with made-up captions instead of data.train, without any files, to measure
@@ -149,20 +151,20 @@ class DataConfig(Settings):
 
     lanes: Annotated[int, Field(gt=0, le=65_536)] | Literal["auto"] = "auto"
     """Streams that feed the global batch, fixed for the run. auto: the largest number that divides
-    the size of every global batch. It is limited to 64, or to a 32nd of the smallest size if that
-    is more, and to 1024. If the result is below 16, a quarter of the smallest size, up to 64."""
+    the size of every global batch, up to 64; up to a 32nd of the smallest size if that is more, and
+    up to 1024 at most. If that number is below 16: a quarter of the smallest size, up to 64."""
 
     shuffle_block: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Undecoded samples that a stream permutes together. auto: 512, and less from 64 streams on
-    (32,768 over all).
+    """Undecoded samples that a stream permutes together. auto: 512, or 32,768 / streams if there
+    are more than 64 streams.
 
     Memory: a rank holds (streams that it reads) x shuffle_block undecoded samples; 16 streams of
-    512 samples of 80 kB are 655 MB. Weighted sources share it.
+    512 samples of 80 kB are 655 MB. With data.train_weights, the sources share these samples.
     """
 
     prefetch: Annotated[int, Field(gt=0, le=1024), Silent] = 2
-    """Batches that each worker keeps ready; workers that share streams keep as many together, at
-    least one each."""
+    """Batches that each worker keeps ready. Workers that share streams keep this number together,
+    and at least one each."""
 
     caption_key: Annotated[
         Name
@@ -192,9 +194,10 @@ class DataConfig(Settings):
         ),
         Refused,
     ] = None
-    """Hard negatives of each image, {json.negatives: 2}: names as in data.caption_key, and how many
-    texts of each; of a list the sample's seed draws the first. They are negatives of every image,
-    and no image is one of theirs. A sample without them is invalid."""
+    """Hard negatives of each image, {json.negatives: 2}: names as in data.caption_key, and the
+    number of texts from each. From a list they are taken in a row; the sample's seed draws the
+    first. They are negatives of every image, and no image is one of theirs. A sample without them
+    is invalid."""
 
     reinforced: Annotated[
         list[Annotated[int, Field(gt=0)]] | None,
@@ -221,8 +224,8 @@ class DataConfig(Settings):
     list."""
 
     bad_sample_limit: Annotated[float, Field(ge=0, le=1), Silent] = 0.05
-    """The run stops when more than this fraction of the last 10,000 samples (and at least 20) was
-    invalid."""
+    """The run stops when more than this fraction of the last 10,000 samples of a rank, and at least
+    20 of them, are invalid."""
 
     aug_scale: Annotated[tuple[float, float], Allowed("a list of 2 numbers"), Refused] = (0.9, 1.0)
     """RandomResizedCrop: the crop's area as a fraction of the image's, from and to."""
@@ -331,8 +334,9 @@ class DataConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_no_file(cls, raw: Any) -> Any:
-        """With kind: synthetic whatever `train` names is left alone."""
+    def _noise_instead_of_files(cls, raw: Any) -> Any:
+        """With `kind: synthetic`, `train` becomes a name for the noise, and the keys that need
+        files get their defaults."""
         if not isinstance(raw, dict) or raw.get("kind") != "synthetic":
             return raw
         number = raw.get("num_samples")
@@ -384,8 +388,8 @@ class DataConfig(Settings):
         for key in ("inputs", "reinforced"):
             if getattr(self, key) is not None:
                 yield (
-                    f"data.{key} ({shown(getattr(self, key))}) has squares or no images, and "
-                    "data.resize is native: set one of them to null or auto"
+                    f"data.{key} ({shown(getattr(self, key))}) cannot be used at native resolution: "
+                    f"set data.{key}=null, or data.resize=auto"
                 )
 
     @rule
@@ -395,15 +399,15 @@ class DataConfig(Settings):
         if self.kind == "synthetic":
             yield self._not_with_reinforced("kind", self.kind)
         for key, field in type(self).model_fields.items():
-            if key.startswith(("aug_", "inputs", "scaled_decode")):
+            if key.startswith("aug_") or key in ("inputs", "scaled_decode"):
                 value = getattr(self, key)
                 if value != field.get_default(call_default_factory=True):
                     yield self._not_with_reinforced(key, value)
 
     def _not_with_reinforced(self, key: str, value: Any) -> str:
         return (
-            f"data.reinforced ({self.reinforced}) brings the images' augmentations, of files: take "
-            f"out data.{key} ({shown(value)}), or set data.reinforced=null"
+            f"data.reinforced ({self.reinforced}) uses the augmentations that are stored with the "
+            f"samples: take out data.{key} ({shown(value)}), or set data.reinforced=null"
         )
 
     @rule
@@ -494,12 +498,14 @@ class DataConfig(Settings):
     @property
     def val_places(self) -> dict[str, str]:
         """The validation sets' shards by key: `data.val`, or `data.val.coco`."""
-        named = self.val if isinstance(self.val, dict) else {"": self.val}
-        return {f"data.val.{name}".rstrip("."): place for name, place in named.items() if place}
+        if isinstance(self.val, dict):
+            return {f"data.val.{name}": place for name, place in self.val.items()}
+        return {"data.val": self.val} if self.val else {}
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """The `aug_` keys without that, as `TrainTransform` takes them; not the user's own."""
+        """The values of the `aug_` keys, by name without the prefix, as `TrainTransform` takes them.
+        The user's own augmentation is not among them."""
         own = {"aug_own", "aug_own_options"}
         keys = {key for key in type(self).model_fields if key.startswith("aug_")} - own
         return {key.removeprefix("aug_"): getattr(self, key) for key in sorted(keys)}
@@ -507,12 +513,12 @@ class DataConfig(Settings):
 
 def resolve_streams(lanes: int | Literal["auto"], sizes: BatchSizes) -> int:
     """The number of streams: a function of the global batches' sizes alone, so that the order never
-    depends on W.
+    depends on the number of ranks.
 
     Any number works with any sizes and ranks. If it divides all sizes, each stream gives the same
-    number of samples to every batch. If it does not, several ranks read some samples (each is
-    decoded once), and more so if a stream gives fewer samples. Hence `auto` is a divisor if there
-    is a large enough one, else a number that takes a few samples from each stream.
+    number of samples to every batch. If it does not, some samples are read by several ranks (and
+    decoded by one); the fewer samples a stream gives to a batch, the more are. Hence `auto` is a
+    divisor if there is a large enough one, else a number that takes a few samples from each stream.
     """
     if lanes != "auto":
         return lanes
@@ -528,36 +534,39 @@ def resolve_workers(cores: int, device: str) -> int:
     """Loader processes of a rank with so many cores on a device of this type. A rank with a GPU
     needs a core for the trainer and one for the thread that pins and copies batches. 16 workers
     decode 19,000 samples/s, more than a GPU uses."""
-    return max(1, min(cores // 2, 4)) if device == "cpu" else max(1, min(cores - 2, 16))
+    workers = min(cores - 2, 16)
+    if device == "cpu":
+        workers = min(cores // 2, 4)
+    return max(1, workers)
 
 
 def order_keys(
     config: DataConfig, sizes: BatchSizes, seed: int, index: ShardIndex | None = None
 ) -> dict[str, Any]:
-    """All on which the order depends beside the shards, under the names of the recipe; as JSON.
+    """All on which the order depends beside the shards, under the names of the recipe; as JSON. The
+    shards themselves are compared by `resume_data`, by content: a folder may move.
 
     index: of data.train; None: its samples are not compared."""
     streams = resolve_streams(config.lanes, sizes)
     block = config.shuffle_block
     if block == "auto":
-        block = max(1, min(LARGEST_BLOCK, SHUFFLED // streams))
+        block = max(1, min(MAX_BLOCK, MAX_SHUFFLED // streams))
     weights = config.train_weights
     captions: Any = config.caption_key
     if isinstance(captions, dict):
-        captions = [
-            list(each) for each in zip(captions, _normalized([*captions.values()]), strict=True)
-        ]
-    stages = [
-        [stage.until_step, _normalized(stage.train_weights)]
-        for stage in config.train_weights_schedule or []
+        shares = _normalized([*captions.values()])
+        captions = [[name, share] for name, share in zip(captions, shares, strict=True)]
+    pieces = [
+        [piece.until_step, _normalized(piece.train_weights)]
+        for piece in config.train_weights_schedule or []
     ]
     return {
         "run.seed": seed,
         "batch.global_size": str(sizes),
         "data.lanes": streams,
         "data.shuffle_block": block,
-        "data.train_weights": weights and _normalized(weights),
-        "data.train_weights_schedule": stages or None,
+        "data.train_weights": _normalized(weights) if weights else None,
+        "data.train_weights_schedule": pieces or None,
         "data.keep": index.kept.text if index is not None and index.kept is not None else None,
         "data.resampled": config.resampled,
         "data.caption_key": captions,
@@ -575,8 +584,7 @@ class SourceSummary:
     first_key: str
     first_caption: str
     index: ShardIndex  # of data.train
-    # the median of the first captions; 0: only one was read
-    caption_characters: int = 0
+    caption_characters: int = 0  # the median of the first captions; 0: not measured
 
     @property
     def caption_start(self) -> str:
@@ -587,26 +595,30 @@ class SourceSummary:
 
 
 def check_source(config: DataConfig, storage: StorageConfig | None = None) -> SourceSummary:
-    """Expands `data.train`, and reads the first sample of its first shard.
+    """Expand `data.train`, and read the first sample of its first shard.
 
     If it cannot be used, the next shards are tried: one damaged file does not prevent a start.
 
     Raises:
-        UserError: nothing matches, a file is missing or cannot be opened, no sample in the first
-            shard, no image or no caption in it; each names the field, the value and the remedy.
+        UserError: nothing matches, a file is missing, `data.keep` cannot be used, or none of the
+            first SHARDS_TRIED shards has a first sample that can be used. Then it is the first
+            shard's error. Each names the field, the value and the remedy.
     """
     storage = storage or StorageConfig()
-    sources = existing(config.train, "data.train")
+    sources = expand_existing(config.train, "data.train")
     index = look_up(sources, config.verify, storage, config.kept)
-    edges = itertools.pairwise(itertools.accumulate(index.sources, initial=0))
-    for source, (start, stop) in zip(split_sources(config.train), edges, strict=True):
-        if config.kept and config.train_weights and not any(index.places[start:stop]):
+    first = 0  # shard of the source
+    for source, num_shards in zip(split_sources(config.train), index.sources, strict=True):
+        is_empty = not any(index.places[first : first + num_shards])
+        first += num_shards
+        if config.kept and config.train_weights and is_empty:
             raise UserError(
                 f"{config.kept} keeps no sample of the source {source} of data.train; correct it, or "
                 "take the source out of data.train and data.train_weights"
             )
     if synthetic_size(index.shards[0]) is not None:
-        return SourceSummary("noise", "words drawn at random", index)
+        # for people, who read it in `doctor` and in a dry run
+        return SourceSummary(first_key="noise", first_caption="words drawn at random", index=index)
     first_error: UserError | None = None
     # training does not read a shard of which `data.keep` keeps nothing
     read = (number for number, places in enumerate(index.places) if places or index.kept is None)
@@ -615,7 +627,8 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
         reading = Reading(storage, shard.entry.checksums if shard.entry else None)
         try:
             key, caption = _first_sample(shard, reading, config)
-            return SourceSummary(key, caption, index, _median_length(shard, reading, config))
+            characters = _median_length(shard, reading, config)
+            return SourceSummary(key, caption, index, characters)
         except UserError as e:
             first_error = first_error or e
     assert first_error is not None  # `look_up` finds a shard with a kept sample
@@ -636,7 +649,7 @@ def _kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
 def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -> tuple[str, str]:
     """The key and the caption of the first sample that training reads from a shard. UserError if it
     cannot be used."""
-    from clip_train.data import decode  # imports torch: a recipe is read without
+    from clip_train.data import decode  # late: it imports torch, and a recipe is read without torch
 
     shard = indexed.url
     caption_key, stages = config.caption_key, config.stages or ()
@@ -663,9 +676,15 @@ def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -
                 decode.stored_features(
                     sample.members, augmentation.place, [], sum(config.reinforced)
                 )
-        return sample.key, decode.usable_caption(
-            sample, shard, caption_key, stages, config.inputs, config.negative_texts
+        caption = decode.usable_caption(
+            sample,
+            shard,
+            caption_key,
+            stages=stages,
+            inputs=config.inputs,
+            negatives=config.negative_texts,
         )
+        return sample.key, caption
     except InvalidSample as e:
         reason = f"{e} ({e.__cause__})" if e.__cause__ else str(e)
     members = ", ".join(f".{extension}" for extension in sample.members)
@@ -684,7 +703,7 @@ def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -
 def _median_length(shard: IndexedShard, reading: Reading, config: DataConfig) -> int:
     """The median of the characters of the first captions of a local shard; 0 if they are not read
     or a stage makes them."""
-    from clip_train.data import benchmark, decode  # imports torch: a recipe is read without
+    from clip_train.data import benchmark, decode  # late, as in `_first_sample`
 
     lengths: list[int] = []
     if is_remote(shard.url) or config.stages:
@@ -698,26 +717,26 @@ def _median_length(shard: IndexedShard, reading: Reading, config: DataConfig) ->
     return int(statistics.median(lengths)) if lengths else 0
 
 
-def existing(spec: str, field: str) -> list[list[str]]:
-    """The sources that `spec` names. UserError if one of them is a local file that does not
-    exist."""
+def expand_existing(spec: str, field: str) -> list[list[str]]:
+    """The shards that `spec` names, by source. UserError if one of them is a local file that does
+    not exist."""
     sources = expand(spec, field)
     shards = [shard for source in sources for shard in source]
     # a remote one that does not exist is found when it is opened
-    lost = [
+    absent = [
         shard for shard in shards if not is_remote(shard) and not os.path.isfile(local_path(shard))
     ]
-    if not lost:
+    if not absent:
         return sources
-    if local_path(lost[0]).is_dir():
+    if local_path(absent[0]).is_dir():
         raise UserError(
-            f"{field} ({lost[0]}) is a folder, not shards: give '{lost[0].rstrip('/')}/*.tar' for "
-            f"those in it; `clip-train shards {lost[0]} OUT` makes shards of images: give "
+            f"{field} ({absent[0]}) is a folder, not shards: give '{absent[0].rstrip('/')}/*.tar' for "
+            f"those in it; `clip-train shards {absent[0]} OUT` makes shards of images: give "
             "'OUT/*.tar' then"
         )
     raise missing(
-        local_path(lost[0]),
-        f"{field} ({spec}): {len(lost)} of {len(shards)} shards do not exist; the first is "
-        f"{lost[0]}",
+        local_path(absent[0]),
+        f"{field} ({spec}): {len(absent)} of {len(shards)} shards do not exist; the first is "
+        f"{absent[0]}",
         "correct the path or the range in braces",
     )

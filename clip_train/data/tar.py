@@ -199,7 +199,7 @@ def write_shards(
         ValueError: an empty key, or one with a dot; nothing of its shard is written.
         OSError: from the disk.
     """
-    import webdataset  # imports torch: a recipe is read without
+    import webdataset  # late: it imports torch, and a recipe is read without torch
 
     paths: list[Path] = []
     iterator = iter(samples)

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from clip_train.batch import BatchConfig, BatchStage
 from clip_train.checkpoint.config import CheckpointConfig
-from clip_train.data.config import DataConfig, TokenStage, TrainWeightsStage, existing
+from clip_train.data.config import DataConfig, TokenStage, TrainWeightsStage, expand_existing
 from clip_train.data.index import index_of
 from clip_train.data.shards import expand_braces
 from clip_train.engines.config import EngineConfig
@@ -553,7 +553,7 @@ def with_samples(config: Recipe) -> Recipe:
         index = index_of(data.train, data.verify, config.storage, keep=data.kept)
         counted = index.num_samples
         if counted is None:
-            existing(data.train, "data.train")  # shards that are missing: the clearer error
+            expand_existing(data.train, "data.train")  # shards that are missing: the clearer error
     if counted is None:
         raise UserError(
             f"run.epochs ({config.run.epochs}) needs data.num_samples, the samples in one epoch, "

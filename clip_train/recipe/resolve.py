@@ -16,7 +16,7 @@ from clip_train.data.benchmark import benchmark_shards
 from clip_train.data.config import (
     SourceSummary,
     check_source,
-    existing,
+    expand_existing,
     order_keys,
 )
 from clip_train.data.images import augmented, own_augmentation
@@ -285,12 +285,12 @@ def check_set(data_set: EvaluationSet) -> None:
     if data_set.classes is not None:
         ZeroShotClasses.load(data_set.classes, data_set.templates, data_set.classes_key)
     if data_set.train is not None and ImageFolder.find(data_set.train, "--linear-probe") is None:
-        existing(data_set.train, "--linear-probe")
+        expand_existing(data_set.train, "--linear-probe")
     if not data_set.captions and ImageFolder.find(place, key) is not None:
         return
     if data_set.captions and data_set.counts_in_mean:
         check_set_with_captions(data_set)
-    existing(place, key)
+    expand_existing(place, key)
 
 
 def check_set_with_captions(data_set: EvaluationSet) -> None:
