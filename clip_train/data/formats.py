@@ -1,5 +1,5 @@
 """The formats of image files and their extensions: one table for the reader, the writer, folders and
-`doctor`. It needs no decoder: a recipe is read without.
+`doctor`. It imports no decoder: a recipe is read without one.
 """
 
 import os
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Pillow's name of each format that is read -> the extensions of its files. Shards are written with
-# the first one. Not all formats that Pillow reads: for EPS it would start Ghostscript.
+# the first one. Some of Pillow's formats are left out on purpose: EPS would start Ghostscript.
 FORMATS: dict[str, tuple[str, ...]] = {
     "JPEG": ("jpg", "jpeg", "jpe", "jfif"),
-    "MPO": ("jpg", "mpo"),
+    "MPO": ("jpg", "mpo"),  # a JPEG with more pictures behind it, as cameras write
     "PNG": ("png", "apng"),
     "WEBP": ("webp",),
     "GIF": ("gif",),
@@ -52,7 +52,9 @@ def is_image(path: str | os.PathLike[str]) -> bool:
 def extension_for(pillow_format: str | None) -> str:
     """The extension that a file of this format is written with. KeyError for a format that is not
     read."""
-    return FORMATS[str(pillow_format)][0]
+    if pillow_format is None:  # as of an image that was not read from a file
+        raise KeyError(pillow_format)
+    return FORMATS[pillow_format][0]
 
 
 def is_hidden(name: str) -> bool:
@@ -79,7 +81,7 @@ def walk_files(root: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _is_loop(folder: str) -> bool:
-    """Whether a folder is a link to one that it is in, perhaps by other links: walked without end."""
+    """Whether a folder is a link to one of its parents, which `os.walk` would follow forever."""
     if not os.path.islink(folder):
         return False
     target = os.path.realpath(folder)
@@ -107,10 +109,9 @@ class SkippedFiles:
 
     def __str__(self) -> str:
         """`3 files: 2 .svg (such as a/x.svg), 1 .heic (such as y.heic)`"""
-        kinds = [
-            f"{count:,} {'.' + extension if extension else 'without an extension'} "
-            f"(such as {self.first[extension]})"
-            for extension, count in self.counts.most_common()
-        ]
+        kinds = []
+        for extension, count in self.counts.most_common():
+            kind = f".{extension}" if extension else "without an extension"
+            kinds.append(f"{count:,} {kind} (such as {self.first[extension]})")
         total = self.counts.total()
         return f"{total:,} {'file' if total == 1 else 'files'}: {', '.join(kinds)}"
