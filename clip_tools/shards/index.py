@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -71,17 +71,17 @@ def run_index(
         columns = ()
     else:
         check_keys(shards[0], columns)
-        write_indexes({}, shards)  # raise UserError before hours of reading
+        check_writable(shards)  # UserError before hours of reading
         # an index keeps the columns that it has, for new and changed shards too
         columns = tuple(dict.fromkeys([*columns, *known_columns(shards)]))
     workers = workers or max(2, min(16, usable_cores()))
     indexed = index_shards(
         shards, caption_key=caption_key, workers=workers, quiet=quiet, columns=columns
     )
-    num, entries = len(indexed), {url: result.entry for url, result in indexed.items()}
+    entries = {url: result.entry for url, result in indexed.items()}
     samples = sum(entry.samples for entry in entries.values())
     size = sum(entry.checksums.size for entry in entries.values())
-    summary = f"{num} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
+    summary = f"{len(indexed)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
     if found is not None:
         known = {shard: found.shard(number).entry for number, shard in enumerate(shards)}
         refuse(
@@ -91,13 +91,15 @@ def run_index(
         print(f"{summary}: all match the index")
         return
     written = write_indexes(indexed)
-    # these are replaced by other samples
+    # samples that training replaces by others
     invalid = sum((result.invalid for result in indexed.values()), Counter[str]())
     used = samples - invalid.total()
     batches = sorted({min(batch, used) for batch in BATCHES})
     results = indexed.values()
-    equal = describe([each.captions for each in results], [each.used for each in results], batches)
-    print(f"{summary}; wrote {', '.join(written)}{equal}")
+    equal_captions = describe(
+        [each.captions for each in results], [each.used for each in results], batches
+    )
+    print(f"{summary}; wrote {', '.join(written)}{equal_captions}")
     for name in columns:
         arrays = [result.columns[name] for result in results]
         print(f"column {name}: {describe_column(arrays)}")
@@ -106,16 +108,17 @@ def run_index(
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
     refuse(
         {url: entry.damage for url, entry in entries.items()},
-        "are damaged, and were counted up to there",
+        "are damaged; only the samples before the damage were counted",
     )
     without_image = sum(count for why, count in invalid.items() if why.startswith("no image"))
-    if invalid.total() == samples and (without_image < samples or not samples):
-        # `data.inputs` need no image
-        names = [", ".join(result.names) for result in indexed.values() if result.names]
+    is_without_images = samples > 0 and without_image == samples  # as `data.inputs` may want it
+    if used == 0 and not is_without_images:
+        names = [", ".join(result.names) for result in results if result.names]
+        first = names[0] if names else "nothing"
         raise DataError(
-            f"no sample of {num} shards can be used; the first has {[*names, 'nothing'][0]}: name "
-            "the caption's with --caption-key NAME here, and with data.caption_key=NAME in the "
-            "recipe, or write the shards again"
+            f"no sample of {len(indexed)} shards can be used; the first has {first}: name the "
+            "caption's with --caption-key NAME here, and with data.caption_key=NAME in the recipe, "
+            "or write the shards again"
         )
 
 
@@ -148,8 +151,8 @@ def check_columns(shards: Sequence[str]) -> None:
 
 
 def check_keys(shard: str, columns: Sequence[str]) -> None:
-    """UserError if none of the first samples has one of these keys in its .json: before hours of
-    reading."""
+    """UserError for the first of these keys that is in no .json of the first samples. Called before
+    hours of reading."""
     if not columns:
         return
     keys: set[str] = set()
@@ -171,14 +174,13 @@ def describe_column(arrays: Sequence[Any]) -> str:
     """Its kind, and how many samples have a value."""
     column = joined(arrays)
     if column.dtype == UID:
-        return (
-            f"uids of {np.count_nonzero(column['f0'] | column['f1']):,} of {len(column):,} samples"
-        )
+        known = np.count_nonzero(column["f0"] | column["f1"])  # a missing uid is 0 in both halves
+        return f"uids of {known:,} of {len(column):,} samples"
     if column.dtype.kind == "S":
         return f"texts of {np.count_nonzero(column != b''):,} of {len(column):,} samples"
-    known = column[~np.isnan(column)]
-    limits = f", {known.min():g} to {known.max():g}" if len(known) else ""
-    return f"numbers of {len(known):,} of {len(column):,} samples{limits}"
+    numbers = column[~np.isnan(column)]
+    limits = f", {numbers.min():g} to {numbers.max():g}" if len(numbers) else ""
+    return f"numbers of {len(numbers):,} of {len(column):,} samples{limits}"
 
 
 # -- reading shards
@@ -216,19 +218,23 @@ class HashedFile(BlockFile):
         return Checksums(self.size, self.block_bytes, "".join(self._sums)), self._sha256.hexdigest()
 
     def _load(self, block: int) -> bytes:
+        if block < len(self._sums):
+            return self._read_block(block)
         data = b""
-        for number in range(min(block, len(self._sums)), block + 1):  # skipped blocks too
-            begin, end = self.bounds(number)
-            self._file.seek(begin)
-            data = self._file.read(end - begin)
-            if len(data) != end - begin:
-                raise OSError(
-                    f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being "
-                    "written?"
-                )
-            if number == len(self._sums):
-                self._sums.append(block_sum(data))
-                self._sha256.update(data)
+        while len(self._sums) <= block:  # in order, also the blocks that the tar reader skips
+            data = self._read_block(len(self._sums))
+            self._sums.append(block_sum(data))
+            self._sha256.update(data)
+        return data
+
+    def _read_block(self, block: int) -> bytes:
+        begin, end = self.bounds(block)
+        self._file.seek(begin)
+        data = self._file.read(end - begin)
+        if len(data) != end - begin:
+            raise OSError(
+                f"{self.url}: {len(data)} of {end - begin} bytes at {begin}; is it being written?"
+            )
         return data
 
 
@@ -260,15 +266,17 @@ def index_shard(
                     try:
                         captions.append(decode.usable_caption(sample, url, caption_key))
                     except InvalidSample as e:
-                        invalid[OUT_OF_ORDER if sample.key in seen else str(e)] += 1
+                        # a key that came before: the other members are there
+                        reason = OUT_OF_ORDER if sample.key in seen else str(e)
+                        invalid[reason] += 1
                     seen.add(sample.key)
+                    fields: Mapping[str, Any] = {}
+                    if columns or not samples:
+                        fields = metadata(sample.members)
                     if not samples:
-                        keys = metadata(sample.members)
-                        names = [*sample.members, *(f"json.{key}" for key in keys)]
-                    if columns:
-                        keys = metadata(sample.members)
-                        for name in columns:
-                            values[name].append(keys.get(name))
+                        names = [*sample.members, *(f"json.{key}" for key in fields)]
+                    for name in columns:
+                        values[name].append(fields.get(name))
                     samples += 1
                     if samples % index.OFFSET_EVERY == 0:
                         offsets.append(sample.end)
@@ -277,9 +285,15 @@ def index_shard(
             checksums, sha256 = hashed.finish()
     except OSError as e:
         raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
-    entry = ShardEntry(samples, sha256, checksums, damage, offsets)
+    entry = ShardEntry(samples, sha256, checksums, damage=damage, offsets=offsets)
     arrays = {name: column_of(name, each) for name, each in values.items()}
-    return Indexed(entry, invalid, sketch(captions), tuple(names), arrays)
+    return Indexed(
+        entry=entry,
+        invalid=invalid,
+        captions=sketch(captions),
+        names=tuple(names),
+        columns=arrays,
+    )
 
 
 def index_shards(
@@ -320,10 +334,16 @@ def index_shards(
             ) from e
 
 
+def check_writable(shards: Sequence[str]) -> None:
+    """UserError if the indexes of these shards cannot be written: they are written unchanged."""
+    write_indexes({}, shards)
+
+
 def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) -> list[str]:
     """Adds to the index of every folder that holds one of these shards. Returns the indexes' paths.
 
-    shards: whose folders' indexes are written as they are, or empty, though nothing is added.
+    shards: also write the indexes of these shards' folders, unchanged; an empty one if there is
+    none.
 
     Raises:
         UserError: an existing index is damaged, or the index cannot be written.
@@ -342,6 +362,7 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
         try:
             files = write_columns(folder, columns)
             content = index.to_bytes(entries | new, files)
+            # a storage of this one file has it under the name ""
             open_storage(folder + index.INDEX_NAME).put_bytes("", content)
         except OSError as e:
             raise UserError(
@@ -361,20 +382,26 @@ def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) ->
     return [folder + index.INDEX_NAME for folder in folders]
 
 
+class MergedColumn(NamedTuple):
+    """A column of a folder's index, from values that were known and values that were read now."""
+
+    values: Any  # array with a value for each sample of the shards that have values
+    without: list[str]  # the shards that have none
+
+
 def merged_columns(
     folder: str, known: FolderIndex, results: Mapping[str, Indexed]
-) -> dict[str, tuple[Any, list[str]]]:
-    """The columns of a folder's index by name: the array, and the shards that have no values.
-
-    results: of the shards that were read now."""
+) -> dict[str, MergedColumn]:
+    """The columns of a folder's index by name. results: of the shards that were read now."""
     samples = {name: line.samples for name, line in known.lines.items()}
-    same = {  # whose known values still hold
+    # shards that have not changed: their known values still hold
+    unchanged = {
         name
         for name, line in known.lines.items()
         if name not in results or results[name].entry.sha256 == line.sha256
     }
     read_now = {name: None for result in results.values() for name in result.columns}
-    merged: dict[str, tuple[Any, list[str]]] = {}
+    merged: dict[str, MergedColumn] = {}
     for column in sorted({*known.columns, *read_now}):
         values: Any = None
         places: dict[str, slice] = {}
@@ -385,22 +412,20 @@ def merged_columns(
         for shard in sorted({*samples, *results}):
             if shard in results and column in results[shard].columns:
                 parts.append(results[shard].columns[column])
-            elif shard in same and shard in places:
+            elif shard in unchanged and shard in places:
                 parts.append(values[places[shard]])
             else:
                 without.append(shard)
         if parts:
-            merged[column] = joined(parts), without
+            merged[column] = MergedColumn(joined(parts), without)
     return merged
 
 
-def write_columns(
-    folder: str, columns: Mapping[str, tuple[Any, list[str]]]
-) -> dict[str, ColumnFile]:
+def write_columns(folder: str, columns: Mapping[str, MergedColumn]) -> dict[str, ColumnFile]:
     """Writes columns beside the index, by name. OSError."""
     files = {}
-    for name, (values, without) in columns.items():
-        with column_file(values, without) as (column, path):
+    for name, merged in columns.items():
+        with column_file(merged.values, merged.without) as (column, path):
             open_storage(folder + column.file).put_file(path, "")
         files[name] = column
     return files
@@ -414,10 +439,12 @@ def differences(then: ShardEntry | None, now: ShardEntry) -> str | None:
         return f"has {now.checksums.size} bytes, the index says {then.checksums.size}"
     if then.sha256 == now.sha256:
         return None
-    size = then.checksums.block_bytes
-    other = [
-        k
-        for k in range(-(-then.checksums.size // size))
-        if then.checksums.of(k) != now.checksums.of(k)
+    block_bytes = then.checksums.block_bytes
+    num_blocks = -(-then.checksums.size // block_bytes)
+    differing = [
+        block for block in range(num_blocks) if then.checksums.of(block) != now.checksums.of(block)
     ]
-    return f"differs in {len(other)} blocks of {size} bytes, the first at byte {other[0] * size}"
+    return (
+        f"differs in {len(differing)} blocks of {block_bytes} bytes, the first at byte "
+        f"{differing[0] * block_bytes}"
+    )
