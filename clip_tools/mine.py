@@ -19,7 +19,7 @@ from rich.progress import Progress, track
 
 from clip_train.data.benchmark import benchmark_shards
 from clip_train.data.fields import as_json, metadata, without_case
-from clip_train.data.invalid import Invalid, InvalidSample
+from clip_train.data.invalid import InvalidRecord, InvalidSample
 from clip_train.data.reader import read_shard
 from clip_train.data.shards import split_name
 from clip_train.data.tar import TarSample, write_shards
@@ -311,9 +311,11 @@ def with_negatives(
     return samples
 
 
-def extended(sample: TarSample | Invalid, texts: list[str] | None, key: str) -> dict[str, Any]:
+def extended(
+    sample: TarSample | InvalidRecord, texts: list[str] | None, key: str
+) -> dict[str, Any]:
     """The sample's members, with its negatives. InvalidSample; UserError if the key is taken."""
-    if isinstance(sample, Invalid):
+    if isinstance(sample, InvalidRecord):
         raise InvalidSample(sample.reason)
     if texts is None:
         raise InvalidSample("not embedded")

@@ -24,7 +24,7 @@ from torch import Tensor
 from clip_tools.embed import Loaded
 from clip_train.data import decode
 from clip_train.data.images import TrainTransform
-from clip_train.data.invalid import Invalid, InvalidSample
+from clip_train.data.invalid import InvalidRecord, InvalidSample
 from clip_train.data.pixels import Alpha
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample, write_shards
@@ -115,12 +115,12 @@ def reinforced(shard: str, teachers: Sequence[Loaded], options: Options) -> list
 
 
 def prepared(
-    sample: TarSample | Invalid, transform: TrainTransform, options: Options
+    sample: TarSample | InvalidRecord, transform: TrainTransform, options: Options
 ) -> tuple[dict[str, Any], Tensor, list[str]]:
     """The sample's members, its augmented images, uint8 [A, 3, S, S], and its 1 + S captions.
     InvalidSample."""
-    if isinstance(sample, Invalid) or sample.duplicate:
-        raise InvalidSample(sample.reason if isinstance(sample, Invalid) else "duplicate key")
+    if isinstance(sample, InvalidRecord) or sample.duplicate:
+        raise InvalidSample(sample.reason if isinstance(sample, InvalidRecord) else "duplicate key")
     image = decode.image_of(sample.members, alpha=options.alpha)
     texts = decode.texts_of(sample.members, None)
     with contextlib.suppress(InvalidSample):  # it may have none

@@ -18,7 +18,7 @@ from clip_train.storage.redact import redact
 WINDOW = 10_000
 # fewer invalid samples never stop a run: one of the first ten means little
 MIN_INVALID = 20
-# of a table
+# limits of `table`
 ROWS_SHOWN = 20
 KEYS_SHOWN = 3
 KEY_LENGTH = 60  # characters
@@ -29,7 +29,7 @@ class InvalidSample(Exception):
     for all samples with this fault."""
 
 
-class Invalid(NamedTuple):
+class InvalidRecord(NamedTuple):
     """One sample that cannot be used, or the point where a damaged shard breaks off."""
 
     reason: str
@@ -46,8 +46,8 @@ def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = 
     """Format counts for people: the most frequent reasons and shards first.
 
     Args:
-        counts: `Invalid.count_key` -> samples.
-        keys: `Invalid.count_key` -> the keys of these samples. The table has the first ones.
+        counts: `InvalidRecord.count_key` -> samples.
+        keys: `InvalidRecord.count_key` -> the keys of these samples. The table has the first ones.
     """
     rows = Counter(counts).most_common(ROWS_SHOWN)
     width = max((count_key.index("\t") for count_key, _ in rows), default=0)
@@ -66,7 +66,7 @@ def table(counts: Mapping[str, int], keys: Mapping[str, Sequence[str]] | None = 
     return "\n".join(lines)
 
 
-def table_of(invalid: Iterable[Invalid]) -> str:
+def table_of(invalid: Iterable[InvalidRecord]) -> str:
     """Count the samples, and format the counts with the first keys of each."""
     keys: dict[str, list[str]] = defaultdict(list)
     for sample in invalid:
@@ -79,7 +79,7 @@ class CheckedBatch(NamedTuple):
     """One batch in the window of `InvalidLimit`."""
 
     samples: int
-    invalid: list[Invalid]
+    invalid: list[InvalidRecord]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class InvalidLimit:
     _window: deque[CheckedBatch] = field(default_factory=deque)  # the oldest first
     _samples: int = 0  # in the window
 
-    def add(self, samples: int, invalid: list[Invalid]) -> None:
+    def add(self, samples: int, invalid: list[InvalidRecord]) -> None:
         """Count one batch of `samples` places and the invalid samples that they held.
 
         Raises:
@@ -99,7 +99,7 @@ class InvalidLimit:
         """
         self._window.append(CheckedBatch(samples, invalid))
         self._samples += samples
-        # the window keeps as few batches as have WINDOW samples
+        # drop the oldest batch while the others still have WINDOW samples
         while self._samples - self._window[0].samples >= WINDOW:
             self._samples -= self._window.popleft().samples
         recent = [sample for batch in self._window for sample in batch.invalid]
@@ -113,7 +113,7 @@ class InvalidLimit:
 
 @dataclass
 class InvalidLog(Callback):
-    """Counts invalid samples over all ranks and epochs, by `Invalid.count_key`."""
+    """Counts invalid samples over all ranks and epochs, by `InvalidRecord.count_key`."""
 
     # step -> whole epochs of the data before it
     epoch_at: Callable[[int], int] = lambda step: 0
@@ -165,6 +165,7 @@ class InvalidLog(Callback):
         from clip_train import dist
 
         self.step, self.total = state["step"], Counter(state["bad_samples"])
+        # in the counts of one rank alone, so that the next sum over ranks has it once
         self.mine = Counter(self.total) if dist.is_main() else Counter()
         self.summed = Counter(self.mine)
 

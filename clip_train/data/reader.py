@@ -21,7 +21,7 @@ from clip_train.batch import BatchSizes
 from clip_train.data.benchmark import with_captions
 from clip_train.data.config import DataConfig
 from clip_train.data.index import ShardEntry, ShardIndex, SharedList, known_place
-from clip_train.data.invalid import Invalid
+from clip_train.data.invalid import InvalidRecord
 from clip_train.data.keep import KeptRows
 from clip_train.data.order import Order, Segment, Source, WeightsStage, hash64
 from clip_train.data.shards import PLAIN, SYNTHETIC, Reading, open_shard
@@ -50,7 +50,7 @@ _log = logging.getLogger("clip_train.data")
 # The members of a sample by extension, as bytes, and "__key__", "__url__" and "__shard__" (its
 # shard's number in the list of all).
 Fields = dict[str, Any]
-Item = Fields | Invalid
+Item = Fields | InvalidRecord
 
 
 def read_shard(
@@ -59,12 +59,12 @@ def read_shard(
     offset: int = 0,
     unread: float = 0,
     is_read: Callable[[int], bool] | None = None,
-) -> Generator[TarSample | Invalid]:
+) -> Generator[TarSample | InvalidRecord]:
     """The samples of a shard from byte `offset` on. The first `unread` samples come without their
     members, and so do those for which `is_read`, called with their number from `offset`, is false.
 
     If the same damage is found again when the shard is read again, the shard ends with one
-    `Invalid`. An error of the disk or the network is retried from the affected sample; it never
+    `InvalidRecord`. An error of the disk or the network is retried from the affected sample; it never
     counts as the end of the data.
 
     Raises:
@@ -98,7 +98,7 @@ def read_shard(
             # The archive is damaged, or the connection is: then other bytes come next time.
             damages.append(str(e))
             if damages.count(str(e)) > REREADS:
-                yield Invalid(e.reason, url, f"byte {e.offset}")
+                yield InvalidRecord(e.reason, url, f"byte {e.offset}")
                 return
             if len(damages) > 4 * REREADS:
                 raise DataError(
@@ -158,7 +158,7 @@ class SegmentReader:
         # of the sample of the archive that is read next: its number, and its first byte
         self._number = self._offset = 0
         self._kept = KeptRows(None)  # of the shard
-        self._samples: Generator[TarSample | Invalid] | None = None
+        self._samples: Generator[TarSample | InvalidRecord] | None = None
 
     def read(self, segment: Segment) -> list[Item]:
         """One item per sample of the segment; samples missing from the shard are invalid. Raises
@@ -183,14 +183,14 @@ class SegmentReader:
             if sample is None:
                 ended = True
                 break
-            if isinstance(sample, Invalid):
+            if isinstance(sample, InvalidRecord):
                 # the archive is damaged here, and its other samples cannot be read
                 items.append(sample)
                 ended = True
                 break
             if self._number >= rows[0] and self._kept.holds(self._number):
                 if sample.duplicate:
-                    items.append(Invalid("duplicate key", url, sample.key))
+                    items.append(InvalidRecord("duplicate key", url, sample.key))
                 else:
                     members = with_captions(sample.members, url)
                     number = self.files.first + shard
@@ -199,7 +199,7 @@ class SegmentReader:
             self._number += 1
             self._offset = sample.end
         self._next = stop
-        items += [Invalid(MISSING, url, f"number {number}") for number in rows[len(items) :]]
+        items += [InvalidRecord(MISSING, url, f"number {number}") for number in rows[len(items) :]]
         if not ended and stop == self.files.places[shard]:
             ended = True
             # behind the last sample that is kept there may be others

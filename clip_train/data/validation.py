@@ -21,7 +21,7 @@ from clip_train.data.fields import metadata, scalar
 from clip_train.data.formats import SkippedFiles, extension_of, is_hidden, is_image, walk_files
 from clip_train.data.images import for_evaluation
 from clip_train.data.index import ShardIndex
-from clip_train.data.invalid import Invalid, InvalidSample
+from clip_train.data.invalid import InvalidRecord, InvalidSample
 from clip_train.data.order import Segment
 from clip_train.data.pixels import Alpha
 from clip_train.data.reader import Fields, Files, Item, SegmentReader
@@ -253,7 +253,7 @@ class ValLoader:
         self.caption_key = caption_key
         self.workers = max(1, workers)
         # of this rank's share, from the last iteration
-        self.invalid: list[Invalid] = []
+        self.invalid: list[InvalidRecord] = []
         self.image_size, self.alpha, self.resize = image_size, alpha, resize
         self.patches = patches
         self.stages, self.layout = stages or (), layout_of(inputs, image_size)
@@ -269,7 +269,7 @@ class ValLoader:
                 if not group:
                     break
                 results = list(pool.map(self._decode, group))
-                self.invalid += [result for result in results if isinstance(result, Invalid)]
+                self.invalid += [result for result in results if isinstance(result, InvalidRecord)]
                 samples = [result for result in results if isinstance(result, DecodedSample)]
                 if samples:
                     yield self._batch(samples)
@@ -308,8 +308,8 @@ class ValLoader:
                 yield from reader.read(Segment(shard, start, stop))
             shard_first += count
 
-    def _decode(self, item: Item) -> DecodedSample | Invalid:
-        if isinstance(item, Invalid):
+    def _decode(self, item: Item) -> DecodedSample | InvalidRecord:
+        if isinstance(item, InvalidRecord):
             return item
         try:
             # a stage may drop these two
@@ -326,7 +326,7 @@ class ValLoader:
             else:
                 image = self._image(fields)
         except InvalidSample as e:
-            return Invalid(str(e), item["__url__"], item["__key__"])
+            return InvalidRecord(str(e), item["__url__"], item["__key__"])
         return DecodedSample(image, texts, fields)
 
     def _image(self, fields: Mapping[str, Any]) -> Tensor:

@@ -26,7 +26,7 @@ from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, resolve_workers
 from clip_train.data.decode import Decoder
 from clip_train.data.formats import quiet_pillow
-from clip_train.data.invalid import Invalid, InvalidSample, table_of
+from clip_train.data.invalid import InvalidRecord, InvalidSample, table_of
 from clip_train.data.order import Order, Partition
 from clip_train.data.reader import Files, Item, StreamReader
 from clip_train.data.tokenizer import Tokenize
@@ -99,7 +99,7 @@ class Piece:
     # p samples, with the columns of a `Batch`. If the images are in `shared_images`, there is no
     # column "images"; if p is 0, there is no column.
     columns: Columns
-    invalid: list[Invalid]
+    invalid: list[InvalidRecord]
 
 
 @dataclass
@@ -168,7 +168,7 @@ class PieceStream(IterableDataset):
             else:
                 images = self.memory[worker, step % self.memory.shape[1], :count]
             samples: list[dict[str, Any]] = []
-            invalid: list[Invalid] = []
+            invalid: list[InvalidRecord] = []
             for stream, sample_numbers in shares.items():
                 last_used[stream] = step
                 if stream not in readers:
@@ -206,21 +206,21 @@ class PieceStream(IterableDataset):
 
 
 def first_usable(
-    decoder: Decoder, candidates: Iterator[Item], seed: int, invalid: list[Invalid]
+    decoder: Decoder, candidates: Iterator[Item], seed: int, invalid: list[InvalidRecord]
 ) -> dict[str, Any]:
     """The first sample that decodes, as `Decoder` returns it. Raises DataError.
 
     If the first candidate cannot be used, it is added to `invalid`. The other candidates are
     counted at their own places."""
-    tried: list[Invalid] = []
+    tried: list[InvalidRecord] = []
     for item in itertools.islice(candidates, MAX_TRIED):
-        if isinstance(item, Invalid):
+        if isinstance(item, InvalidRecord):
             tried.append(item)
             continue
         try:
             sample = decoder(item, seed)
         except InvalidSample as e:
-            tried.append(Invalid(str(e), item["__url__"], item["__key__"]))
+            tried.append(InvalidRecord(str(e), item["__url__"], item["__key__"]))
             continue
         invalid += tried[:1]
         return sample

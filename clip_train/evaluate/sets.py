@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clip_train import dist
 from clip_train.data.index import ShardIndex
-from clip_train.data.invalid import Invalid, table_of
+from clip_train.data.invalid import InvalidRecord, table_of
 from clip_train.data.reader import count_missing
 from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
@@ -99,7 +99,7 @@ def evaluation(
     def run_set(
         data_set: EvaluationSet,
         examples: Examples | None,
-        invalid: list[Invalid],
+        invalid: list[InvalidRecord],
         patches: Patches | None,
     ) -> dict[str, float]:
         """invalid: gets this rank's invalid samples. patches: the budget of images at native
@@ -133,7 +133,7 @@ def evaluation(
 
     def run_once(examples: Examples | None) -> dict[str, float]:
         out: dict[str, float] = {}
-        rank_invalid: list[Invalid] = []
+        rank_invalid: list[InvalidRecord] = []
         for data_set in sets:
             metrics = run_set(data_set, examples, rank_invalid, architecture.patches)
             for tokens in config.evaluate.tokens or []:

@@ -15,7 +15,7 @@ from clip_train.data.config import DataConfig
 from clip_train.data.decode import captions, image_bytes
 from clip_train.data.images import TrainTransform
 from clip_train.data.index import ShardIndex
-from clip_train.data.invalid import Invalid, InvalidSample
+from clip_train.data.invalid import InvalidRecord, InvalidSample
 from clip_train.data.loader import TrainLoader
 from clip_train.data.order import Source
 from clip_train.data.pixels import decode_image
@@ -47,7 +47,7 @@ def one_epoch(shards: list[Path], lanes: int, caption_key: str | None):
         reader = SegmentReader(files, keep_open=True)
         for item in (item for segment in source.piece(stream, 0) for item in reader.read(segment)):
             try:
-                if isinstance(item, Invalid):
+                if isinstance(item, InvalidRecord):
                     counts[item.reason, Path(item.shard).name] += 1
                 else:
                     data = image_bytes(item)

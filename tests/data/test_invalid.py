@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from clip_train import dist
-from clip_train.data.invalid import Invalid, InvalidLog, table_of
+from clip_train.data.invalid import InvalidLog, InvalidRecord, table_of
 from tests.ranks import run_ranks
 
 
@@ -43,10 +43,12 @@ def test_an_epoch_without_any_is_reported_too():
 
 
 def test_keys_cannot_write_to_the_terminal():
-    table = table_of([Invalid("no image", "a.tar", "x\x1b[2J" + "y" * 500)])
+    table = table_of([InvalidRecord("no image", "a.tar", "x\x1b[2J" + "y" * 500)])
     assert "\x1b" not in table and "x\\x1b[2J" in table and len(table) < 200
 
 
 def test_a_table_has_the_first_keys_of_each_reason_and_shard():
-    found = [Invalid("no image", "a.tar", f"{rank}{n}") for rank in range(3) for n in range(2)]
+    found = [
+        InvalidRecord("no image", "a.tar", f"{rank}{n}") for rank in range(3) for n in range(2)
+    ]
     assert " ".join(table_of(found).splitlines()[1].split()) == "6 no image a.tar 00, 01, 10"
