@@ -241,8 +241,8 @@ def find_newest(
 
     Args:
         only: consider this checkpoint alone.
-        cache: the folder to which missing blocks are fetched from the remote store, if there is no
-            `stores.local`. None: nothing is verified or fetched now; each block is when it is read.
+        cache: missing blocks are fetched from the remote store to `stores.local`, or else to this
+            folder. None: nothing is verified or fetched now; each block is when it is read.
 
     Raises:
         CheckpointError: one rank cannot read. On all ranks.

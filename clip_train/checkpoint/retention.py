@@ -84,7 +84,8 @@ def apply_retention(
 
     Args:
         scores: as in `commits_to_keep`.
-        in_flight: folders of attempts that are still being uploaded. Their files stay.
+        in_flight: folders of attempts that this process may still commit, in this store or another
+            one. Their files stay.
 
     Returns:
         What could not be removed.
@@ -119,7 +120,7 @@ def apply_retention(
                 marker_folders[ref] = prefix_of(storage, ref)
     for attempt, files in attempts(storage, failures).items():
         ref, folder = attempt
-        # it may still be committed, here or in the remote store
+        # it may still be committed
         if is_pending(ref, epoch, newest_step) or folder in in_flight:
             continue
         # it is a checkpoint that is kept
