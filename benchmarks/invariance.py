@@ -31,7 +31,6 @@ from common import find_openclip, finish, parser, small_clip
 from torch.distributed.fsdp import FSDPModule
 
 from clip_train import dist
-from clip_train.engines.base import MovingAverage
 from clip_train.engines.compile import units
 from clip_train.engines.config import EngineConfig, describe_sharding
 from clip_train.losses.config import LossConfig
@@ -446,8 +445,7 @@ def run_row(row: Row) -> tuple[list[float], list[float], list, list, list, int]:
         device=torch.device("cpu"),
         micro_size=row.micro,
     )
-    if optim.ema_decay is not None:
-        engine.ema = MovingAverage(optim.ema_decay, optim.ema_warmup)
+    optim.apply_to(engine)
     engine.load_fragments(WholeState(start), {})
     objective = InfoNCE(tile=40) if architecture.init_logit_bias is None else SigmoidLoss(tile=40)
     objective.weights = LossConfig().weights

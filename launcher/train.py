@@ -30,7 +30,7 @@ from clip_train.data.loader import Prefetcher, TrainLoader
 from clip_train.data.reader import count_missing
 from clip_train.data.shared import shared_index
 from clip_train.data.tokenizer import Tokenize
-from clip_train.engines.base import Engine, MovingAverage
+from clip_train.engines.base import Engine
 from clip_train.engines.config import describe_sharding
 from clip_train.errors import RankError
 from clip_train.evaluate.data_sets import evaluation_sets
@@ -372,8 +372,7 @@ def build_engine(resolved: Resolved, device: torch.device) -> Engine:
         grad_clip_norm=config.optim.grad_clip_norm,
         micro_size=resolved.plan.micro_size,
     )
-    if config.optim.ema_decay is not None:
-        engine.ema = MovingAverage(config.optim.ema_decay, config.optim.ema_warmup)
+    config.optim.apply_to(engine)
     engine.saves_frozen = resolved.architecture.lora is None
     return engine
 
@@ -426,7 +425,7 @@ def build_loader(
         tokenizer=tokenizer,
         lengths=text_lengths if resolved.texts_end else None,
         pack_texts=resolved.padded_because is None,
-        groups=config.loss.groups,
+        values=config.sample_values(),
         patches=resolved.architecture.patches,
     )
 

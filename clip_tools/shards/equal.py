@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from clip_train.data.decode import group_name
+from clip_train.data.values import group_name
 from clip_train.task import sample_ids
 
 CELLS = 1 << 12

@@ -11,7 +11,7 @@ import json
 import random
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clip_train.data.benchmark import with_captions
-from clip_train.data.fields import is_missing, key_of, metadata, scalar, without_case
+from clip_train.data.fields import is_missing, key_of, metadata
 from clip_train.data.formats import IMAGE_EXTENSIONS, UNREAD_EXTENSIONS
 from clip_train.data.images import TrainTransform, seeded, synthetic_sample
 from clip_train.data.invalid import InvalidSample
@@ -27,10 +27,10 @@ from clip_train.data.order import hash64
 from clip_train.data.pixels import Alpha, decode_image, jpeg_size
 from clip_train.data.shards import SYNTHETIC
 from clip_train.data.tar import TarSample
+from clip_train.data.values import SampleValue
 from clip_train.errors import ClipTrainError, UserError
 from clip_train.inputs import IMAGE, Input, layout_of
 from clip_train.settings import import_path
-from clip_train.task import NO_ID, sample_id
 
 MAX_CAPTION_BYTES = 1 << 15  # in UTF-8; more is a document, which would hold up the tokenizer
 SEED_BOUND = 1 << 63  # a sample's seed is in [0, SEED_BOUND)
@@ -56,7 +56,8 @@ class Decoder:
     num_texts: int  # T
     stages: Sequence[Stage | str] = ()  # or their import paths; each maps one sample to one or none
     layout: Sequence[Input] = ()  # of `data.inputs`
-    groups: str | None = None  # as `loss.groups`
+    # the column of each: its values, for the loss
+    values: Mapping[str, SampleValue] = field(default_factory=dict)
     # images are augmented as stored with the sample, rather than by the seed
     stored_augmentations: bool = False
     # the width of all teachers' stored features together; 0: they are not read
@@ -72,10 +73,9 @@ class Decoder:
     def __call__(self, members: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """One sample: for each column, a tensor, a number or a string. Raises InvalidSample.
 
-        To add a column, add an entry to this mapping, of one type and shape for all samples. The
-        loss reads it as a column of `clip_train.task.Context`, on the device if it is a tensor or a
-        number. The loader and the micro-batch add "text_lengths", "patch_counts" and "places": do
-        not use these names.
+        The loss reads all of them as columns of `clip_train.task.Context`, on the device if they
+        are tensors or numbers. To add one, see `clip_train.data.values`. The loader and the
+        micro-batch add "text_lengths", "patch_counts" and "places": do not use these names.
 
         images: uint8 [3, S, S], or `Patches.row`, or [B] bytes of `data.inputs`. texts: T strings,
         which the worker replaces by tokens. members: also "__key__", "__url__" and "__shard__", the number of its
@@ -87,9 +87,7 @@ class Decoder:
         if members["__url__"].startswith(SYNTHETIC):
             image, texts = synthetic_sample(seed, self.transform, self.num_texts)
             sample |= {"images": image, "texts": texts}
-            if self.groups is not None:
-                sample["ids"] = NO_ID
-            return sample
+            return sample | {name: value.synthetic for name, value in self.values.items()}
         # the user's own code may draw random numbers
         runs_user_code = bool(self.stages or self.layout)
         with seeded(seed) if runs_user_code else contextlib.nullcontext():
@@ -112,10 +110,7 @@ class Decoder:
                 sample["teacher_features"] = stored_features(
                     members, augmentation.place, texts, self.stored_width
                 )
-        if self.groups is not None:
-            # equal for the samples of a group, which are not negatives of each other
-            sample["ids"] = sample_id(group_name(members, texts[0], self.groups))
-        return sample
+        return sample | {name: value(members, texts) for name, value in self.values.items()}
 
     def _image(
         self, members: Mapping[str, Any], seed: int, augmentation: "StoredAugmentation | None"
@@ -285,17 +280,6 @@ def offsets_of(lists: Sequence[Sequence[str]], seed: int) -> list[int]:
 def _at(texts: Sequence[str], place: int) -> str:
     """The text at a place, where the first text follows the last one."""
     return texts[place % len(texts)]
-
-
-def group_name(members: Mapping[str, Any], caption: str, groups: str) -> str | None:
-    """The name of a sample's group; None: it is in no group. groups: as `loss.groups`.
-
-    caption: the sample's first text. Its case and its blanks do not distinguish groups.
-    """
-    if groups == "caption":
-        return without_case(caption)
-    value = scalar(metadata(members).get(key_of(groups)))
-    return None if value is None else str(value)
 
 
 def _texts(value: Any) -> list[str]:

@@ -34,6 +34,7 @@ from clip_train.data.order import Partition, hash64
 from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
+from clip_train.data.values import SampleValue
 from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
@@ -89,7 +90,8 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         lengths: int64 [n, context_length] -> n, the length of each text, for a model that reads
             nothing behind it. Several texts of an image: [n, T, context_length] -> n lists of T.
         pack_texts: the model computes texts without their padding.
-        groups: as `loss.groups`.
+        values: by the name of a column, what the loss reads of each sample beside its image and
+            texts; see `Recipe.sample_values`.
         patches: native resolution, with the budgets of `config.tokens`; None: squares.
 
     Raises:
@@ -117,7 +119,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         tokenizer: Tokenize | None = None,
         lengths: Callable[[Tensor], list[Any]] | None = text_lengths,
         pack_texts: bool = False,
-        groups: str | None = None,
+        values: Mapping[str, SampleValue] | None = None,
         patches: Patches | None = None,
     ) -> None:
         self._storage = storage = storage or StorageConfig()
@@ -174,7 +176,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             config.num_texts,
             stages=(*(config.stages or ()), *stages),
             layout=self.layout,
-            groups=groups,
+            values=values or {},
             stored_augmentations=config.reinforced is not None,
             stored_width=sum(config.reinforced or ()),
             alpha=config.alpha,

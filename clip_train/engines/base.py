@@ -232,7 +232,7 @@ class Engine(abc.ABC):
             self.optimizer_steps += 1
             self.updates += 1
             with torch.no_grad():
-                self._clamp_scalars()
+                self._apply_rules()
                 if self.ema is not None:
                     self.ema.update(self.updates)
             self._read_masters()
@@ -308,6 +308,11 @@ class Engine(abc.ABC):
     def _clamp_scalars(self) -> None:
         for name, tensor in self._bounded_tensors():
             tensor.clamp_(*self.task.bounds[name])
+
+    def _apply_rules(self) -> None:
+        """What follows an update of the masters. An engine with copies of its own refreshes them
+        after it."""
+        self._clamp_scalars()
 
     def _bounded_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of this rank that holds a trained scalar with bounds, or a part of it: its

@@ -1,6 +1,6 @@
 """The `optim` section of the recipe."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -14,6 +14,9 @@ from clip_train.settings import (
     rule,
     shown,
 )
+
+if TYPE_CHECKING:
+    from clip_train.engines.base import Engine
 
 
 class OptimConfig(Settings):
@@ -61,6 +64,13 @@ class OptimConfig(Settings):
     ema_warmup: bool = False
     """Make the average forget the initial weights: at step t the decay is at most 1 - t^(-2/3)
     (timm's --model-ema-warmup)."""
+
+    def apply_to(self, engine: "Engine") -> None:
+        """Give an engine the rules that follow each update. Call it before weights are loaded."""
+        from clip_train.engines.base import MovingAverage  # late: it imports torch
+
+        if self.ema_decay is not None:
+            engine.ema = MovingAverage(self.ema_decay, self.ema_warmup)
 
     @rule
     def _warmup_of_an_average(self) -> Messages:

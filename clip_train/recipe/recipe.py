@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.fields import FieldInfo
@@ -52,6 +52,9 @@ from clip_train.settings import (
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
 from clip_train.yaml_text import YamlError, dump_yaml, load_yaml
+
+if TYPE_CHECKING:
+    from clip_train.data.values import SampleValue
 
 MOST_CHARACTERS = 1 << 22  # of a recipe
 
@@ -298,6 +301,15 @@ class Recipe(Settings):
                 f"optim.ema_decay ({decay}) is too high for {self.steps} steps: {initial:.0%} of "
                 "the average would be the initial weights; lower it, or set optim.ema_warmup=true"
             )
+
+    def sample_values(self) -> "dict[str, SampleValue]":
+        """By the name of its column: what the loss reads of each sample beside image and texts."""
+        from clip_train.data.values import GroupId  # late: it imports torch
+
+        values: dict[str, SampleValue] = {}
+        if self.loss.groups is not None:
+            values["ids"] = GroupId(self.loss.groups)
+        return values
 
     def architecture(
         self, model: ModelConfig | None = None, trained: Mapping[str, Any] = {}

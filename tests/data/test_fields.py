@@ -13,6 +13,7 @@ import pytest
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
 from clip_train.data.validation import ValLoader
+from clip_train.data.values import GroupId
 from clip_train.evaluate.zero_shot import ZeroShotClasses
 from launcher.cli.main import main
 from tests.data.shards import counted, jpeg, write_shard
@@ -43,7 +44,7 @@ def write(folder: Path, values: list[str]) -> str:
 def groups(folder: Path, values: list[str]) -> list[int]:
     config = DataConfig(train=write(folder, values), workers=0, lanes=1)
     sizes: dict[str, Any] = {"image_size": 8, "context_length": 8, "global_size": len(values)}
-    with TrainLoader(config, **sizes, seed=7, groups="json.x") as loader:
+    with TrainLoader(config, **sizes, seed=7, values={"ids": GroupId("json.x")}) as loader:
         batch = next(loader)
     found = dict(zip(batch.keys, batch.columns["ids"].tolist(), strict=True))
     return [found[str(number)] for number in range(len(values))]

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from clip_train.engines.base import MovingAverage
 from clip_train.engines.config import EngineConfig
 from clip_train.models.weights import WholeState
 from clip_train.optim.config import OptimConfig
@@ -47,7 +46,6 @@ def engine_at(
         grad_clip_norm=clip,
         micro_size=8,
     )
-    if optim.ema_decay is not None:
-        engine.ema = MovingAverage(optim.ema_decay, optim.ema_warmup)
+    optim.apply_to(engine)
     engine.load_fragments(WholeState(make_model().state_dict()), {})
     return engine

@@ -12,6 +12,7 @@ from clip_train.batch import shares
 from clip_train.columns import Columns
 from clip_train.data.config import DataConfig
 from clip_train.data.loader import TrainLoader
+from clip_train.data.values import GroupId
 from clip_train.engines.base import PlainEngine
 from clip_train.errors import UserError
 from clip_train.losses.config import LossConfig
@@ -194,7 +195,8 @@ def test_the_loader_reads_the_groups(folder):
     def ids(groups):
         config = DataConfig(train=f"{folder}/*.tar", workers=0, lanes=2, shuffle_block=5)
         sizes = {"image_size": 8, "context_length": 8, "global_size": 24}
-        with TrainLoader(config, **sizes, seed=7, groups=groups) as loader:
+        values = {"ids": GroupId(groups)} if groups else None
+        with TrainLoader(config, **sizes, seed=7, values=values) as loader:
             batch = next(loader)
         if groups is None:
             return batch.columns.get("ids")

@@ -217,9 +217,9 @@ class UnshardedEngine(Engine):
 
     # -- the model's copies
 
-    def _clamp_scalars(self) -> None:
-        super()._clamp_scalars()
-        self._refresh_copies()  # the step has changed the masters for the last time
+    def _apply_rules(self) -> None:
+        super()._apply_rules()
+        self._refresh_copies()
 
     def _masters_changed(self) -> None:
         self._refresh_copies()
