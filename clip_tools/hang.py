@@ -1,0 +1,248 @@
+"""`clip-train doctor --hang RUN`: where each rank of a run is, and which collective who has not entered.
+
+It writes a request into the run directory. The watchdog of each rank answers there, on any node. Ranks
+on this machine that do not answer, because they hold the GIL, are asked by a signal for their stacks.
+A second round tells ranks that hang from ranks that work. Of a run that has ended, it reads what the
+ranks and NCCL wrote when they noticed the hang.
+"""
+
+import contextlib
+import secrets
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clip_train import stacks
+from clip_train.errors import UserError
+from clip_train.recipe.recipe import load_config
+from clip_train.storage.local import LocalStorage
+from launcher.runtime.hang import (
+    HANG,
+    REQUEST,
+    Diagnosis,
+    Standing,
+    diagnose,
+    named,
+    read_answers,
+    read_nccl_dumps,
+)
+from launcher.runtime.verdict import VERDICT_FILE, read_verdict
+from launcher.runtime.watchdog import REQUEST_SECONDS, rank_of_run
+from launcher.slurm.attempts import History
+
+ANSWER_SECONDS = 20.0  # for all ranks; they look every REQUEST_SECONDS, and may ask their workers
+ROUND_SECONDS = 2.0  # between the two rounds
+LINES_OF_STACK = 24  # shown of a rank
+STACKS_SHOWN = 2  # ranks
+REMEDIES = {
+    "silent": "the rank is frozen, busy outside of Python, or its node is gone. If it is stopped: "
+    "kill -CONT PID. Otherwise look at its node (dmesg | tail), kill the process, and start the run "
+    "again without that node; it resumes",
+    "data": "the rank waits for its next batch: check its disk and its store with `clip-train doctor "
+    "{recipe}` on that node, and look at the stack above for the call that does not return",
+    "code": "the rank is in code that does not end: its stack above shows where",
+    "differ": "the ranks run different code: look for a collective, or a call of `clip_train.dist`, "
+    "inside an `if` that is not the same on all ranks, in a callback, loss or model of your own",
+    "network": "all have called it, so a link or a GPU does not answer: `dmesg | grep -i -e xid -e "
+    "nvrm` on each node, and `clip-train doctor --all-nodes`",
+    "none": "nothing: the run makes progress",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found out about a run."""
+
+    run_dir: Path
+    world_size: int
+    diagnosis: Diagnosis
+    state: str  # of the run, as a sentence
+    standings: dict[int, Standing]
+    stacks: dict[int, str] = field(default_factory=dict)  # by rank
+    pids: dict[int, str] = field(default_factory=dict)  # of silent ranks on this machine, and why
+
+    @property
+    def hangs(self) -> bool:
+        return self.diagnosis.cause != "none"
+
+    @property
+    def remedy(self) -> str:
+        recipe = shlex.quote(str(self.run_dir / "recipe.yaml"))
+        return REMEDIES[self.diagnosis.cause].format(recipe=recipe)
+
+    def page(self) -> str:
+        lines = [f"{self.run_dir}: {self.state}"]
+        for rank in range(self.world_size):
+            if rank in self.standings:
+                one = self.standings[rank]
+                where = f"{one.node}, pid {one.pid}; {at_step(one)}; {one.does()}"
+            else:
+                where = self.pids.get(rank, "did not answer")
+            lines.append(f"  rank {rank}: {where}")
+        pending = [
+            f"  rank {rank}: collective {each.number} of group {group}, {each.describe()}"
+            for rank, one in sorted(self.standings.items())
+            for group, collectives in one.collectives.items()
+            for each in collectives
+            if not each.ended
+        ]
+        if pending and self.hangs:
+            lines += ["collectives that have not ended:", *pending]
+        if self.hangs:
+            for rank in self.diagnosis.ranks[:STACKS_SHOWN]:
+                if self.stacks.get(rank):
+                    kept = self.stacks[rank].rstrip().splitlines()[:LINES_OF_STACK]
+                    lines += [f"stack of rank {rank}:", *(f"  {line}" for line in kept)]
+            lines.append(f"why: {self.diagnosis.said}")
+        lines.append(f"what to do: {self.remedy}")
+        return "\n".join(lines)
+
+    def values(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run_dir),
+            "state": self.state,
+            "hangs": self.hangs,
+            **asdict(self.diagnosis),
+            "remedy": self.remedy,
+            "ranks": {rank: asdict(one) for rank, one in sorted(self.standings.items())},
+            "stacks": self.stacks,
+        }
+
+
+def at_step(one: Standing) -> str:
+    step = "before its first step" if one.step is None else f"step {one.step + 1}"
+    return f"{step}, phase {one.phase} for {one.seconds:.0f} s"
+
+
+def explain(run: str, overrides: list[str]) -> Report:
+    """run: its folder, or its recipe. UserError if there is nothing to say."""
+    run_dir = find_run_dir(run, overrides)
+    folder = run_dir / HANG
+    world_size = started_ranks(run_dir)
+    if (run_dir / VERDICT_FILE).exists():
+        return explain_ended(run_dir, world_size)
+    first = ask_all(folder, world_size)
+    if not first and not local_ranks(run_dir):
+        raise UserError(
+            f"no rank of {run_dir} answers within {ANSWER_SECONDS:.0f} s: is it running, and is this "
+            "its run.dir, on a file system that its nodes share?"
+        )
+    time.sleep(ROUND_SECONDS)
+    answers = ask_all(folder, world_size)
+    standings = {rank: answer["standing"] for rank, answer in answers.items()}
+    texts = {rank: answer["stacks"] for rank, answer in answers.items()}
+    pids = {}
+    for rank, process in local_ranks(run_dir).items():
+        if rank not in answers:
+            world_size = max(world_size, rank + 1)
+            pids[rank] = f"pid {process.pid} on this node does not answer"
+            if process.is_stopped():
+                pids[rank] = f"pid {process.pid} on this node is stopped: kill -CONT {process.pid}"
+            else:
+                texts[rank] = stacks.ask(process)
+    world_size = max([world_size, *(one.world_size for one in standings.values())])
+    moved = [
+        rank
+        for rank, one in standings.items()
+        if rank in first and one.progress() != first[rank]["standing"].progress()
+    ]
+    if moved and len(standings) == world_size:
+        steps = {one.step for one in standings.values()}
+        state = f"{named(moved)} of {world_size} moved within {ROUND_SECONDS:.0f} s"
+        if steps - {None}:
+            state += f", at step {max(step for step in steps if step is not None)}"
+        return Report(run_dir, world_size, Diagnosis("none", state), state, standings)
+    state = f"{len(standings)} of {world_size} ranks answered, and none moved"
+    if moved:
+        state = f"{len(standings)} of {world_size} ranks answered"
+    return Report(
+        run_dir, world_size, diagnose(standings, world_size), state, standings, texts, pids
+    )
+
+
+def find_run_dir(run: str, overrides: list[str]) -> Path:
+    place = Path(run)
+    if place.suffix in (".yaml", ".yml"):
+        place = load_config(run, overrides).run_dir
+    if not place.is_dir():
+        raise UserError(f"--hang ({run}) must be the folder of a run, or its recipe")
+    return place.resolve()
+
+
+def started_ranks(run_dir: Path) -> int:
+    """As rank 0 has recorded them at the newest start; 0 if it has not."""
+    starts = History(run_dir).of("start")
+    return starts[-1].get("ranks", 0) if starts else 0
+
+
+def local_ranks(run_dir: Path) -> dict[int, stacks.Answering]:
+    """The ranks of this run on this machine."""
+    found = {}
+    for process in stacks.processes():
+        words = process.who.split(" ", 2)
+        if words[0] == "rank" and process.who == rank_of_run(int(words[1]), run_dir):
+            found[int(words[1])] = process
+    return found
+
+
+def ask_all(folder: Path, world_size: int) -> Mapping[int, dict[str, Any]]:
+    """The answers of all ranks that answer, by rank."""
+    request = secrets.token_hex(8)
+    storage = LocalStorage(folder)
+    storage.put_bytes(REQUEST, request.encode())
+    answers: dict[int, dict[str, Any]] = {}
+    try:
+        end = time.monotonic() + ANSWER_SECONDS
+        last_new = time.monotonic()
+        while time.monotonic() < end:
+            now = {
+                rank: answer
+                for rank, answer in read_answers(folder).items()
+                if answer["request"] == request
+            }
+            if len(now) > len(answers):
+                last_new = time.monotonic()
+            answers = now
+            expected = max([world_size, *(a["standing"].world_size for a in answers.values())])
+            if expected and len(answers) >= expected:
+                break
+            # the others have answered long ago
+            if answers and time.monotonic() - last_new > ANSWER_SECONDS / 2:
+                break
+            time.sleep(REQUEST_SECONDS / 10)
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / REQUEST).unlink()
+    return answers
+
+
+def explain_ended(run_dir: Path, world_size: int) -> Report:
+    """Of a run that has ended: what its ranks and NCCL wrote about the hang. UserError if there is
+    nothing."""
+    answers = read_answers(run_dir / HANG)
+    standings: dict[int, Standing] = {rank: a["standing"] for rank, a in answers.items()}
+    dumps = read_nccl_dumps(run_dir / HANG)
+    for rank, collectives in dumps.items():
+        before = standings.get(rank)
+        if before is None:
+            before = Standing(rank, world_size, "?", 0, "?", None, 0.0, "not described", False)
+        standings[rank] = Standing(**{**vars(before), "collectives": collectives})
+    verdict = read_verdict(run_dir)
+    word, details = verdict if verdict is not None else ("no verdict", {})
+    if not standings:
+        raise UserError(
+            f"{run_dir} has ended ({word}: {details.get('reason', '')}), and no rank wrote about a "
+            "hang; start it again, and ask while it hangs"
+        )
+    world_size = max([world_size, *(one.world_size for one in standings.values())])
+    return Report(
+        run_dir,
+        world_size,
+        diagnose(standings, world_size),
+        f"ended, {word}: {details.get('reason', '')}",
+        standings,
+        {rank: answer["stacks"] for rank, answer in answers.items()},
+    )
