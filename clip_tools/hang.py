@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from launcher.runtime.watchdog import REQUEST_SECONDS, rank_of_run
 from launcher.slurm.attempts import History
 
 ANSWER_SECONDS = 20.0  # for all ranks; they look every REQUEST_SECONDS, and may ask their workers
+LATE_SECONDS = 6.0  # after the newest answer: ranks that have not answered then will not
 ROUND_SECONDS = 2.0  # between the two rounds
 LINES_OF_STACK = 24  # shown of a rank
 STACKS_SHOWN = 2  # ranks
@@ -83,7 +84,7 @@ class Report:
                 where = self.pids.get(rank, "did not answer")
             lines.append(f"  rank {rank}: {where}")
         pending = [
-            f"  rank {rank}: collective {each.number} of group {group}, {each.describe()}"
+            f"  rank {rank}: collective {each.number} of {group}, {each.describe()}"
             for rank, one in sorted(self.standings.items())
             for group, collectives in one.collectives.items()
             for each in collectives
@@ -94,8 +95,7 @@ class Report:
         if self.hangs:
             for rank in self.diagnosis.ranks[:STACKS_SHOWN]:
                 if self.stacks.get(rank):
-                    kept = self.stacks[rank].rstrip().splitlines()[:LINES_OF_STACK]
-                    lines += [f"stack of rank {rank}:", *(f"  {line}" for line in kept)]
+                    lines += [f"stack of rank {rank}:", *main_stack(self.stacks[rank])]
             lines.append(f"why: {self.diagnosis.said}")
         lines.append(f"what to do: {self.remedy}")
         return "\n".join(lines)
@@ -112,6 +112,16 @@ class Report:
         }
 
 
+def main_stack(text: str) -> list[str]:
+    """The part of a rank's stacks that fits on a page: its main thread."""
+    if "most recent call first" in text:  # faulthandler's: the main thread is the last
+        kept = text.strip().split("\n\n")[-1].splitlines()[:LINES_OF_STACK]
+    else:
+        kept = text.strip().split("\n\n")[0].splitlines()
+        kept = [kept[0], *kept[1:][-LINES_OF_STACK:]]
+    return [f"  {line}" for line in kept]
+
+
 def at_step(one: Standing) -> str:
     step = "before its first step" if one.step is None else f"step {one.step + 1}"
     return f"{step}, phase {one.phase} for {one.seconds:.0f} s"
@@ -124,25 +134,26 @@ def explain(run: str, overrides: list[str]) -> Report:
     world_size = started_ranks(run_dir)
     if (run_dir / VERDICT_FILE).exists():
         return explain_ended(run_dir, world_size)
-    first = ask_all(folder, world_size)
-    if not first and not local_ranks(run_dir):
+    here = local_ranks(run_dir)
+    stopped = {rank for rank, process in here.items() if process.is_stopped()}
+    world_size = max([world_size, *(rank + 1 for rank in here)])
+    first = ask_all(folder, world_size, stopped)
+    if not first and not here:
         raise UserError(
             f"no rank of {run_dir} answers within {ANSWER_SECONDS:.0f} s: is it running, and is this "
             "its run.dir, on a file system that its nodes share?"
         )
     time.sleep(ROUND_SECONDS)
-    answers = ask_all(folder, world_size)
+    answers = ask_all(folder, world_size, set(range(world_size)) - first.keys())
     standings = {rank: answer["standing"] for rank, answer in answers.items()}
     texts = {rank: answer["stacks"] for rank, answer in answers.items()}
     pids = {}
-    for rank, process in local_ranks(run_dir).items():
-        if rank not in answers:
-            world_size = max(world_size, rank + 1)
+    for rank, process in here.items():
+        if process.is_stopped():
+            pids[rank] = f"pid {process.pid} on this node is stopped: kill -CONT {process.pid}"
+        elif rank not in answers:
             pids[rank] = f"pid {process.pid} on this node does not answer"
-            if process.is_stopped():
-                pids[rank] = f"pid {process.pid} on this node is stopped: kill -CONT {process.pid}"
-            else:
-                texts[rank] = stacks.ask(process)
+            texts[rank] = stacks.ask(process)
     world_size = max([world_size, *(one.world_size for one in standings.values())])
     moved = [
         rank
@@ -188,29 +199,26 @@ def local_ranks(run_dir: Path) -> dict[int, stacks.Answering]:
     return found
 
 
-def ask_all(folder: Path, world_size: int) -> Mapping[int, dict[str, Any]]:
-    """The answers of all ranks that answer, by rank."""
+def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[str, Any]]:
+    """The answers of all ranks that answer, by rank. silent: ranks that are not waited for."""
     request = secrets.token_hex(8)
-    storage = LocalStorage(folder)
-    storage.put_bytes(REQUEST, request.encode())
+    LocalStorage(folder).put_bytes(REQUEST, request.encode())
     answers: dict[int, dict[str, Any]] = {}
+    newest = time.monotonic()  # when the newest answer came
+    end = newest + ANSWER_SECONDS
     try:
-        end = time.monotonic() + ANSWER_SECONDS
-        last_new = time.monotonic()
         while time.monotonic() < end:
-            now = {
-                rank: answer
-                for rank, answer in read_answers(folder).items()
-                if answer["request"] == request
-            }
+            found = read_answers(folder).items()
+            now = {rank: answer for rank, answer in found if answer["request"] == request}
             if len(now) > len(answers):
-                last_new = time.monotonic()
+                newest = time.monotonic()
             answers = now
-            expected = max([world_size, *(a["standing"].world_size for a in answers.values())])
-            if expected and len(answers) >= expected:
-                break
-            # the others have answered long ago
-            if answers and time.monotonic() - last_new > ANSWER_SECONDS / 2:
+            sizes = [answer["standing"].world_size for answer in answers.values()]
+            expected = set(range(max([world_size, *sizes]))) - silent
+            # all have answered, or all others have long ago
+            if (expected and expected <= answers.keys()) or (
+                answers and time.monotonic() - newest > LATE_SECONDS
+            ):
                 break
             time.sleep(REQUEST_SECONDS / 10)
     finally:

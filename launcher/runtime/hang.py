@@ -54,7 +54,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_dump(dump: bytes) -> dict[str, list[Collective]]:
-    """The collectives in a dump of the flight recorder, by the name of their group and its backend:
+    """The collectives in a dump of the flight recorder, by backend and group, as `gloo group 0`:
     those that have not ended, and the newest. ValueError if it is not such a dump."""
     try:
         content = PlainUnpickler(io.BytesIO(dump)).load()
@@ -63,7 +63,7 @@ def read_dump(dump: bytes) -> dict[str, list[Collective]]:
             if entry["is_p2p"]:
                 continue  # numbered by pairs of ranks
             backend, _, name = entry["profiling_name"].rpartition(":")
-            group = f"{entry['process_group'][0]} of {backend or 'nccl'}"
+            group = f"{backend or 'nccl'} group {entry['process_group'][0]}"
             sizes = " ".join(map(str, entry["input_sizes"]))
             types = " ".join(dict.fromkeys(entry["input_dtypes"]))
             groups.setdefault(group, []).append(
@@ -228,7 +228,7 @@ def compare(
     absent = tuple(r for r in standings if r in members and r not in entered)
     silent = tuple(r for r in silent if r in members)
     calls = {r: call for r, one in entered.items() if (call := one.entered(group, number))}
-    what = f"collective {number} of group {group}"
+    what = f"collective {number} of {group}"
     by_call: dict[str, list[int]] = {}
     for rank, call in calls.items():
         by_call.setdefault(f"{call.name} {call.sizes}", []).append(rank)
@@ -253,7 +253,7 @@ def compare(
 
 def members_of(standings: Mapping[int, Standing], group: str) -> set[int]:
     """The ranks of a group, as any of them knows them."""
-    name = group.partition(" of ")[0]
+    name = group.rpartition(" ")[2]
     known = {r for one in standings.values() for r in one.members.get(name, ())}
     return known or {r for r, one in standings.items() if group in one.collectives}
 

@@ -357,7 +357,7 @@ class Watchdog(Callback):
         turn = min(rank, TURNS) * TURN_SECONDS
         self._heartbeat.wait((WAITING_SECONDS if standing.waits else STACKS_SECONDS) + turn)
         if self._heartbeat.abort is None and self._heartbeat.env.world_size > 1:
-            message = f"{message}. {self._diagnosis()}"
+            message = f"{message}; {self._diagnosis()}"
         abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not standing.waits))
         if self._phase in (Phase.END, Phase.CLOSE, Phase.FINISH):
             self._exit(abort)  # it hangs while it closes the run
@@ -419,13 +419,16 @@ def rank_of_run(rank: int, run_dir: Path) -> str:
 
 
 def all_stacks() -> str:
-    """Of this process's threads, by name, the innermost frame last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
+    """Of this process's threads, by name, the innermost frame last; the main thread comes first."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = threads[ident].name if ident in threads else str(ident)
+        text = f"thread {name}:\n{''.join(traceback.format_stack(frame))}"
+        is_main = threads.get(ident) is threading.main_thread()
+        if ident != threading.get_ident():
+            found.insert(0 if is_main else len(found), text)
+    return "\n".join(found)
 
 
 LOADER = "/clip_train/data/loader.py"
