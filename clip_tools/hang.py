@@ -96,7 +96,7 @@ class Report:
             for rank in self.diagnosis.ranks[:STACKS_SHOWN]:
                 if self.stacks.get(rank):
                     lines += [f"stack of rank {rank}:", *main_stack(self.stacks[rank])]
-            lines.append(f"why: {self.diagnosis.said}")
+            lines.append(f"why: {self.diagnosis.describe()}")
         lines.append(f"what to do: {self.remedy}")
         return "\n".join(lines)
 
@@ -105,8 +105,11 @@ class Report:
             "run": str(self.run_dir),
             "state": self.state,
             "hangs": self.hangs,
-            **asdict(self.diagnosis),
+            "cause": self.diagnosis.cause,
+            "why": self.diagnosis.describe(),
+            "ranks_that_miss": self.diagnosis.ranks,
             "remedy": self.remedy,
+            "silent": self.pids,
             "ranks": {rank: asdict(one) for rank, one in sorted(self.standings.items())},
             "stacks": self.stacks,
         }

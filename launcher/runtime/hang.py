@@ -156,7 +156,7 @@ class Standing:
         return any(not each.ended for those in self.collectives.values() for each in those)
 
     def does(self) -> str:
-        return f"{self.where}{'; it waits for data' * bool(self.data)}{self.data and f': {self.data}'}"
+        return f"{self.where}{', waiting for data: ' * bool(self.data)}{self.data}"
 
     def progress(self) -> tuple[Any, ...]:
         """What differs between two standings of a rank that makes progress."""
@@ -176,6 +176,10 @@ class Diagnosis:
     cause: Cause
     said: str  # the collective, the ranks that have entered it and those that have not
     ranks: tuple[int, ...] = ()  # those that the others wait for
+    where: str = ""  # what these do
+
+    def describe(self) -> str:
+        return f"{self.said}{': ' * bool(self.where)}{self.where}"
 
 
 def diagnose(standings: Mapping[int, Standing], world_size: int) -> Diagnosis:
@@ -187,12 +191,17 @@ def diagnose(standings: Mapping[int, Standing], world_size: int) -> Diagnosis:
         if (each := compare(standings, group, silent)) is not None
     ]
     if found:
-        # The others wait for a rank that waits for nobody. Without one, for code that differs.
         order: list[Cause] = ["data", "code", "silent", "differ", "network"]
-        first = min(found, key=lambda each: order.index(each.cause))
-        # a rank that waits in one group may be missing in another
-        idle = [each for each in found if not any(is_waiting(standings, r) for r in each.ranks)]
-        return min(idle, key=lambda each: order.index(each.cause)) if idle else first
+        found.sort(key=lambda each: order.index(each.cause))
+        # The others wait for a rank that waits for nobody.
+        idle = [one for one in found if not any(is_waiting(standings, r) for r in one.ranks)]
+        if idle:
+            return idle[0]
+        if len(found) == 1:
+            return found[0]
+        # Each waits for another, in different groups: one of them has left out a call.
+        ranks = tuple(sorted({rank for one in found for rank in one.ranks}))
+        return Diagnosis("differ", "; ".join(one.describe() for one in found), ranks)
     if silent:
         return Diagnosis("silent", f"{named(silent)} did not answer", silent)
     busy = tuple(rank for rank, one in sorted(standings.items()) if not one.waits)
@@ -238,8 +247,8 @@ def compare(
     if absent:
         missing = "; ".join(f"rank {r} is {standings[r].does()}" for r in absent[:4])
         data = any(standings[r].data for r in absent)
-        said = f"{in_it}, {named(absent)} {has_or_have(absent)} not entered it: {missing}"
-        return Diagnosis("data" if data else "code", said, absent)
+        said = f"{in_it}, {named(absent)} {has_or_have(absent)} not entered it"
+        return Diagnosis("data" if data else "code", said, absent, missing)
     if silent:
         return Diagnosis("silent", f"{in_it}, {named(silent)} did not answer", silent)
     if len(by_call) > 1:

@@ -35,7 +35,15 @@ from clip_train.recipe.launch import LaunchConfig
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from launcher.runtime.environment import detect, launcher_pid
-from launcher.runtime.hang import ANSWER, HANG, REQUEST, Standing, diagnose, place, recorded
+from launcher.runtime.hang import (
+    ANSWER,
+    REQUEST,
+    Diagnosis,
+    Standing,
+    diagnose,
+    place,
+    recorded,
+)
 from launcher.runtime.heartbeat import BEAT_SECONDS, LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process
@@ -67,7 +75,7 @@ DESCRIBE_SECONDS = BEAT_SECONDS + 3.0
 # what all have said, and the others find that it has. The first this many ranks wait for each other.
 TURN_SECONDS, TURNS = 0.1, 20
 REQUEST_SECONDS = 2.0  # between looks for a request of `clip-train doctor --hang`
-WORKERS_SHOWN = 2  # of a rank that waits for data
+SHOWN = 2  # loader workers of a rank that waits for data
 
 
 class Phase(str, enum.Enum):
@@ -108,7 +116,7 @@ class Watchdog(Callback):
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. hang_dir: on all
-        ranks, where each says where it is if it hangs or is asked (`hang.HANG` of the run)."""
+        ranks, where each says where it is if it hangs or is asked (`hang.HANG`)."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self._hang_dir = hang_dir
         self._request, self._next_request = "", 0.0  # the last one; seconds, when to look again
@@ -357,18 +365,19 @@ class Watchdog(Callback):
         turn = min(rank, TURNS) * TURN_SECONDS
         self._heartbeat.wait((WAITING_SECONDS if standing.waits else STACKS_SECONDS) + turn)
         if self._heartbeat.abort is None and self._heartbeat.env.world_size > 1:
-            message = f"{message}; {self._diagnosis()}"
+            found = self._diagnosis()
+            message = f"{message}; {found.said if found.ranks == (rank,) else found.describe()}"
         abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not standing.waits))
         if self._phase in (Phase.END, Phase.CLOSE, Phase.FINISH):
             self._exit(abort)  # it hangs while it closes the run
 
-    def _diagnosis(self) -> str:
+    def _diagnosis(self) -> Diagnosis:
         """Of the ranks together."""
         standings = {
             rank: Standing.load(json.loads(text))
             for rank, text in self._heartbeat.descriptions().items()
         }
-        return diagnose(standings, self._heartbeat.env.world_size).said
+        return diagnose(standings, self._heartbeat.env.world_size)
 
 
 def phase_limit(hang_seconds: float | None, phase: Phase, steps: Sequence[float]) -> float:
@@ -396,13 +405,14 @@ COMMUNICATION = (
     "/clip_train/dist.py",
     "/launcher/runtime/rendezvous.py",
 )
+WRAPPERS = ("/torch/_ops.py", "/torch/distributed/c10d_logger.py")  # around torch's own functions
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
     """The location of the main thread as a text, and whether it waits for other ranks."""
     if frame is None:
         return "and the main thread is gone", False
-    stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith("/torch/_ops.py")]
+    stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith(WRAPPERS)]
     entered = len(stack)
     while entered > 1 and any(part in stack[entered - 1].filename for part in COMMUNICATION):
         entered -= 1
@@ -432,8 +442,9 @@ def all_stacks() -> str:
 
 
 LOADER = "/clip_train/data/loader.py"
-# What faulthandler writes of a frame.
-FRAME = re.compile(r'File "(.*/clip_train/(?:data|storage)/.*)", line (\d+) in (\S+)')
+# Frames of Python's and of packages: what they were called for says more.
+PACKAGES = re.compile(r"/lib/python3|<frozen")
+FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')  # as faulthandler writes it
 
 
 def reading(frames: Mapping[int, FrameType], main: int | None) -> str:
@@ -441,22 +452,22 @@ def reading(frames: Mapping[int, FrameType], main: int | None) -> str:
     frame = frames.get(main or 0)
     if frame is None or not any(f.filename.endswith(LOADER) for f in traceback.extract_stack(frame)):
         return ""
-    found = []
     workers = [each for each in stacks.processes() if each.who == f"worker of {os.getpid()}"]
-    for worker in workers[:WORKERS_SHOWN]:
-        said = "it is frozen" if worker.is_stopped() else "it does not answer"
-        inside = FRAME.search(stacks.ask(worker))
-        if inside is not None:
-            said = f"in {place(inside[1], int(inside[2]), inside[3])}"
-        found.append(f"loader worker {worker.pid}: {said}")
-    if not workers:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, each in frames.items():
-            stack = traceback.extract_stack(each)
-            inner = [f for f in stack if "/clip_train/" in f.filename]
-            if inner and (ident == main or names.get(ident) == "prefetch"):
-                here = inner[-1]
-                found.append(f"in {place(here.filename, here.lineno, here.name)}")
-                if names.get(ident) == "prefetch":
-                    return found[-1]
-    return "; ".join(found)
+    if workers:
+        return "; ".join(f"loader worker {each.pid} {work(each)}" for each in workers[:SHOWN])
+    names = {thread.name: thread.ident for thread in threading.enumerate()}
+    reader = frames.get(names.get("prefetch") or 0, frame)
+    own = [f for f in traceback.extract_stack(reader) if not PACKAGES.search(f.filename)]
+    return f"in {place(own[-1].filename, own[-1].lineno, own[-1].name)}" if own else ""
+
+
+def work(worker: stacks.Answering) -> str:
+    """What a loader worker does."""
+    if worker.is_stopped():
+        return "is frozen"
+    threads = stacks.ask(worker).split("\n\n")
+    reads = next((text for text in threads if " in _pieces" in text), "")
+    for file, line, function in FRAME.findall(reads):
+        if not PACKAGES.search(file):
+            return f"in {place(file, int(line), function)}"
+    return "in no code that reads" if threads[0] else "does not answer"
