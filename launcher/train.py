@@ -43,6 +43,7 @@ from clip_train.metrics.meters import (
     Profiler,
     Utilization,
 )
+from clip_train.metrics.nvml import gpu_readings
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.process import this_process
 from clip_train.metrics.progress import ProgressLine
@@ -305,6 +306,7 @@ def build_trainer(
     if dist.is_main():
         recomputed = RECOMPUTED[config.engine.recompute]
         callbacks.append(Utilization(flops_of_forward, device, skipped, recomputed))
+        callbacks += gpu_readings(environment.gpu_identity(device))
     if env.world_size > 1:
         callbacks.append(SlowRank(heartbeat))
     profiled_steps = config.log.profile_steps

@@ -152,9 +152,6 @@ class Standing:
     def entered(self, group: str, number: int) -> Collective | None:
         return next((e for e in self.collectives.get(group, ()) if e.number == number), None)
 
-    def is_pending(self) -> bool:
-        return any(not each.ended for those in self.collectives.values() for each in those)
-
     def does(self) -> str:
         return f"{self.where}{', waiting for data: ' * bool(self.data)}{self.data}"
 
@@ -177,6 +174,7 @@ class Diagnosis:
     said: str  # the collective, the ranks that have entered it and those that have not
     ranks: tuple[int, ...] = ()  # those that the others wait for
     where: str = ""  # what these do
+    entered: tuple[int, ...] = ()  # those that wait in the collective
 
     def describe(self) -> str:
         return f"{self.said}{': ' * bool(self.where)}{self.where}"
@@ -190,18 +188,20 @@ def diagnose(standings: Mapping[int, Standing], world_size: int) -> Diagnosis:
         for group in sorted({group for one in standings.values() for group in one.collectives})
         if (each := compare(standings, group, silent)) is not None
     ]
-    if found:
-        order: list[Cause] = ["data", "code", "silent", "differ", "network"]
-        found.sort(key=lambda each: order.index(each.cause))
-        # The others wait for a rank that waits for nobody.
-        idle = [one for one in found if not any(is_waiting(standings, r) for r in one.ranks)]
-        if idle:
-            return idle[0]
-        if len(found) == 1:
-            return found[0]
+    order: list[Cause] = ["data", "code", "silent", "differ", "network"]
+    found.sort(key=lambda each: order.index(each.cause))
+    # The others wait for a rank that waits for nobody.
+    missed = [each for each in found if each.ranks]
+    waiting = {rank for each in missed for rank in each.entered}
+    idle = [each for each in missed if not waiting & {*each.ranks}]
+    if idle:
+        return idle[0]
+    if len(missed) > 1:
         # Each waits for another, in different groups: one of them has left out a call.
-        ranks = tuple(sorted({rank for one in found for rank in one.ranks}))
-        return Diagnosis("differ", "; ".join(one.describe() for one in found), ranks)
+        ranks = tuple(sorted({rank for each in missed for rank in each.ranks}))
+        return Diagnosis("differ", "; ".join(each.describe() for each in missed), ranks)
+    if found:
+        return found[0]
     if silent:
         return Diagnosis("silent", f"{named(silent)} did not answer", silent)
     busy = tuple(rank for rank, one in sorted(standings.items()) if not one.waits)
@@ -212,10 +212,6 @@ def diagnose(standings: Mapping[int, Standing], world_size: int) -> Diagnosis:
     if any(standings[rank].data for rank in busy):
         cause = "data"
     return Diagnosis(cause, said, busy)
-
-
-def is_waiting(standings: Mapping[int, Standing], rank: int) -> bool:
-    return rank in standings and standings[rank].is_pending()
 
 
 def compare(
@@ -248,9 +244,10 @@ def compare(
         missing = "; ".join(f"rank {r} is {standings[r].does()}" for r in absent[:4])
         data = any(standings[r].data for r in absent)
         said = f"{in_it}, {named(absent)} {has_or_have(absent)} not entered it"
-        return Diagnosis("data" if data else "code", said, absent, missing)
+        return Diagnosis("data" if data else "code", said, absent, missing, (*entered,))
     if silent:
-        return Diagnosis("silent", f"{in_it}, {named(silent)} did not answer", silent)
+        said = f"{in_it}, {named(silent)} did not answer"
+        return Diagnosis("silent", said, silent, entered=(*entered,))
     if len(by_call) > 1:
         said = "; ".join(
             f"{named(tuple(ranks))} in {calls[ranks[0]].describe()}" for ranks in by_call.values()

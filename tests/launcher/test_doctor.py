@@ -97,7 +97,7 @@ def test_all_nodes_are_those_of_a_job(monkeypatch):
         next(check_group(all_nodes=True))
 
 
-def partners() -> tuple[set[int], list[float]]:
+def partners() -> tuple[set[int], list[dict[int, float]]]:
     """With whom this rank exchanges, and the rates of all."""
     seen, exchange = set(), torch_dist.P2POp
 
@@ -116,7 +116,10 @@ def partners() -> tuple[set[int], list[float]]:
 def test_each_rank_exchanges_with_all_others(world_size):
     for rank, (seen, rates) in enumerate(run_ranks(partners, world_size)):
         assert seen == {*range(world_size)} - {rank}
-        assert len(rates) == world_size and min(rates) > 0
+        assert len(rates) == world_size
+        for other, by_partner in enumerate(rates):
+            assert by_partner.keys() == {*range(world_size)} - {other}
+            assert all(rates[partner][other] == rate > 0 for partner, rate in by_partner.items())
 
 
 def test_a_folder_as_the_remote_store(recipe, tmp_path):
