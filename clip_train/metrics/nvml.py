@@ -171,9 +171,10 @@ class Nvml:
         return value.value if self._call(name, *arguments, ctypes.byref(value)) else None
 
 
-def open_nvml() -> Nvml | None:
+def open_nvml(name: str = LIBRARY) -> Nvml | None:
+    """name: of the library, or its path."""
     with contextlib.suppress(OSError):
-        library = ctypes.CDLL(LIBRARY)
+        library = ctypes.CDLL(name)
         if library.nvmlInit_v2() == 0:
             return Nvml(library)
     return None
