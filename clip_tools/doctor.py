@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -249,12 +250,12 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
             f"{usual / 1e9:.3f} GB/s",
             f"exclude it (--exclude={node}) and check its network",
         )
-    slow = [pair for pair in found["pairs"] if pair[2] < usual / 2] if all_nodes else []
-    for one, other, rate in sorted(slow, key=lambda pair: pair[2])[:PAIRS_SHOWN]:
-        nodes = [found["nodes"][rank] for rank in (one, other)]
+    slow_pairs = [pair for pair in found["pairs"] if pair[2] < usual / 2] if all_nodes else []
+    for one, other, rate in sorted(slow_pairs, key=lambda pair: pair[2])[:PAIRS_SHOWN]:
+        two = [found["nodes"][rank] for rank in (one, other)]
         yield warning(
             "links",
-            f"{nodes[0]} and {nodes[1]} exchange {rate / 1e9:.3f} GB/s, the median node "
+            f"{two[0]} and {two[1]} exchange {rate / 1e9:.3f} GB/s, the median node "
             f"{usual / 1e9:.3f} GB/s",
             "check the link between them; if one of the two is in many such lines, exclude it",
         )
@@ -472,7 +473,7 @@ def meet() -> None:
     env = detect(os.environ)
     device, _ = take_device(env)
     rendezvous.start(env, device, Heartbeat(env), rendezvous_seconds=100, group_seconds=60)
-    found = {
+    found: dict[str, Any] = {
         "device": device.type,
         "nodes": dist.gather_objects(node_name()),
         "all_reduce": rendezvous.measure_all_reduce(device),

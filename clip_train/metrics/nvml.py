@@ -66,9 +66,7 @@ class GpuState:
                 )
             )
         if self.remap_failed:
-            found.append(
-                ("no rows of memory are left to replace broken ones", "have it replaced")
-            )
+            found.append(("no rows of memory are left to replace broken ones", "have it replaced"))
         elif self.remap_pending:
             found.append(
                 ("broken rows of memory are replaced at its next reset", "nvidia-smi -r, once idle")
@@ -133,9 +131,7 @@ class Nvml:
         remaps = self._call("nvmlDeviceGetRemappedRows", handle, *map(ctypes.byref, rows))
         errors, volatile = ctypes.c_int(UNCORRECTED), ctypes.c_int(VOLATILE)
         utilization = _Utilization()
-        knows_use = self._call(
-            "nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilization)
-        )
+        knows_use = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilization))
         milliwatts = number("nvmlDeviceGetPowerUsage", handle)
         name = ctypes.create_string_buffer(96)
         self._call("nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clip_train.errors import RankError, UserError
 from clip_train.processes import usable_cores
-from launcher.runtime.hang import NCCL_DUMP
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +36,7 @@ NCCL = {"NCCL_DEBUG": "WARN"}
 RECORDED = "2000"
 RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+NCCL_DUMP = "nccl_rank_"  # its file in the run's folder `hang`; the rank follows
 DUMP_FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # cuBLAS without atomics, and sums over ranks in an order that depends on their layout alone.
 DETERMINISTIC = {

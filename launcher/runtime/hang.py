@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.runtime.environment import NCCL_DUMP
+
 # In the run directory: what each rank has said of a hang. Written only then, or if it is asked for.
 HANG = "hang"
 REQUEST = "request"  # `clip-train doctor --hang` writes a new text, and each rank answers it
 ANSWER = "rank_{rank}.json"
-NCCL_DUMP = "nccl_rank_"  # the rank follows; NCCL writes it when one of its collectives times out
 RECORDER_SECONDS = 10.0  # for the flight recorder, which asks CUDA, and CUDA may hang
 MOST_PENDING, NEWEST = 16, 4  # collectives of each group that a rank describes
 # In the frames of a call, these files are below the code that wanted the collective.
@@ -252,8 +253,9 @@ def compare(
         said = "; ".join(
             f"{named(tuple(ranks))} in {calls[ranks[0]].describe()}" for ranks in by_call.values()
         )
-        fewest = tuple(min(by_call.values(), key=len))
-        return Diagnosis("differ", f"{what} is not the same on all ranks: {said}", fewest)
+        fewest = min(by_call.values(), key=len)
+        said = f"{what} is not the same on all ranks: {said}"
+        return Diagnosis("differ", said, tuple(fewest))
     return Diagnosis("network", f"{in_it}: all of the group have entered it, and it does not end")
 
 

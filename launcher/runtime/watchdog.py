@@ -431,7 +431,7 @@ def rank_of_run(rank: int, run_dir: Path) -> str:
 def all_stacks() -> str:
     """Of this process's threads, by name, the innermost frame last; the main thread comes first."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
-    found = []
+    found: list[str] = []
     for ident, frame in sys._current_frames().items():
         name = threads[ident].name if ident in threads else str(ident)
         text = f"thread {name}:\n{''.join(traceback.format_stack(frame))}"
@@ -450,7 +450,9 @@ FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')  # as faulthandler write
 def reading(frames: Mapping[int, FrameType], main: int | None) -> str:
     """What the code that reads the next batch does, if the main thread waits for it; else empty."""
     frame = frames.get(main or 0)
-    if frame is None or not any(f.filename.endswith(LOADER) for f in traceback.extract_stack(frame)):
+    if frame is None or not any(
+        f.filename.endswith(LOADER) for f in traceback.extract_stack(frame)
+    ):
         return ""
     workers = [each for each in stacks.processes() if each.who == f"worker of {os.getpid()}"]
     if workers:

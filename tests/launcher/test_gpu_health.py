@@ -45,7 +45,10 @@ def test_a_healthy_node_is_no_warning(nvml):
 @pytest.mark.parametrize(
     "fault, said",
     [
-        ("NVML_THROTTLED", "throttled at 91 C: hardware slowdown (heat, or power supply), hardware"),
+        (
+            "NVML_THROTTLED",
+            "throttled at 91 C: hardware slowdown (heat, or power supply), hardware",
+        ),
         ("NVML_ECC", "3 uncorrected ECC errors since its driver was loaded"),
         ("NVML_REMAP", "broken rows of memory are replaced at its next reset"),
         ("NVML_SLOW", "computes at 600 of 1980 MHz"),

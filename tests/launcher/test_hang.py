@@ -19,10 +19,10 @@ from clip_train.errors import UserError
 from clip_train.torch_internals import dump_collectives, group_members
 from launcher.cli.main import main
 from launcher.runtime import environment
+from launcher.runtime.environment import NCCL_DUMP
 from launcher.runtime.hang import (
     ANSWER,
     HANG,
-    NCCL_DUMP,
     Collective,
     Standing,
     diagnose,
@@ -98,9 +98,7 @@ def test_the_doctor_asks_a_live_run(recipe, tmp_path, capsys):
         assert main(["doctor", "--json", "--hang", str(run_dir)]) == 1
         found = json.loads(capsys.readouterr().out)
         assert found["cause"] == "silent" and found["ranks_that_miss"] == [1]
-        assert found["silent"] == {
-            "1": f"pid {pid} on this node is stopped: kill -CONT {pid}"
-        }
+        assert found["silent"] == {"1": f"pid {pid} on this node is stopped: kill -CONT {pid}"}
 
 
 @pytest.mark.full
@@ -166,7 +164,9 @@ def test_dumps_of_two_ranks_say_who_misses_what(tmp_path):
     assert found.cause == "code" and found.ranks == (1,)
     assert "rank 0 is in collective 3 of gloo group" in found.said
     assert "(all_gather [5] Long, called from launcher/test_hang.py:" in found.said
-    assert found.said.endswith("rank 1 has not entered it") and found.where == "rank 1 is in a.py:1 f"
+    assert (
+        found.said.endswith("rank 1 has not entered it") and found.where == "rank 1 is in a.py:1 f"
+    )
     # what a run that has ended leaves
     (tmp_path / HANG).mkdir()
     for rank, (dump, _) in enumerate(dumps):
@@ -197,7 +197,9 @@ def test_a_dump_cannot_run_code(content, message):
         read_dump(content)
 
 
-def collective(number: int, name: str = "all_reduce", ended: bool = False, caller: str = "x.py:2 g"):
+def collective(
+    number: int, name: str = "all_reduce", ended: bool = False, caller: str = "x.py:2 g"
+):
     return Collective(number, name, "[3] Float", caller, ended)
 
 
@@ -237,7 +239,9 @@ def test_causes_are_told_apart():
 def test_the_recorder_is_on_unless_the_user_says_otherwise(tmp_path):
     environ: dict[str, str] = {}
     environment.prepare(environ, hang_dir=tmp_path / HANG)
-    assert environ["TORCH_FR_BUFFER_SIZE"] == "2000" and environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert (
+        environ["TORCH_FR_BUFFER_SIZE"] == "2000" and environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    )
     assert environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/hang/nccl_rank_"
     own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x"}
     environment.prepare(environ := dict(own), hang_dir=tmp_path)
