@@ -29,7 +29,7 @@ from clip_tools.demo import shapes
 from launcher.runtime.verdict import VERDICT_FILE, read_verdict
 from tests import warm
 from tests.launcher import hangs
-from tests.launcher.conftest import ENDLESS, MODEL, RECIPE, start, wait_for_step
+from tests.launcher.conftest import ENDLESS, MODEL, RECIPE, start, wait_for, wait_for_step
 from tests.launcher.conftest import finish as finish_process
 from tests.processes import Process
 
@@ -135,7 +135,10 @@ def measure(case: Case, folder: Path, train: str) -> tuple[dict[str, Any], list[
         wait_for_step(run_dir, hangs.STEP - 1, process)
         begin = time.time()
         plant(folder, process)
-        status, out = finish_process(process, timeout=600)
+        wait_for((run_dir / VERDICT_FILE).exists, "it is not named", process.ranks[0], timeout=300)
+        if case.is_signal:
+            process.ranks[1].kill()  # a launcher would, and the other rank has named it
+        status, out = finish_process(process, timeout=300)
     if not case.is_signal:
         begin = (run_dir / "metrics.jsonl").stat().st_mtime
     after = (run_dir / VERDICT_FILE).stat().st_mtime - begin

@@ -6,6 +6,7 @@ A second round tells ranks that hang from ranks that work. Of a run that has end
 ranks and NCCL wrote when they noticed the hang.
 """
 
+import calendar
 import contextlib
 import secrets
 import shlex
@@ -33,6 +34,7 @@ from launcher.runtime.verdict import VERDICT_FILE, read_verdict
 from launcher.runtime.watchdog import REQUEST_SECONDS, rank_of_run
 from launcher.slurm.attempts import History
 
+TIME = "%Y-%m-%dT%H:%M:%S%z"  # in attempts.jsonl
 ANSWER_SECONDS = 20.0  # for all ranks; they look every REQUEST_SECONDS, and may ask their workers
 LATE_SECONDS = 6.0  # after the newest answer: ranks that have not answered then will not
 ROUND_SECONDS = 2.0  # between the two rounds
@@ -134,10 +136,13 @@ def explain(run: str, overrides: list[str]) -> Report:
     """run: its folder, or its recipe. UserError if there is nothing to say."""
     run_dir = find_run_dir(run, overrides)
     folder = run_dir / HANG
-    world_size = started_ranks(run_dir)
-    if (run_dir / VERDICT_FILE).exists():
-        return explain_ended(run_dir, world_size)
+    starts = History(run_dir).of("start")
+    # as rank 0 has recorded them at the newest start, if it came so far
+    world_size = starts[-1].get("ranks", 0) if starts else 0
     here = local_ranks(run_dir)
+    if (run_dir / VERDICT_FILE).exists() and not here:
+        begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
+        return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
     stopped = {rank for rank, process in here.items() if process.is_stopped()}
     world_size = max([world_size, *(rank + 1 for rank in here)])
     first = ask_all(folder, world_size, stopped)
@@ -186,12 +191,6 @@ def find_run_dir(run: str, overrides: list[str]) -> Path:
     return place.resolve()
 
 
-def started_ranks(run_dir: Path) -> int:
-    """As rank 0 has recorded them at the newest start; 0 if it has not."""
-    starts = History(run_dir).of("start")
-    return starts[-1].get("ranks", 0) if starts else 0
-
-
 def local_ranks(run_dir: Path) -> dict[int, stacks.Answering]:
     """The ranks of this run on this machine."""
     found = {}
@@ -230,12 +229,18 @@ def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[s
     return answers
 
 
-def explain_ended(run_dir: Path, world_size: int) -> Report:
-    """Of a run that has ended: what its ranks and NCCL wrote about the hang. UserError if there is
-    nothing."""
-    answers = read_answers(run_dir / HANG)
+def explain_ended(run_dir: Path, world_size: int, begin: float) -> Report:
+    """Of a run that has ended: what its ranks and NCCL wrote about the hang, since its newest start
+    at `begin` (seconds since the epoch). UserError if there is nothing."""
+    folder = run_dir / HANG
+    answers = {
+        rank: answer
+        for rank, answer in read_answers(folder).items()
+        # not those that were asked for, maybe while it made progress
+        if not answer["request"] and answer["time"] >= begin
+    }
     standings: dict[int, Standing] = {rank: a["standing"] for rank, a in answers.items()}
-    dumps = read_nccl_dumps(run_dir / HANG)
+    dumps = read_nccl_dumps(folder, begin)
     for rank, collectives in dumps.items():
         before = standings.get(rank)
         if before is None:

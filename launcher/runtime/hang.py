@@ -291,19 +291,20 @@ def read_answers(folder: Path) -> dict[int, dict[str, Any]]:
         try:
             content = json.loads(file.read_text())
             content["standing"] = standing = Standing.load(content["standing"])
-            answers[standing.rank] = content
+            if content.keys() >= {"request", "stacks", "time"}:
+                answers[standing.rank] = content
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return answers
 
 
-def read_nccl_dumps(folder: Path) -> dict[int, dict[str, list[Collective]]]:
-    """By rank: the collectives that NCCL has dumped there. The files are this run's own, and are
-    read as `read_dump` reads them: nothing in them is run."""
+def read_nccl_dumps(folder: Path, begin: float = 0.0) -> dict[int, dict[str, list[Collective]]]:
+    """By rank: the collectives that NCCL has dumped there since `begin`. The files are this run's own,
+    and are read as `read_dump` reads them: nothing in them is run."""
     dumps = {}
     for file in folder.glob(f"{NCCL_DUMP}*"):
         rank = file.name.removeprefix(NCCL_DUMP)
-        if rank.isdigit():
+        if rank.isdigit() and file.stat().st_mtime >= begin:
             try:
                 dumps[int(rank)] = read_dump(file.read_bytes())
             except (OSError, ValueError):
