@@ -153,9 +153,9 @@ def measure(case: Case, folder: Path, train: str) -> tuple[dict[str, Any], list[
         "cause": case.cause,
         "after s": round(after, 1),
         "status": str(status),
-        # processes, lines and counts differ from run to run
+        # processes and hosts differ from run to run
         "message": re.sub(
-            r"worker \d+", "worker …", re.sub(r"rank 1 on [\w.-]+", "rank 1 on …", reason)
+            r"(rank \d) on [\w.-]+", r"\1 on …", re.sub(r"worker \d+", "worker …", reason)
         ),
     }, missed
 

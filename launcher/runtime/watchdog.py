@@ -364,10 +364,12 @@ class Watchdog(Callback):
         self._heartbeat.describe_all(standing.dump(), DESCRIBE_SECONDS)
         turn = min(rank, TURNS) * TURN_SECONDS
         self._heartbeat.wait((WAITING_SECONDS if standing.waits else STACKS_SECONDS) + turn)
+        suspect = not standing.waits
         if self._heartbeat.abort is None and self._heartbeat.env.world_size > 1:
             found = self._diagnosis()
+            suspect = suspect and len(found.ranks) < 2  # more: a store, or code, and no node
             message = f"{message}; {found.said if found.ranks == (rank,) else found.describe()}"
-        abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not standing.waits))
+        abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=suspect))
         if self._phase in (Phase.END, Phase.CLOSE, Phase.FINISH):
             self._exit(abort)  # it hangs while it closes the run
 
