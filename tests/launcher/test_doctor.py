@@ -20,6 +20,7 @@ from PIL import Image
 from clip_tools.doctor import (
     MAX_SHARD_BYTES,
     check_group,
+    check_rates,
     check_recipe,
     check_shared_memory,
     look,
@@ -133,6 +134,20 @@ def test_a_folder_as_the_remote_store(recipe, tmp_path):
         check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"]))
     )
     assert findings[-1].level == "error" and findings[-1].remedy
+
+
+def test_the_rates_of_the_disk_and_the_store(recipe, tmp_path):
+    """4 MiB in a second are slow for a store. Nothing is left."""
+
+    def found(remote: str) -> list[Finding]:
+        return list(check_rates(load_config(str(recipe), [f"checkpoint.remote={remote}"])))
+
+    disk, slow = found(f"tests.launcher.slow.SlowWrites://{tmp_path}/store")
+    assert f"run.dir ({tmp_path}/run) is written at" in disk.message and " MB/s" in disk.message
+    assert slow.level == "warning" and "is written at" in slow.message and slow.remedy
+    assert [each.check for each in found(f"{tmp_path}/store")] == ["rates", "rates"]
+    assert len(found("nope://nowhere")) == 1  # `check_store` has said it
+    assert not [*tmp_path.rglob(".doctor*")] and not [*(tmp_path / "store").rglob("*")]
 
 
 def test_a_check_of_a_place_has_one_entry(recipe, monkeypatch):

@@ -191,6 +191,7 @@ class Harmful:
         (b"", "not a dump"),
         (b"\x80", "not a dump|truncated|ran out"),
     ],
+    ids=["a class", "a list", "empty", "cut"],
 )
 def test_a_dump_cannot_run_code(content, message):
     with pytest.raises(ValueError, match=message):
