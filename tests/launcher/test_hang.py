@@ -228,6 +228,8 @@ def test_causes_are_told_apart():
     ahead = [collective(7), collective(8), collective(9)]
     assert "collective 7 of" in of(ahead, here, before).said
     assert diagnose({}, 2).cause == "silent"
+    starved = diagnose({rank: standing(rank, data="in b.py:3 read") for rank in range(2)}, 2)
+    assert (starved.cause, starved.ranks) == ("data", (0, 1))  # a store, and no rank's fault
     # what has ended a moment ago may still look pending, on all ranks
     late = {"gloo group 1": [collective(3)]}
     two = {0: {**late, "gloo group 0": here}, 1: {**late, "gloo group 0": before}}
