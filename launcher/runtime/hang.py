@@ -26,7 +26,7 @@ ANSWER = "rank_{rank}.json"
 RECORDER_SECONDS = 10.0  # for the flight recorder, which asks CUDA, and CUDA may hang
 MOST_PENDING, NEWEST = 16, 4  # collectives of each group that a rank describes
 # In the frames of a call, these files are below the code that wanted the collective.
-BELOW = ("/torch/", "/clip_train/dist.py", "/deepspeed/")
+BELOW = ("/torch/", "/clip_train/dist.py", "/comm/")  # the last: of engines
 
 
 # -- the flight recorder
