@@ -150,6 +150,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
     ),
     "Stops, faults and slow ranks": (
         Table("stop", "s", show=("during", "signal", "s", "status")),
+        Table("hang", "after s", show=("cause", "after s")),
         Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
         Table("failed_starts", "after", show=("cause", "after", "all ended")),
