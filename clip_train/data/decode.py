@@ -365,6 +365,7 @@ def stored_features(
         if sum(decompressed_sizes) > MAX_FEATURE_BYTES:
             raise InvalidSample("npz is too large")
         arrays = np.load(data, allow_pickle=False)
+        rows = [arrays["image_emb"][place]]
         text_rows = [arrays["text_emb"]]
         # in the order of the texts, whatever the order of the arrays
         for name in synthetic:
@@ -374,7 +375,6 @@ def stored_features(
         stored_texts = [*_texts(members["txt"]), *itertools.chain(*synthetic.values())]
         if len(text_features) != len(stored_texts):
             raise InvalidSample("npz: features and texts differ in number")
-        rows = [arrays["image_emb"][place]]
         for text in texts:
             rows.append(text_features[stored_texts.index(text)])
         features = np.concatenate(rows).astype(np.float32)

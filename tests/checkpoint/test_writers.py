@@ -402,7 +402,7 @@ def test_rank_0_learns_of_a_failed_save_though_its_writer_exits(
     writer.close()
     assert writer.ended == f"{ENDED} (exit status 0)"
     body = json.loads((tmp_path / "store" / prefix / "_rank00001.json").read_bytes())
-    assert body["error"].startswith("NotADirectoryError")
+    assert body["error"].startswith("FileExistsError")
 
 
 def test_uploads_that_are_slower_than_saves_are_no_failures(

@@ -24,7 +24,6 @@ from clip_train.data.loader import TrainLoader
 from clip_train.errors import DataError, UserError
 from clip_train.recipe.recipe import check_config, load_config, with_samples
 from clip_train.storage.config import StorageConfig
-from clip_train.storage.local import LocalStorage
 from launcher.cli.main import main
 from tests.covering import pairwise
 from tests.data.shards import jpeg, sample, write_shard
@@ -630,10 +629,14 @@ def test_a_column_that_stays_behind_is_no_failure(tmp_path, monkeypatch, capsys)
         write_scored(tmp_path / name, [6], first=300)
     (old,) = (tmp_path / "a").glob("*.npy")
 
-    def denied(self: LocalStorage, *names: str) -> None:
-        raise PermissionError("no right to delete")
+    unlink = Path.unlink
 
-    monkeypatch.setattr(LocalStorage, "delete", denied)
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".npy":
+            raise PermissionError(f"no right to delete {path}")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", denied)
     assert main(["index", f"{tmp_path}/a/*.tar", f"{tmp_path}/b/*.tar", "--workers", "1"]) == 0
     assert f"warning: {old} is not used any more, and cannot be removed" in capsys.readouterr().err
     for name in ("a", "b"):
