@@ -206,10 +206,7 @@ class S3Storage(ObjectStorage):
         if endpoint is not None:
             scheme, _, host = endpoint.partition("://")
             if not host or scheme not in ("http", "https"):
-                raise ValueError(
-                    f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, "
-                    "or http://host"
-                )
+                raise refused_endpoint(endpoint)
             options["endpoint"] = f"{scheme}://{self.host}.{host}" if virtual else endpoint
         if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):  # a public bucket
             options["skip_signature"] = True
@@ -225,6 +222,12 @@ class S3Storage(ObjectStorage):
             checksum_algorithm="sha256",
             **options,
         )
+
+
+def refused_endpoint(endpoint: str) -> ValueError:
+    return ValueError(
+        f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host"
+    )
 
 
 def _credentials(session: Session) -> Callable[[], dict[str, Any]]:
