@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -27,7 +27,7 @@ from clip_train.storage.errors import ChangedError, Meaning, TransferError, mean
 from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, checked_length, reached
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
-_MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
+MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
@@ -130,22 +130,29 @@ class ObjectStorage(RemoteStorage):
         """A server may send names forever, so after a minute the average rate is checked."""
         entries: list[Entry] = []
         start = time.monotonic()
-        pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
+        pages = aiter(self.pages(folder))
         while True:
             elapsed = time.monotonic() - start
             due = max(self.listing_seconds, self.patience) + len(entries) / self.listed_per_second
             if elapsed > due:
                 raise TransferError(f"only {len(entries):,} objects were listed in {elapsed:.3g} s")
             page = await pace.hold(anext(pages, None))
-            if not page:
+            if page is None:
                 return entries
-            for meta in page:
-                entries.append(Entry(meta["path"], meta["size"], meta["last_modified"].timestamp()))
+            entries += page
             if len(entries) > self.most_listed:
                 raise ChangedError(
                     f"more than {self.most_listed:,} objects are listed there: name a folder with "
                     "fewer, or check the server, whose listing may have no end"
                 )
+
+    async def pages(self, folder: str) -> AsyncIterator[list[Entry]]:
+        """All objects whose keys begin with `folder`, by request."""
+        async for page in obstore.list(self._client, folder or None, chunk_size=1000):
+            yield [
+                Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for meta in page
+            ]
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         if isinstance(source, bytes):
@@ -153,7 +160,7 @@ class ObjectStorage(RemoteStorage):
             request = obstore.put_async(self._client, key, source, mode=mode, use_multipart=False)
             return await pace.hold(request, len(source))
         # a separate client, which repeats each part by itself
-        part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / _MAX_PARTS))
+        part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / MAX_PARTS))
         limit = _LONGEST_REQUEST_SECONDS
         if pace.rate:
             limit = min(limit, pace.seconds + part_bytes * PARALLEL / pace.rate)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage.base import Storage
-from clip_train.storage.object_store import S3Storage, clients
+from clip_train.storage.object_store import ObjectStorage, S3Storage, clients
+from clip_train.storage.s3fs_store import S3fsStorage
+from clip_train.storage.urls import CLIENT
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -40,8 +42,17 @@ def server() -> Iterator[Server]:
     up.stop()
 
 
+@pytest.fixture(params=["obstore", "s3fs"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What s3:// means in the test, in its processes too."""
+    monkeypatch.setenv(CLIENT, {"s3fs": "fsspec"}.get(request.param, request.param))
+    return request.param
+
+
 @pytest.fixture
-def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(
+    server: Server, client: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
     with FaultyProxy(server.port, server.sign) as proxy:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -80,23 +91,26 @@ def url(view: Bucket) -> str:
 
 
 @pytest.fixture
-def storage(url: str) -> Storage:
+def kind(client: str) -> type[ObjectStorage]:
+    return {"obstore": S3Storage, "s3fs": S3fsStorage}[client]
+
+
+@pytest.fixture
+def storage(url: str, kind: type[ObjectStorage]) -> Storage:
     """It waits for every answer, and asks again for as long as it takes."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
+    return kind(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
 
 
 @pytest.fixture
-def hasty(url: str) -> Storage:
+def hasty(url: str, kind: type[ObjectStorage]) -> Storage:
     """It soon gives up a request, and asks again for as long as it takes."""
-    return S3Storage(
-        url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600
-    )
+    return kind(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
 
 
 @pytest.fixture
-def impatient(url: str) -> Storage:
+def impatient(url: str, kind: type[ObjectStorage]) -> Storage:
     """It waits for every answer, and soon asks no more."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
+    return kind(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
 
 
 @pytest.fixture
