@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from clip_train.storage.base import Storage
 from clip_train.storage.object_store import ObjectStorage
 from tests.clouds.azure import Azurite
 from tests.clouds.gcs import GoogleCloud
 from tests.s3.bucket import Bucket
-from tests.s3.conftest import DATA, PART, forget_buckets, runs  # noqa: F401
+from tests.s3.conftest import (  # noqa: F401
+    big,
+    forget_buckets,
+    hasty,
+    impatient,
+    runs,
+    storage,
+    url,
+)
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server
 
@@ -59,33 +65,5 @@ def view(server: Server, proxy: FaultyProxy) -> Bucket:
 
 
 @pytest.fixture
-def url(view: Bucket) -> str:
-    return f"{view.url}/run"
-
-
-@pytest.fixture
-def storage(url: str) -> Storage:
-    """It waits for every answer, and asks again for as long as it takes."""
-    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
-
-
-@pytest.fixture
-def hasty(url: str) -> Storage:
-    """It soon gives up a request, and asks again for as long as it takes."""
-    return ObjectStorage(
-        url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600
-    )
-
-
-@pytest.fixture
-def impatient(url: str) -> Storage:
-    """It waits for every answer, and soon asks no more."""
-    return ObjectStorage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
-
-
-@pytest.fixture
-def big(tmp_path: Path) -> Path:
-    """A file that is uploaded in three parts."""
-    path = tmp_path / "big"
-    path.write_bytes(DATA)
-    return path
+def kind() -> type[ObjectStorage]:
+    return ObjectStorage
