@@ -170,9 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         self.stored(self.store.insert(bucket, key, body, only_if))
 
     def stored(self, stored: Stored, body: bytes = b"") -> None:
-        self.answer(
-            200, body, {"ETag": stored.etag, "x-goog-generation": str(stored.generation)}
-        )
+        self.answer(200, body, {"ETag": stored.etag, "x-goog-generation": str(stored.generation)})
 
     def upload(self, bucket: str, key: str, number: str) -> Upload:
         upload = self.store.bucket(bucket).uploads.get(number)

@@ -50,9 +50,7 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-def proxy(
-    server: Server, client: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultyProxy]:
+def proxy(server: Server, client: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
     with FaultyProxy(server.port, server.sign) as proxy:
         for name in [name for name in os.environ if name.startswith("AWS_")]:

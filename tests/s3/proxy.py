@@ -285,7 +285,9 @@ class FaultyProxy:
     def _signed(self, head: bytes, body: bytes) -> bytes:
         if self._sign is not None:
             method, target = head.decode().split(" ", 2)[:2]
-            kept = dict(re.findall(r"(?m)^([^:\r\n]+): *([^\r\n]*)", head.decode().partition("\n")[2]))
+            kept = dict(
+                re.findall(r"(?m)^([^:\r\n]+): *([^\r\n]*)", head.decode().partition("\n")[2])
+            )
             pattern = re.compile(self._dialect.signed or "$", re.IGNORECASE)
             kept = {name: value for name, value in kept.items() if pattern.fullmatch(name)}
             for name, value in self._sign(method, self.url, target, body, kept).items():
