@@ -1,11 +1,14 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
-A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
-scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). Each life goes on from where the last one was
+A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder, a real S3 server through
+obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway), Azure's blobs
+(Azurite, from scripts/setup_clouds.sh), Google Cloud's XML API (tests/clouds/gcs_server.py) or an sshd. Each life goes on from where the last one was
 killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
-server tell: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
+server tell (or the store's folder): while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
 sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO
 stage change every time. Some lives begin on an empty disk.
+
+With `--json FILE`, rows that FILE has of other stores stay.
 
 After every kill the bucket and the disk are read by code that is not the package's; before every life it tells which
 checkpoint must be resumed from.
@@ -23,16 +26,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from common import ROOT, finish, parser
 
 from clip_tools.demo import shapes
 from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
+from tests.clouds.azure import Azurite
+from tests.clouds.gcs import GoogleCloud
+from tests.clouds.sshd import Sshd
 from tests.processes import family, kill_tree
 from tests.s3.bucket import Bucket
+from tests.s3.folder import Folder, Watch
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import Server, chosen
 
@@ -93,16 +104,69 @@ log: {{batch_digest: true, tensorboard: false}}
 """
 
 
-class Storm:
-    """One run's lives on one server."""
+@dataclass(frozen=True)
+class Place:
+    """Where a run's checkpoints go."""
 
-    def __init__(
-        self, folder: Path, server: Server, proxy: FaultyProxy, name: str, steps: int, seed: str
-    ) -> None:
-        self.folder, self.name, self.steps, self.proxy = folder, name, steps, proxy
+    bucket: Bucket
+    requests: list[str]  # what was asked of it, or what happened there
+
+    @property
+    def tells_reads(self) -> bool:
+        return not isinstance(self.bucket, Folder)
+
+
+SERVERS: dict[str, Callable[[], type[Server]]] = {
+    "s3": chosen,
+    "fsspec+s3": chosen,
+    "az": lambda: Azurite,
+    "gs": lambda: GoogleCloud,
+}
+STORES = ["local", *SERVERS, "sftp"]
+
+
+def missing(store: str) -> str | None:
+    """What to do before the store's server can be started."""
+    if store == "sftp":
+        return Sshd.missing()
+    return None if store == "local" else SERVERS[store]().missing()
+
+
+@contextmanager
+def place(store: str, folder: Path) -> Iterator[Place]:
+    """A new place at that store."""
+    name = f"storm-{uuid.uuid4().hex[:8]}"
+    if store == "local":
+        with Watch(Folder(folder / name, str(folder / name))) as watch:
+            yield Place(watch.folder, watch.requests)
+        return
+    if store == "sftp":
+        with (
+            Sshd() as sshd,
+            Watch(Folder(folder / name, sshd.url(folder / name))) as watch,
+        ):
+            os.environ |= sshd.environment()
+            yield Place(watch.folder, watch.requests)
+        return
+    server = SERVERS[store]()().start()
+    try:
+        with FaultyProxy(server.port, server.sign, server.dialect) as proxy:
+            os.environ |= server.environment(proxy.url)
+            bucket = server.bucket(name)
+            bucket.scheme = store
+            yield Place(bucket, proxy.requests)
+    finally:
+        server.stop()
+
+
+class Storm:
+    """One run's lives at one store."""
+
+    def __init__(self, folder: Path, at: Place, name: str, steps: int, seed: str) -> None:
+        self.folder, self.name, self.steps, self.at = folder, name, steps, at
         self.run_dir, self.rng = folder / name, random.Random(seed)
         self.checkpoints = self.run_dir / "checkpoints"
-        self.bucket = Bucket(server, f"storm-{name}")
+        self.bucket = at.bucket
         self.wrong: list[str] = []
         self.resumed, self.lives = 0, 0
 
@@ -113,7 +177,7 @@ class Storm:
         program.write_text(IMPATIENT)
         line = [str(program), "train", str(self.folder / "recipe.yaml"), f"run.dir={self.run_dir}",
                 f"run.steps={self.steps}", f"engine.zero_stage={stage}",
-                f"checkpoint.remote=s3://{self.bucket.name}/run"]  # fmt: skip
+                f"checkpoint.remote={self.bucket.url}/run"]  # fmt: skip
         if ranks > 1:
             line = [
                 "-m",
@@ -124,7 +188,7 @@ class Storm:
                 *line,
             ]
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.proxy.requests.clear()
+        self.at.requests.clear()
         self.log_begins = (
             (self.run_dir / "log").stat().st_size if (self.run_dir / "log").exists() else 0
         )
@@ -211,7 +275,7 @@ class Storm:
     def asked(self, expression: str | None) -> int:
         """How many such requests this life has made."""
         return (
-            sum(bool(re.match(expression, each)) for each in list(self.proxy.requests))
+            sum(bool(re.match(expression, unquote(each))) for each in list(self.at.requests))
             if expression
             else 0
         )
@@ -282,7 +346,10 @@ class Storm:
         counted: dict[str, int] = {}
         for i in range(kills):
             ranks, stage = layouts[i % len(layouts)]
-            moment = self.draw({name: weight for name, (weight, _) in MOMENTS.items()})
+            weights = {name: weight for name, (weight, _) in MOMENTS.items()}
+            if not self.at.tells_reads:
+                weights["fetching"] = 0
+            moment = self.draw(weights)
             if moment == "fetching" and not self.bucket.commits("run"):
                 moment = "uploading"
             victim = "all" if moment == "fetching" else self.draw(VICTIMS)
@@ -348,6 +415,13 @@ def judge(
     return row, missed
 
 
+def rows_of_others(file: str | None, stores: list[str]) -> list[dict[str, Any]]:
+    """The rows of a file of results that are not of these stores."""
+    if file is None or not Path(file).exists():
+        return []
+    return [row for row in json.loads(Path(file).read_text())["rows"] if row["store"] not in stores]
+
+
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--kills", type=int, default=30, help="in all (default: 30)")
@@ -355,39 +429,36 @@ def main() -> int:
         "--steps", type=int, help="of each run (default: by the number of kills)"
     )
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--store", nargs="+", choices=STORES, default=["s3"])
     args = arguments.parse_args()
-    if missing := chosen().missing():
-        print(missing)
-        return 1
     kills = 3 if args.quick else args.kills
     same_kills = max(1, kills // 3)
-    rows: list[dict[str, Any]] = []
-    missed: list[str] = []
-    server = chosen()().start()
-    try:
-        with (
-            tempfile.TemporaryDirectory() as temporary,
-            FaultyProxy(server.port, server.sign) as proxy,
-        ):
-            folder = Path(temporary)
-            os.environ |= server.environment(proxy.url)
-            data = shapes(folder / "shapes", 600, per_shard=150)
-            (folder / "model.json").write_text(json.dumps(MODEL))
-            steps = args.steps or 100 + 25 * (kills - same_kills)
-            recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json")
-            (folder / "recipe.yaml").write_text(recipe)
-            whole = Storm(folder, server, proxy, "uninterrupted", steps, "")
+    steps = args.steps or 100 + 25 * (kills - same_kills)
+    rows: list[dict[str, Any]] = rows_of_others(args.json, args.store)
+    missed = [why for store in args.store if (why := missing(store))]
+    if missed:
+        print(*missed, sep="\n")
+        return 1
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        data = shapes(folder / "shapes", 600, per_shard=150)
+        (folder / "model.json").write_text(json.dumps(MODEL))
+        recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json")
+        (folder / "recipe.yaml").write_text(recipe)
+        with place("local", folder) as at:
+            whole = Storm(folder, at, "uninterrupted", steps, "")
             whole.to_the_end(2, 3)
-            for name, count, layouts in (
-                ("same", same_kills, [(2, 3)]),
-                ("other", kills - same_kills, LAYOUTS),
-            ):
-                run = Storm(folder, server, proxy, name, steps, f"{args.seed} {name}")
-                row, short = judge(run, whole, run.storm(count, layouts), name)
-                rows.append(row)
-                missed += short
-    finally:
-        server.stop()
+            for store in args.store:
+                for name, count, layouts in (
+                    ("same", same_kills, [(2, 3)]),
+                    ("other", kills - same_kills, LAYOUTS),
+                ):
+                    with place(store, folder) as there:
+                        seed = f"{args.seed} {name}"
+                        run = Storm(folder, there, f"{store}-{name}", steps, seed)
+                        row, short = judge(run, whole, run.storm(count, layouts), name)
+                    rows.append({"store": store, **row})
+                    missed += [f"{store}: {each}" for each in short]
     return finish("checkpoint_storm", rows, TARGETS, missed, args)
 
 

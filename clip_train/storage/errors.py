@@ -33,7 +33,11 @@ _BY_CODE: dict[str, Meaning] = {
         ("BadDigest", "IncompleteBody", "RequestTimeout", "Throttling", "NoSuchUpload"), "again"
     ),
     **dict.fromkeys(("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), "again"),
-    "NoSuchBucket": "no bucket",
+    # Azure's, for a conditional write to a name that exists; others of its 409 may pass
+    "BlobAlreadyExists": "taken",
+    "InvalidBlockList": "again",
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), "no bucket"),
+    "AccountIsDisabled": "final",
     "RequestExpired": "expired",
     "RequestTimeTooSkewed": "final",
     "AuthorizationHeaderMalformed": "elsewhere",
