@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from clip_train.storage.urls import CLIENT
+from clip_train.errors import UserError
+from clip_train.storage.urls import CLIENT, client_in_use, open_storage, use_client
 from tests.launcher.conftest import MODEL, RECIPE, clean_environment, finish, start
 from tests.s3.bucket import Bucket
 from tests.s3.epochs import make_shards, upload
@@ -25,9 +29,9 @@ def client(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def senders(proxy: FaultyProxy) -> set[str]:
     """The clients that have sent requests since the last call."""
-    found = {"s3fs" if "otocore" in agent else "obstore" for agent in proxy.agents}
-    proxy.agents.clear()
-    return found
+    agents = [re.search(r"(?i)\r\nUser-Agent: *([^\r]*)", head) for head in proxy.heads]
+    proxy.heads.clear()
+    return {"s3fs" if agent and "botocore" in agent[1].lower() else "obstore" for agent in agents}
 
 
 @pytest.mark.engine
@@ -51,7 +55,7 @@ def test_everything_of_a_recipe_goes_through_the_client_that_it_names(
         f"data.val={val}",
         f"checkpoint.remote=s3://{bucket}/run",
     )
-    proxy.agents.clear()
+    proxy.heads.clear()
     status, out = finish(start(recipe, *line), timeout=900)
     assert status == 0, out
     assert view.newest_step("run") == 2
@@ -84,3 +88,56 @@ def test_a_command_without_a_recipe_asks_the_environment(
     assert listed(environ={CLIENT: "fsspec"}) == {"s3fs"}
     assert listed("storage.client=fsspec", environ={}) == {"s3fs"}
     assert listed("storage.client=obstore", environ={CLIENT: "fsspec"}) == {"obstore"}
+
+
+def test_settings_of_fsspec_reach_s3fs_and_win(
+    proxy: FaultyProxy, view: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FSSPEC_S3 or a file says, which fsspec reads when it is imported."""
+    settings = {"endpoint_url": proxy.url, "requester_pays": True}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = open_storage(f"fsspec+s3://{view.name}/run")
+    assert store.put_bytes("a", b"1") and store.read_bytes("a") == b"1"
+    assert [entry.name for entry in store.list()] == ["a"]
+    assert view.get("run/a") == b"1"
+    assert len(proxy.heads) >= 3
+    assert all("x-amz-request-payer: requester" in head.lower() for head in proxy.heads)
+
+
+def in_a_child(url: str) -> bool:
+    """Whether a process that is forked now reads the file."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = 0 if open_storage(url, patience_seconds=5).read_bytes("a") == b"1" else 2
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_process_opens_clients_of_its_own(proxy: FaultyProxy, view: Bucket) -> None:
+    """Those of its parent belong to an event loop that it does not have."""
+    view.put("run/a", b"1")
+    store = open_storage(f"fsspec+s3://{view.name}/run")
+    assert store.read_bytes("a") == b"1"
+    assert in_a_child(store.url)
+    assert store.read_bytes("a") == b"1"
+
+
+def test_the_choice_lasts_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (None, "obstore", "fsspec"):
+        if given is None:
+            monkeypatch.delenv(CLIENT, raising=False)
+        else:
+            monkeypatch.setenv(CLIENT, given)
+        for client in ("fsspec", "obstore", "fsspec"):
+            use_client(client)
+            assert client_in_use() == client and os.environ[CLIENT] == client
+            assert client_in_use("obstore") == "obstore"
+        use_client("auto")
+        assert os.environ.get(CLIENT) == given and client_in_use() == (given or "obstore")
+    monkeypatch.setenv(CLIENT, "boto")
+    with pytest.raises(UserError, match=r"CLIENT \(boto\) must be auto, obstore or fsspec"):
+        open_storage("s3://bucket/run")
