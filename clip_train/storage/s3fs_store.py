@@ -172,7 +172,8 @@ class S3fsStorage(ObjectStorage):
                 try:
                     answer = await self._repeat(f"part {number}", request, part_pace)
                 except StorageError as e:
-                    raise e.__cause__ or e from None  # the outer retry describes it
+                    # the outer retry describes the error itself, with its own cause
+                    raise e.__cause__ or e  # noqa: B904
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         tasks = [
