@@ -56,7 +56,7 @@ class S3fsStorage(ObjectStorage):
         try:
             system.connect()
         except ValueError as e:
-            _, found, endpoint = str(e).partition("Invalid endpoint: ")
+            found, endpoint = str(e).partition("Invalid endpoint: ")[1:]
             raise refused_endpoint(endpoint) if found else e from None
         servers[self.bucket] = system.s3.meta.endpoint_url
         return system
