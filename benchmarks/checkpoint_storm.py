@@ -1,12 +1,12 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
-A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder, a real S3 server through
-obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway), Azure's blobs
-(Azurite, from scripts/setup_clouds.sh), Google Cloud's XML API (tests/clouds/gcs_server.py) or an sshd. Each life goes on from where the last one was
-killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
-server tell (or the store's folder): while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
-sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO
-stage change every time. Some lives begin on an empty disk.
+A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder; a real S3 server (LocalStack,
+from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway), through obstore or s3fs; Azurite, from
+scripts/setup_clouds.sh; tests/clouds/gcs_server.py; or an sshd. Each life goes on from where the last one was killed
+(`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the server tell,
+or the files of the folder: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes
+get SIGKILL; sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others
+ranks and ZeRO stage change every time. Some lives begin on an empty disk.
 
 With `--json FILE`, rows that FILE has of other stores stay.
 
@@ -435,9 +435,10 @@ def main() -> int:
     same_kills = max(1, kills // 3)
     steps = args.steps or 100 + 25 * (kills - same_kills)
     rows: list[dict[str, Any]] = rows_of_others(args.json, args.store)
-    missed = [why for store in args.store if (why := missing(store))]
-    if missed:
-        print(*missed, sep="\n")
+    missed: list[str] = []
+    status = 0
+    if absent := [why for store in args.store if (why := missing(store))]:
+        print(*absent, sep="\n")
         return 1
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -459,7 +460,9 @@ def main() -> int:
                         row, short = judge(run, whole, run.storm(count, layouts), name)
                     rows.append({"store": store, **row})
                     missed += [f"{store}: {each}" for each in short]
-    return finish("checkpoint_storm", rows, TARGETS, missed, args)
+                # after each store, in case that a later one is interrupted
+                status = finish("checkpoint_storm", rows, TARGETS, missed, args)
+    return status
 
 
 if __name__ == "__main__":
