@@ -36,6 +36,19 @@ _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
 servers: dict[str, str] = {}  # by bucket: where its client sends requests, if that is known
 _opening = threading.Lock()
+_inherited: list[dict[str, Any]] = []  # clients of the process that this one was forked from
+
+
+def _leave_clients() -> None:
+    """In a forked process: open clients anew, since the old ones need threads of the parent. They
+    are kept, or their finalizers would wait for such a thread."""
+    global _opening  # noqa: PLW0603
+    _opening = threading.Lock()  # another thread may have held it
+    _inherited.append(dict(clients))
+    clients.clear()
+
+
+os.register_at_fork(after_in_child=_leave_clients)
 
 
 class ObjectStorage(RemoteStorage):
@@ -206,10 +219,7 @@ class S3Storage(ObjectStorage):
         if endpoint is not None:
             scheme, _, host = endpoint.partition("://")
             if not host or scheme not in ("http", "https"):
-                raise ValueError(
-                    f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, "
-                    "or http://host"
-                )
+                raise refused_endpoint(endpoint)
             options["endpoint"] = f"{scheme}://{self.host}.{host}" if virtual else endpoint
         if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):  # a public bucket
             options["skip_signature"] = True
@@ -225,6 +235,12 @@ class S3Storage(ObjectStorage):
             checksum_algorithm="sha256",
             **options,
         )
+
+
+def refused_endpoint(endpoint: str) -> ValueError:
+    return ValueError(
+        f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host"
+    )
 
 
 def _credentials(session: Session) -> Callable[[], dict[str, Any]]:

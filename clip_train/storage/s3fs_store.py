@@ -22,7 +22,13 @@ from botocore.exceptions import BotoCoreError
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import ChangedError, StorageError, TransferError
-from clip_train.storage.object_store import MAX_PARTS, PARALLEL, ObjectStorage, servers
+from clip_train.storage.object_store import (
+    MAX_PARTS,
+    PARALLEL,
+    ObjectStorage,
+    refused_endpoint,
+    servers,
+)
 from clip_train.storage.remote import PATIENCE_SECONDS, Pace, checked_length
 
 _CHUNK_BYTES = 1 << 18
@@ -39,20 +45,21 @@ class S3fsStorage(ObjectStorage):
         self.bucket = f"fsspec+s3://{self.host}"  # its clients are not those of obstore
 
     def open(self, **_: Any) -> Any:
-        """An s3fs file system. UserError if s3fs is not installed."""
+        """An s3fs file system with its client. UserError if s3fs is not installed; ValueError, or an
+        error of botocore, for invalid settings."""
         options = s3fs_options()
         try:
             system = fsspec.filesystem("s3", skip_instance_cache=True, **options)
         except ImportError as e:
             raise UserError(f"{self.url}: {e}; pip install s3fs, or storage.client=obstore") from e
         system.retries = 1  # ours: see `RemoteStorage`
+        try:
+            system.connect()
+        except ValueError as e:
+            _, found, endpoint = str(e).partition("Invalid endpoint: ")
+            raise refused_endpoint(endpoint) if found else e from None
+        servers[self.bucket] = system.s3.meta.endpoint_url
         return system
-
-    async def connect(self) -> None:
-        await super().connect()
-        with _explained():
-            client = await self._client.set_session()
-        servers[self.bucket] = client.meta.endpoint_url
 
     async def _ask(self, pace: Pace, operation: str, **arguments: Any) -> Any:
         """The answer to one request. arguments: botocore's."""
@@ -116,9 +123,7 @@ class S3fsStorage(ObjectStorage):
         options: dict[str, str] = {"Prefix": folder}
         while True:
             with _explained():
-                page = await self._client._call_s3(
-                    "list_objects_v2", Bucket=self.host, **options
-                )
+                page = await self._client._call_s3("list_objects_v2", Bucket=self.host, **options)
             yield [
                 Entry(meta["Key"], meta["Size"], meta["LastModified"].timestamp())
                 for meta in page.get("Contents", [])
@@ -167,7 +172,7 @@ class S3fsStorage(ObjectStorage):
                 try:
                     answer = await self._repeat(f"part {number}", request, part_pace)
                 except StorageError as e:
-                    raise e.__cause__ or e  # the outer retry describes it
+                    raise e.__cause__ or e from None  # the outer retry describes it
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         tasks = [

@@ -92,6 +92,12 @@ def open_storage(
         return LocalStorage(local_path(url))
     scheme = _scheme(url).replace(":", ".")
     name = scheme.lower()
+    if name in ("simplecache", "filecache") and "::" in url:
+        from clip_train.storage.cached import CachedStorage
+
+        target = url.partition("::")[2]
+        behind = open_storage(target, patience_seconds=patience_seconds, client=client)
+        return CachedStorage(url, behind, patience_seconds=patience_seconds)
     if name in ("s3", "s3a", "gs", "az") and client_in_use(client) == "fsspec":
         name = f"fsspec+{name}"
     path = STORES.get(name, scheme if "." in scheme else _ANY_OTHER)

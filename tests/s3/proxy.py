@@ -126,6 +126,7 @@ class FaultyProxy:
         self.upstream, self._sign, self._dialect = upstream, sign, dialect or Dialect()
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
+        self.heads: list[str] = []  # the request line and the headers of each
         self.answers: list[Answer] = []
         self.port = 0
         self.under_way = (
@@ -192,6 +193,7 @@ class FaultyProxy:
         self.requests.append(
             f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip()
         )
+        self.heads.append(head.decode())
         self.under_way += 1
         try:
             return await self._answer(head, body, reader, writer, self.requests[-1])
