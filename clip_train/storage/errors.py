@@ -161,9 +161,7 @@ def meaning(error: BaseException) -> Meaning:
         kind = _BY_CODE.get(code) or _BY_STATUS.get(status, default)
     elif isinstance(error, PermissionError) or _NO_CREDENTIALS.search(f"{code} {message}"):
         kind = "denied"
-    elif any(isinstance(e, ConnectionRefusedError | socket.gaierror) for e in _causes(error)):
-        kind = "unreachable"
-    elif _TOKEN_REQUEST in message or _TOKEN_REQUEST in str(error):
+    elif _is_unreachable(error):
         kind = "unreachable"
     elif isinstance(error, FileExistsError) or type(error).__name__ == "AlreadyExistsError":
         kind = "taken"
@@ -178,6 +176,11 @@ def meaning(error: BaseException) -> Meaning:
     elif is_final:
         kind = "final"
     return kind
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    refused = any(isinstance(e, ConnectionRefusedError | socket.gaierror) for e in _causes(error))
+    return refused or _TOKEN_REQUEST in str(error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -214,9 +217,7 @@ def describe_error(error: BaseException, scheme: str = "s3") -> str:
     cause = error.__cause__ or error
     if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
-    elif kind == "denied" and status is None:
-        advice = remedies["log in"]
-    elif isinstance(error, SettingsError):
+    elif isinstance(error, SettingsError) or (kind == "denied" and status is None):
         advice = remedies["log in"]
     reason = ": ".join(filter(None, (head, text)))
     return "; ".join(filter(None, (reason, advice)))

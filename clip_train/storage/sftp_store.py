@@ -8,6 +8,8 @@ if it is absent, and writes to a file's final name.
 import asyncio
 import contextlib
 import getpass
+import itertools
+import operator
 import os
 import stat
 import uuid
@@ -155,7 +157,7 @@ class SftpStorage(RemoteStorage):
                     raise ChangedError(f"it was {tag} when it was opened and is {_tag(found)}")
                 last = found.st_size if end is None else min(end, found.st_size)
                 cuts = [*range(begin, last, _READ_BYTES), last]
-                pieces = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+                pieces = [(a, b - a) for a, b in itertools.pairwise(cuts)]
                 return b"".join(file.readv(pieces)) if pieces else b""
 
         num_bytes = self.part_bytes if end is None else end - begin
@@ -168,7 +170,7 @@ class SftpStorage(RemoteStorage):
         while folders:
             parent = folders.pop()
             try:
-                found = await self._call(pace, lambda sftp, path=parent: sftp.listdir_attr(path))
+                found = await self._call(pace, operator.methodcaller("listdir_attr", parent))
             except FileNotFoundError:  # removed since, or never there
                 continue
             for each in found:

@@ -127,7 +127,11 @@ def test_checkpoints(folder: Folder, tmp_path: Path, runs: None) -> None:
 
 
 def test_messages_name_the_remedy(
-    storage: SftpStorage, folder: Folder, sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: SftpStorage,
+    folder: Folder,
+    sshd: Sshd,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for wrong in ("sftp://host", "sftp:///path", "sftp://me:secret@host/path"):
         with pytest.raises(UserError, match="write sftp://host/path") as caught:
