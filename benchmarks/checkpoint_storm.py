@@ -1,12 +1,12 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
-A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder, a real S3 server through
-obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway), Azure's blobs
-(Azurite, from scripts/setup_clouds.sh), Google Cloud's XML API (tests/clouds/gcs_server.py) or an sshd. Each life goes on from where the last one was
-killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
-server tell (or the store's folder): while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
-sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO
-stage change every time. Some lives begin on an empty disk.
+A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder; a real S3 server through
+obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway); Azurite, from
+scripts/setup_clouds.sh; tests/clouds/gcs_server.py; or an sshd. Each life goes on from where the last one was killed
+(`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the server tell,
+or the files of the folder: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes
+get SIGKILL; sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others
+ranks and ZeRO stage change every time. Some lives begin on an empty disk.
 
 With `--json FILE`, rows that FILE has of other stores stay.
 
@@ -26,10 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -38,14 +35,8 @@ from common import ROOT, finish, parser
 
 from clip_tools.demo import shapes
 from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
-from tests.clouds.azure import Azurite
-from tests.clouds.gcs import GoogleCloud
-from tests.clouds.sshd import Sshd
 from tests.processes import family, kill_tree
-from tests.s3.bucket import Bucket
-from tests.s3.folder import Folder, Watch
-from tests.s3.proxy import FaultyProxy
-from tests.s3.server import Server, chosen
+from tests.s3.places import STORES, Place, missing, place
 
 TARGETS = {
     "same layout": "every step's loss is bitwise that of the uninterrupted run, and so are the last checkpoint's files",
@@ -102,61 +93,6 @@ schedule: {{warmup_steps: 5}}
 checkpoint: {{every_steps: 4, keep_last: 2}}
 log: {{batch_digest: true, tensorboard: false}}
 """
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run's checkpoints go."""
-
-    bucket: Bucket
-    requests: list[str]  # what was asked of it, or what happened there
-
-    @property
-    def tells_reads(self) -> bool:
-        return not isinstance(self.bucket, Folder)
-
-
-SERVERS: dict[str, Callable[[], type[Server]]] = {
-    "s3": chosen,
-    "fsspec+s3": chosen,
-    "az": lambda: Azurite,
-    "gs": lambda: GoogleCloud,
-}
-STORES = ["local", *SERVERS, "sftp"]
-
-
-def missing(store: str) -> str | None:
-    """What to do before the store's server can be started."""
-    if store == "sftp":
-        return Sshd.missing()
-    return None if store == "local" else SERVERS[store]().missing()
-
-
-@contextmanager
-def place(store: str, folder: Path) -> Iterator[Place]:
-    """A new place at that store."""
-    name = f"storm-{uuid.uuid4().hex[:8]}"
-    if store == "local":
-        with Watch(Folder(folder / name, str(folder / name))) as watch:
-            yield Place(watch.folder, watch.requests)
-        return
-    if store == "sftp":
-        with (
-            Sshd() as sshd,
-            Watch(Folder(folder / name, sshd.url(folder / name))) as watch,
-        ):
-            os.environ |= sshd.environment()
-            yield Place(watch.folder, watch.requests)
-        return
-    server = SERVERS[store]()().start()
-    try:
-        with FaultyProxy(server.port, server.sign, server.dialect) as proxy:
-            os.environ |= server.environment(proxy.url)
-            bucket = server.bucket(name)
-            bucket.scheme = store
-            yield Place(bucket, proxy.requests)
-    finally:
-        server.stop()
 
 
 class Storm:
@@ -435,9 +371,10 @@ def main() -> int:
     same_kills = max(1, kills // 3)
     steps = args.steps or 100 + 25 * (kills - same_kills)
     rows: list[dict[str, Any]] = rows_of_others(args.json, args.store)
-    missed = [why for store in args.store if (why := missing(store))]
-    if missed:
-        print(*missed, sep="\n")
+    missed: list[str] = []
+    status = 0
+    if absent := [why for store in args.store if (why := missing(store))]:
+        print(*absent, sep="\n")
         return 1
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -459,7 +396,9 @@ def main() -> int:
                         row, short = judge(run, whole, run.storm(count, layouts), name)
                     rows.append({"store": store, **row})
                     missed += [f"{store}: {each}" for each in short]
-    return finish("checkpoint_storm", rows, TARGETS, missed, args)
+                # after each store, in case that a later one is interrupted
+                status = finish("checkpoint_storm", rows, TARGETS, missed, args)
+    return status
 
 
 if __name__ == "__main__":

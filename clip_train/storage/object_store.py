@@ -5,11 +5,13 @@ obstore lacks: profiles, SSO and refreshed credentials.
 """
 
 import asyncio
+import contextlib
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,7 +25,13 @@ from obstore.store import S3Store
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
-from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
+from clip_train.storage.errors import (
+    ChangedError,
+    Meaning,
+    SettingsError,
+    TransferError,
+    meaning,
+)
 from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, checked_length, reached
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
@@ -200,6 +208,38 @@ class ObjectStorage(RemoteStorage):
             if meaning(e) != "missing":
                 raise
             return None
+
+
+class AzureStorage(ObjectStorage):
+    """`Storage` over `az://container/prefix`. obstore reads `AZURE_*`."""
+
+    def open(self, **options: Any) -> Any:
+        """SettingsError."""
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+        servers[self.bucket] = endpoint or f"{account}.blob.core.windows.net"
+        with _refused_settings():
+            return super().open(**options)
+
+
+class GoogleStorage(ObjectStorage):
+    """`Storage` over `gs://bucket/prefix`. obstore reads `GOOGLE_*`."""
+
+    def open(self, **options: Any) -> Any:
+        """SettingsError."""
+        servers[self.bucket] = os.environ.get("GOOGLE_BASE_URL") or "storage.googleapis.com"
+        with _refused_settings():
+            return super().open(**options)
+
+
+@contextlib.contextmanager
+def _refused_settings() -> Iterator[None]:
+    """Turn an error of obstore about its settings into a SettingsError."""
+    try:
+        yield
+    except obstore.exceptions.BaseError as e:
+        reason = str(e).partition("\n\nDebug source:")[0].strip()
+        raise SettingsError(re.sub(r"^Generic \w+ error: ", "", reason)) from e
 
 
 class S3Storage(ObjectStorage):

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 STORES = {
     "s3": "clip_train.storage.object_store.S3Storage",
     "s3a": "clip_train.storage.object_store.S3Storage",
-    "gs": "clip_train.storage.object_store.ObjectStorage",
-    "az": "clip_train.storage.object_store.ObjectStorage",
+    "gs": "clip_train.storage.object_store.GoogleStorage",
+    "az": "clip_train.storage.object_store.AzureStorage",
+    "sftp": "clip_train.storage.sftp_store.SftpStorage",
     "fsspec+s3": "clip_train.storage.s3fs_store.S3fsStorage",
     "fsspec+s3a": "clip_train.storage.s3fs_store.S3fsStorage",
 }

@@ -129,11 +129,12 @@ class Handler(BaseHTTPRequestHandler):
     def get_bucket(self, bucket: str, key: str, asked: dict[str, str], body: bytes) -> None:
         found = self.store.bucket(bucket)
         if "uploads" in asked:
-            entries = "".join(
+            uploads = "".join(
                 f"<Upload><Key>{escape(upload.key)}</Key><UploadId>{number}</UploadId></Upload>"
                 for number, upload in found.uploads.items()
             )
-            self.answer(200, f"<ListMultipartUploadsResult>{entries}</ListMultipartUploadsResult>".encode())  # fmt: skip
+            listing = f"<ListMultipartUploadsResult>{uploads}</ListMultipartUploadsResult>"
+            self.answer(200, listing.encode())
             return
         prefix = asked.get("prefix", "")
         after = asked.get("continuation-token") or asked.get("start-after", "")
@@ -144,7 +145,8 @@ class Handler(BaseHTTPRequestHandler):
         rest = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
         self.answer(
             200,
-            f"<?xml version='1.0' encoding='UTF-8'?><ListBucketResult xmlns='http://doc.s3.amazonaws.com/2006-03-01'>"
+            '<?xml version="1.0" encoding="UTF-8"?>'
+            '<ListBucketResult xmlns="http://doc.s3.amazonaws.com/2006-03-01">'
             f"<Name>{bucket}</Name><KeyCount>{len(page)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
             f"{entries}{rest}</ListBucketResult>".encode(),
         )

@@ -48,7 +48,7 @@ class Sshd:
         host_key = (self.folder / "host_key.pub").read_text().split()[:2]
         (self.folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {' '.join(host_key)}\n")
         (self.folder / "config").write_text(
-            f"Host 127.0.0.1\n  User {getpass.getuser()}\n  IdentityFile {self.folder}/key\n"
+            f"Host alias*\n  HostName 127.0.0.1\nHost *\n  User {getpass.getuser()}\n  IdentityFile {self.folder}/key\n"
             f"  UserKnownHostsFile {self.folder}/known_hosts\n"
         )
         (self.folder / "sshd_config").write_text(
@@ -80,6 +80,7 @@ class Sshd:
             from tests.processes import kill_tree
 
             kill_tree(self._process)
+            self._process.communicate()
             self._process = None
         (self.folder / "log").unlink(missing_ok=True)
 

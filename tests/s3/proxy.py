@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
@@ -64,6 +64,7 @@ class Fault:
 
     def hits(self, method: str, target: str, headers: bytes) -> bool:
         path, _, query = target.partition("?")
+        path = unquote(path)  # some clients quote the "/" in keys
         if (
             method not in self.method.split("|")
             or not re.search(self.key, path)
