@@ -241,6 +241,8 @@ def _answer(error: BaseException) -> tuple[int | None, str, str]:
     Without an answer of a server: None, the kind of error, its text.
     """
     for cause in _causes(error):
+        if type(cause).__module__ == "aiohttp.http_exceptions":
+            continue  # the answer could not be read: this `code` is the client's own
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore's
             answer = response.get("Error", {})

@@ -56,7 +56,7 @@ class S3fsStorage(ObjectStorage):
         try:
             system.connect()
         except ValueError as e:
-            _, found, endpoint = str(e).partition("Invalid endpoint: ")
+            found, endpoint = str(e).partition("Invalid endpoint: ")[1:]
             raise refused_endpoint(endpoint) if found else e from None
         servers[self.bucket] = system.s3.meta.endpoint_url
         return system
@@ -172,7 +172,8 @@ class S3fsStorage(ObjectStorage):
                 try:
                     answer = await self._repeat(f"part {number}", request, part_pace)
                 except StorageError as e:
-                    raise e.__cause__ or e from None  # the outer retry describes it
+                    # the outer retry describes the error itself, with its own cause
+                    raise e.__cause__ or e  # noqa: B904
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         tasks = [

@@ -21,12 +21,29 @@ from tests.s3.server import Server, chosen
 
 PART = 5 << 20  # S3's least
 DATA = random.Random(1).randbytes(2 * PART + 12345)
+# What `make test` runs through s3fs as well; `make test-all` runs everything through both clients.
+THROUGH_S3FS = (
+    "test_put_read_list_delete",
+    "test_a_listing_of_several_pages",
+    "test_an_upload_that_fails_publishes_nothing",
+    "test_of_racing_writers_one_wins",
+    "test_a_missing_bucket_is_never_an_empty_one",
+    "test_expired_credentials_are_asked_for_again",
+    "test_a_zombie_cannot_commit_over_its_successor",
+    "test_the_answer_to_the_commit_is_lost",
+    "test_an_object_replaced_while_it_is_read",
+    "test_a_profile_gives_endpoint_region_and_keys",
+    "test_a_cache_copies_a_shard_once_for_all_who_read_it",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/s3/" in item.nodeid]
     for item in here:
         item.add_marker(pytest.mark.s3)
+        is_s3fs = isinstance(item, pytest.Function) and "s3fs" in item.name.partition("[")[2]
+        if is_s3fs and item.originalname not in THROUGH_S3FS:
+            item.add_marker(pytest.mark.full)
     if here and (missing := chosen().missing()):
         for item in here:
             item.add_marker(pytest.mark.skip(reason=missing))

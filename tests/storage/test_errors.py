@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import obstore
 import pytest
+from aiohttp import ClientPayloadError
+from aiohttp.http_exceptions import ContentLengthError
 from botocore.exceptions import (
     ClientError,
     ConfigParseError,
@@ -163,6 +165,8 @@ OTHERS = [
         "again",
     ),  # as fsspec's HTTP calls any failure
     (FileNotFoundError("x"), "missing"),
+    # an answer that was cut short: aiohttp gives it a code, 400
+    (caused_by(ClientPayloadError("cut"), ContentLengthError("cut")), "again"),
 ]
 
 
