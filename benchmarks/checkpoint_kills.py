@@ -4,7 +4,7 @@
 stores can be tried: a folder; a real S3 server through obstore and s3fs (LocalStack, from scripts/setup_s3.sh);
 Azurite, from scripts/setup_clouds.sh; tests/clouds/gcs_server.py; an sshd. Process and checkpoint writer get SIGKILL at
 a random moment of a save, or between two. Half of the lives begin on an empty disk. After every kill the store is read
-by code that is not the package's.
+by code that is not the package's. With `--json FILE`, rows that FILE has of other stores stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import finish, parser
+from common import finish, parser, rows_of_others
 
 from tests.s3.kills import kill_again_and_again
 from tests.s3.places import STORES, missing, place
@@ -33,8 +33,8 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--store", nargs="+", choices=STORES, default=STORES)
     args = arguments.parse_args()
-    rows: list[dict[str, Any]] = []
     missed = [f"{store}: {why}" for store in args.store if (why := missing(store))]
+    status = 1
     for store in args.store:
         if missing(store):
             continue
@@ -42,10 +42,11 @@ def main() -> int:
             kills = 2 if args.quick else args.kills
             result = kill_again_and_again(at.bucket, Path(folder), kills, f"{args.seed} {store}")
         missed += [f"{store}: {each}" for each in result.wrong]
-        row = {**dataclasses.asdict(result), "wrong": len(result.wrong)}
-        rows.append({"store": store, **row})
-        print(rows[-1], flush=True)
-    return finish("checkpoint_kills", rows, TARGETS, missed, args)
+        row = {"store": store, **dataclasses.asdict(result), "wrong": len(result.wrong)}
+        rows: list[dict[str, Any]] = [*rows_of_others(args.json, "store", [store]), row]
+        # after each store, in case that a later one is interrupted
+        status = finish("checkpoint_kills", rows, TARGETS, missed, args)
+    return status
 
 
 if __name__ == "__main__":

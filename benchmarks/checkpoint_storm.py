@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from common import ROOT, finish, parser
+from common import ROOT, finish, parser, rows_of_others
 
 from clip_tools.demo import shapes
 from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
@@ -351,13 +351,6 @@ def judge(
     return row, missed
 
 
-def rows_of_others(file: str | None, stores: list[str]) -> list[dict[str, Any]]:
-    """The rows of a file of results that are not of these stores."""
-    if file is None or not Path(file).exists():
-        return []
-    return [row for row in json.loads(Path(file).read_text())["rows"] if row["store"] not in stores]
-
-
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--kills", type=int, default=30, help="in all (default: 30)")
@@ -370,7 +363,7 @@ def main() -> int:
     kills = 3 if args.quick else args.kills
     same_kills = max(1, kills // 3)
     steps = args.steps or 100 + 25 * (kills - same_kills)
-    rows: list[dict[str, Any]] = rows_of_others(args.json, args.store)
+    rows: list[dict[str, Any]] = rows_of_others(args.json, "store", args.store)
     missed: list[str] = []
     status = 0
     if absent := [why for store in args.store if (why := missing(store))]:

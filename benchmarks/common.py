@@ -232,6 +232,13 @@ def finish(
     return 1 if missed else 0
 
 
+def rows_of_others(file: str | None, column: str, values: list[str]) -> list[dict[str, Any]]:
+    """The rows of a file that `--json` has written before whose `column` has none of these values: they stay."""
+    if file is None or not Path(file).exists():
+        return []
+    return [row for row in json.loads(Path(file).read_text())["rows"] if row[column] not in values]
+
+
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:
     table = Table(
         title=f"{name} ({commit()}, {environment()['device']}, torch {torch.__version__})"

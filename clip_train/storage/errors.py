@@ -263,6 +263,10 @@ def _answer_in(kind: str, text: str) -> tuple[int | None, str, str]:
     if status or tags:  # a code without a status: an error in the body of a 200
         number = int(status[1]) if status else 200
         return number, tags.get("Code", ""), tags.get("Message", "")
+    bulk = re.search(r"(?s)Bulk delete request failed for key .*?: (.*) \(code: (\d{3})\)", text)
+    if bulk:  # Azure's answer for one of many blobs, whose code obstore drops
+        code = "ContainerNotFound" if "container does not exist" in bulk[1] else ""
+        return int(bulk[2]), code, bulk[1]
     if "redirect without LOCATION" in text:
         return 301, "", "the bucket is in another region"
     provider = re.search(r"(?s)credential provider: (\w+): (.*)", text)

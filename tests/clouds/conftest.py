@@ -27,10 +27,22 @@ from tests.s3.server import Server
 CLOUDS: dict[str, type[Server]] = {"azure": Azurite, "gcs": GoogleCloud}
 
 
+# Of the tests that write checkpoints, those that `make test` runs too: they take seconds.
+QUICK = (
+    "test_a_zombie_cannot_commit_over_its_successor[",
+    "test_the_answer_to_the_commit_is_lost[",
+    "test_damage_in_the_store_steps_back_and_says_why[azure-flipped",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/clouds/" in item.nodeid:
-            item.add_marker(pytest.mark.clouds)
+        if "tests/clouds/" not in item.nodeid:
+            continue
+        item.add_marker(pytest.mark.clouds)
+        writes = "tests/clouds/test_protocol.py" in item.nodeid
+        if writes and not item.name.startswith(QUICK):
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session", params=CLOUDS)

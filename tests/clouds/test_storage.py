@@ -45,6 +45,15 @@ def test_an_upload_survives_what_passes(
     survives_in_an_upload(fault, storage, hasty, proxy, view, big)
 
 
+def test_the_others_are_deleted_if_one_is_missing(storage: Storage, view: Bucket) -> None:
+    """Another process, or a try of this call whose answer was lost, has removed it."""
+    names = [f"{i:03d}" for i in range(40)]
+    for name in names[1:]:
+        view.put(f"run/{name}", b"x")
+    storage.delete(*names)
+    assert view.keys() == []
+
+
 def test_a_missing_bucket_is_never_an_empty_one(view: Bucket) -> None:
     nowhere = open_storage(f"{view.scheme}://nowhere/run", patience_seconds=1)
     for ask in ASK.values():
