@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast, get_args
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
+from clip_train.places import CACHES
 from clip_train.settings import import_path
 from clip_train.storage.base import Storage
 from clip_train.storage.blocks import BlockCache, Checksums
@@ -93,7 +94,7 @@ def open_storage(
         return LocalStorage(local_path(url))
     scheme = _scheme(url).replace(":", ".")
     name = scheme.lower()
-    if name in ("simplecache", "filecache") and "::" in url:
+    if name in CACHES and "::" in url:
         from clip_train.storage.cached import CachedStorage
 
         target = url.partition("::")[2]
