@@ -107,7 +107,6 @@ PEERS = "scripts/setup_peers.sh and .venv-peers/bin/python"
 # Optional packages and the command that installs them.
 EXTRAS = {
     "matplotlib": "pip install 'clip-train[bench]'",
-    "s3fs": "pip install 'clip-train[bench]'",
     "sklearn": "pip install 'clip-train[test]'",
     "torchao": "pip install 'clip-train[torchao]'",
     "triton": "pip install triton==3.7.*, for torch 2.13",
