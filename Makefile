@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: help demo test faults test-all test-rest test-clusters test-products stress hour s3 browser acceptance versions check format clean invariance exactness peers docs docs-build
+.PHONY: help demo test faults test-all test-rest test-clusters test-products stress hour s3 clouds stores browser acceptance versions check format clean invariance exactness peers docs docs-build
 
 help:
 	@echo "make demo        train a small CLIP and see it work (about 5 minutes on 2 cores)"
@@ -37,13 +37,13 @@ $(READY): setup.py pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/clip-train demo
 
-test: $(READY) s3
+test: $(READY) stores
 	@echo "== tests, but those of make test-all"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer or browser)"
 
 test-all: test test-rest hour
 
-test-rest: $(READY) $(VENV)/.docs s3 browser
+test-rest: $(READY) $(VENV)/.docs stores browser
 	@$(MAKE) --no-print-directory -j 2 test-clusters test-products
 
 test-clusters:
@@ -62,7 +62,7 @@ test-products:
 faults: $(READY)
 	$(BIN)/python scripts/mutations.py -j $$(($(WORKERS) + 1))
 
-stress: $(READY) s3
+stress: $(READY) stores
 	$(BIN)/python scripts/stress.py numerics --workers $(WORKERS)
 	$(BIN)/python scripts/stress.py suite --times 3 --workers $(WORKERS)
 
@@ -73,6 +73,13 @@ hour: $(READY)
 s3:
 	@echo "== the S3 server for the tests marked s3, in .venv-s3 (once; half a minute)"
 	@PYTHON=$(PYTHON) bash scripts/setup_s3.sh .venv-s3 || echo "== IT CANNOT BE SET UP: THE S3 TESTS WILL BE SKIPPED"
+
+clouds:
+	@echo "== Azurite for the tests marked clouds, in .clouds, from npm (once; half a minute)"
+	@bash scripts/setup_clouds.sh .clouds || echo "== IT CANNOT BE SET UP: THE TESTS OF AZURE WILL BE SKIPPED"
+
+stores: # they wait for downloads: both at once
+	@MAKEFLAGS= $(MAKE) --no-print-directory -j 2 s3 clouds PYTHON=$(PYTHON)
 
 browser:
 	@echo "== a Chromium for the tests marked browser, by apt (once; a minute)"
@@ -128,4 +135,4 @@ docs-build: $(VENV)/.docs
 	@echo "== the pages are in build/site"
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-s3 .ceph build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers .venv-s3 .clouds .ceph build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,8 +5,8 @@ bytes by torch within memory, both into memory that has been touched before: a r
 step. CPU seconds are those of the checkpoint writer, for a save to the disk, against what the first edition did with
 the same bytes: read them, hash them twice, write them. The upload goes to a real S3 server (LocalStack, from
 scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) and is compared with obstore's own `put`, which it
-uses, with the same checksum (LocalStack verifies it on these cores); s3fs's stands beside them where it is installed
-(`pip install -e .[bench]`). Each in turn; the medians are compared.
+uses, with the same checksum (LocalStack verifies it on these cores); s3fs's stands beside them. Each in turn; the
+medians are compared. benchmarks/stores.py compares stores.
 Absolute figures are this machine's and this server's.
 """
 
@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +185,7 @@ def measure_memory(
 def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
     """name -> an upload of `path`."""
     import obstore
+    import s3fs
 
     ours = S3Storage(f"s3://{bucket}/ours")
     endpoint = os.environ["AWS_ENDPOINT_URL"]
@@ -199,13 +199,10 @@ def clients(path: Path, bucket: str) -> dict[str, Callable[[], Any]]:
             store, "obstore", path, chunk_size=16 << 20, max_concurrency=8
         ),
     }
-    if find_spec("s3fs"):
-        import s3fs
-
-        fs = s3fs.S3FileSystem(skip_instance_cache=True)
-        out["s3fs"] = lambda: fs.put_file(
-            str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4
-        )
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    out["s3fs"] = lambda: fs.put_file(
+        str(path), f"{bucket}/s3fs", chunksize=16 << 20, max_concurrency=4
+    )
     return out
 
 

@@ -1,11 +1,14 @@
 """Kill a run at random moments, again and again, and see whether anything of it is ever lost.
 
-A small CLIP trains with DeepSpeed and `checkpoint.remote=s3://...` on a real S3 server (LocalStack, from
-scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway). Each life goes on from where the last one was
-killed (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the
-server tell: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes get SIGKILL;
-sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others ranks and ZeRO
-stage change every time. Some lives begin on an empty disk.
+A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder; a real S3 server through
+obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway); Azurite, from
+scripts/setup_clouds.sh; tests/clouds/gcs_server.py; or an sshd. Each life goes on from where the last one was killed
+(`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the server tell,
+or the files of the folder: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes
+get SIGKILL; sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others
+ranks and ZeRO stage change every time. Some lives begin on an empty disk.
+
+With `--json FILE`, rows that FILE has of other stores stay.
 
 After every kill the bucket and the disk are read by code that is not the package's; before every life it tells which
 checkpoint must be resumed from.
@@ -26,15 +29,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from common import ROOT, finish, parser
+from common import ROOT, finish, parser, rows_of_others
 
 from clip_tools.demo import shapes
 from tests.checkpoint.eyes import damaged_in, newest_in, orphans_in
 from tests.processes import family, kill_tree
-from tests.s3.bucket import Bucket
-from tests.s3.proxy import FaultyProxy
-from tests.s3.server import Server, chosen
+from tests.s3.places import STORES, Place, missing, place
 
 TARGETS = {
     "same layout": "every step's loss is bitwise that of the uninterrupted run, and so are the last checkpoint's files",
@@ -94,15 +96,13 @@ log: {{batch_digest: true, tensorboard: false}}
 
 
 class Storm:
-    """One run's lives on one server."""
+    """One run's lives at one store."""
 
-    def __init__(
-        self, folder: Path, server: Server, proxy: FaultyProxy, name: str, steps: int, seed: str
-    ) -> None:
-        self.folder, self.name, self.steps, self.proxy = folder, name, steps, proxy
+    def __init__(self, folder: Path, at: Place, name: str, steps: int, seed: str) -> None:
+        self.folder, self.name, self.steps, self.at = folder, name, steps, at
         self.run_dir, self.rng = folder / name, random.Random(seed)
         self.checkpoints = self.run_dir / "checkpoints"
-        self.bucket = Bucket(server, f"storm-{name}")
+        self.bucket = at.bucket
         self.wrong: list[str] = []
         self.resumed, self.lives = 0, 0
 
@@ -113,7 +113,7 @@ class Storm:
         program.write_text(IMPATIENT)
         line = [str(program), "train", str(self.folder / "recipe.yaml"), f"run.dir={self.run_dir}",
                 f"run.steps={self.steps}", f"engine.zero_stage={stage}",
-                f"checkpoint.remote=s3://{self.bucket.name}/run"]  # fmt: skip
+                f"checkpoint.remote={self.bucket.url}/run"]  # fmt: skip
         if ranks > 1:
             line = [
                 "-m",
@@ -124,7 +124,7 @@ class Storm:
                 *line,
             ]
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.proxy.requests.clear()
+        self.at.requests.clear()
         self.log_begins = (
             (self.run_dir / "log").stat().st_size if (self.run_dir / "log").exists() else 0
         )
@@ -211,7 +211,7 @@ class Storm:
     def asked(self, expression: str | None) -> int:
         """How many such requests this life has made."""
         return (
-            sum(bool(re.match(expression, each)) for each in list(self.proxy.requests))
+            sum(bool(re.match(expression, unquote(each))) for each in list(self.at.requests))
             if expression
             else 0
         )
@@ -282,7 +282,10 @@ class Storm:
         counted: dict[str, int] = {}
         for i in range(kills):
             ranks, stage = layouts[i % len(layouts)]
-            moment = self.draw({name: weight for name, (weight, _) in MOMENTS.items()})
+            weights = {name: weight for name, (weight, _) in MOMENTS.items()}
+            if not self.at.tells_reads:
+                weights["fetching"] = 0
+            moment = self.draw(weights)
             if moment == "fetching" and not self.bucket.commits("run"):
                 moment = "uploading"
             victim = "all" if moment == "fetching" else self.draw(VICTIMS)
@@ -355,40 +358,40 @@ def main() -> int:
         "--steps", type=int, help="of each run (default: by the number of kills)"
     )
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--store", nargs="+", choices=STORES, default=["s3"])
     args = arguments.parse_args()
-    if missing := chosen().missing():
-        print(missing)
-        return 1
     kills = 3 if args.quick else args.kills
     same_kills = max(1, kills // 3)
-    rows: list[dict[str, Any]] = []
+    steps = args.steps or 100 + 25 * (kills - same_kills)
+    rows: list[dict[str, Any]] = rows_of_others(args.json, "store", args.store)
     missed: list[str] = []
-    server = chosen()().start()
-    try:
-        with (
-            tempfile.TemporaryDirectory() as temporary,
-            FaultyProxy(server.port, server.sign) as proxy,
-        ):
-            folder = Path(temporary)
-            os.environ |= server.environment(proxy.url)
-            data = shapes(folder / "shapes", 600, per_shard=150)
-            (folder / "model.json").write_text(json.dumps(MODEL))
-            steps = args.steps or 100 + 25 * (kills - same_kills)
-            recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json")
-            (folder / "recipe.yaml").write_text(recipe)
-            whole = Storm(folder, server, proxy, "uninterrupted", steps, "")
+    status = 0
+    if absent := [why for store in args.store if (why := missing(store))]:
+        print(*absent, sep="\n")
+        return 1
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        data = shapes(folder / "shapes", 600, per_shard=150)
+        (folder / "model.json").write_text(json.dumps(MODEL))
+        recipe = RECIPE.format(steps=steps, train=data.train, model=folder / "model.json")
+        (folder / "recipe.yaml").write_text(recipe)
+        with place("local", folder) as at:
+            whole = Storm(folder, at, "uninterrupted", steps, "")
             whole.to_the_end(2, 3)
-            for name, count, layouts in (
-                ("same", same_kills, [(2, 3)]),
-                ("other", kills - same_kills, LAYOUTS),
-            ):
-                run = Storm(folder, server, proxy, name, steps, f"{args.seed} {name}")
-                row, short = judge(run, whole, run.storm(count, layouts), name)
-                rows.append(row)
-                missed += short
-    finally:
-        server.stop()
-    return finish("checkpoint_storm", rows, TARGETS, missed, args)
+            for store in args.store:
+                for name, count, layouts in (
+                    ("same", same_kills, [(2, 3)]),
+                    ("other", kills - same_kills, LAYOUTS),
+                ):
+                    with place(store, folder) as there:
+                        seed = f"{args.seed} {name}"
+                        run = Storm(folder, there, f"{store}-{name}", steps, seed)
+                        row, short = judge(run, whole, run.storm(count, layouts), name)
+                    rows.append({"store": store, **row})
+                    missed += [f"{store}: {each}" for each in short]
+                # after each store, in case that a later one is interrupted
+                status = finish("checkpoint_storm", rows, TARGETS, missed, args)
+    return status
 
 
 if __name__ == "__main__":

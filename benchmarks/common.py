@@ -107,7 +107,6 @@ PEERS = "scripts/setup_peers.sh and .venv-peers/bin/python"
 # Optional packages and the command that installs them.
 EXTRAS = {
     "matplotlib": "pip install 'clip-train[bench]'",
-    "s3fs": "pip install 'clip-train[bench]'",
     "sklearn": "pip install 'clip-train[test]'",
     "torchao": "pip install 'clip-train[torchao]'",
     "triton": "pip install triton==3.7.*, for torch 2.13",
@@ -230,6 +229,13 @@ def finish(
         print(f"MISSED: {line}")
     print("all targets met" if not missed else f"{len(missed)} targets missed")
     return 1 if missed else 0
+
+
+def rows_of_others(file: str | None, column: str, values: list[str]) -> list[dict[str, Any]]:
+    """The rows of a file that `--json` has written before whose `column` has none of these values: they stay."""
+    if file is None or not Path(file).exists():
+        return []
+    return [row for row in json.loads(Path(file).read_text())["rows"] if row[column] not in values]
 
 
 def print_table(name: str, rows: list[dict[str, Any]]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from clip_train.errors import UserError
 
+CACHES = ("simplecache", "filecache")  # `simplecache::URL` is one place (`storage/cached.py`)
+_BETWEEN_SOURCES = re.compile("".join(rf"(?<!\b{cache})" for cache in CACHES) + "::")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
@@ -22,8 +24,12 @@ def expanded(place: str) -> str:
     """
     if "$" in place and not os.path.lexists(place):
         place = _VARIABLE.sub(_value, place)
-    sources = place.split("::")
-    return "::".join(os.path.expanduser(source) for source in sources)
+    return "::".join(os.path.expanduser(source) for source in split_places(place))
+
+
+def split_places(text: str) -> list[str]:
+    """The places that `::` joins. A cache stays in front of its URL."""
+    return _BETWEEN_SOURCES.split(text)
 
 
 def _value(variable: re.Match[str]) -> str:

@@ -12,6 +12,7 @@ from clip_train.errors import UserError, raise_all
 from clip_train.recipe.recipe import Recipe, apply_overrides, check_config, read_recipe
 from clip_train.settings import given
 from clip_train.stop import StopRequest
+from clip_train.storage.urls import use_client
 from clip_train.versions import too_old
 from launcher.runtime.environment import this_rank
 from launcher.runtime.log import configure
@@ -88,6 +89,7 @@ def train(
         raise_all(_mistakes(things, overrides, callbacks))
         paths = given(things)
         config = _checked(recipe, [*overrides, *(f"{key}={path}" for key, path in paths.items())])
+        use_client(config.storage.client)
         from launcher.train import train as train_on_this_rank
 
         metrics = train_on_this_rank(config, outcome, stop, callbacks)

@@ -46,7 +46,7 @@ def test_nothing_but_its_own_package_knows_an_engine():
 
 # Private names that are not torch's or DeepSpeed's: of Python's library, fsspec, transformers and open_clip.
 OTHERS = {
-    "_actions", "_config", "_current_frames", "_exit", "_fields", "_gradient_checkpointing_func", "_parent",
+    "_actions", "_call_s3", "_config", "_current_frames", "_exit", "_fields", "_gradient_checkpointing_func", "_parent",
     "_pipe_file", "_replace",
 }  # fmt: skip
 # Torch's names that attributes of ours could have.

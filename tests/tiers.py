@@ -15,6 +15,7 @@ WITHOUT_S3 = "the S3 server is not set up (scripts/setup_s3.sh; `make test` does
 
 def tell(reporter: pytest.TerminalReporter) -> None:
     _tell_of_s3(reporter)
+    _tell_of_clouds(reporter)
     _tell_of_slurm(reporter)
     for tier in ("slurm", "hosts", "browser"):
         skipped = _reports(reporter, "skipped", tier)
@@ -30,6 +31,13 @@ def _tell_of_s3(reporter: pytest.TerminalReporter) -> None:
         _shout(reporter, f"{len(skipped)} S3 TESTS WERE NOT RUN: {missing}")
     elif passed:
         reporter.write_line(f"{len(passed)} S3 tests passed against {chosen().name}")
+
+
+def _tell_of_clouds(reporter: pytest.TerminalReporter) -> None:
+    skipped = _reports(reporter, "skipped", "clouds")
+    for why in sorted({str(report.longrepr[2]) for report in skipped}):  # type: ignore[index]
+        count = sum(str(report.longrepr[2]) == why for report in skipped)  # type: ignore[index]
+        _shout(reporter, f"{count} TESTS OF STORES WERE NOT RUN: {why}")
 
 
 def _tell_of_slurm(reporter: pytest.TerminalReporter) -> None:

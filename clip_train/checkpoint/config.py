@@ -145,6 +145,22 @@ _IGNORES_CONDITIONS = (  # the remedy follows the semicolon
 )
 
 
+_OPERATIONS = ("list", "write", "read", "delete")
+# the permissions that these operations need, by the scheme of the URL
+_PERMISSIONS = {
+    "s3": ("s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"),
+    "gs": ("storage.objects.list", "storage.objects.create", "storage.objects.get",
+           "storage.objects.delete"),
+    "az": ("Storage Blob Data Contributor",) * 4,
+}  # fmt: skip
+_ENDPOINTS = {"az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL", "s3": "AWS_ENDPOINT_URL"}
+
+
+def _scheme(url: str) -> str:
+    """The scheme of a URL, in lower case."""
+    return url.partition("://")[0].lower()
+
+
 def preflight(storage: Storage) -> list[str]:
     """Try every operation that a run needs from its store, and remove the files made by the test.
     Returns warnings.
@@ -156,18 +172,20 @@ def preflight(storage: Storage) -> list[str]:
     content = uuid.uuid4().hex.encode()
     file, once = f"{folder}/file", f"{folder}/once"
     warnings = []
-    # for the message: what the store cannot do, and the permission that it needs on S3
-    doing, permission = "be listed", "s3:ListBucket"
+    # for the message: what the store cannot do, and the permission that this needs
+    permissions = _PERMISSIONS.get(_scheme(storage.url), _PERMISSIONS["s3"])
+    needs = dict(zip(_OPERATIONS, permissions, strict=True))
+    doing, permission = "be listed", needs["list"]
     try:
         storage.list("commit")
-        doing, permission = "be written to", "s3:PutObject"
+        doing, permission = "be written to", needs["write"]
         storage.put_bytes(file, content)
-        doing, permission = "be read", "s3:GetObject"
+        doing, permission = "be read", needs["read"]
         if storage.read_bytes(file) != content:
             raise CheckpointError("returns other bytes than were written")
         if file not in [entry.name for entry in storage.list(folder)]:
             raise CheckpointError("does not list a file that it has stored")
-        doing, permission = "be written to conditionally (If-None-Match)", "s3:PutObject"
+        doing, permission = "be written to conditionally (If-None-Match)", needs["write"]
         # two writers, only one of which may win: leases and commits depend on this
         if not storage.put_bytes(once, b"first", if_absent=True):
             raise CheckpointError(
@@ -175,7 +193,7 @@ def preflight(storage: Storage) -> list[str]:
             )
         if storage.put_bytes(once, b"second", if_absent=True):
             warnings.append(f"checkpoint.remote ({storage.url}) {_IGNORES_CONDITIONS}")
-        doing, permission = "delete files (needed for retention)", "s3:DeleteObject"
+        doing, permission = "delete files (needed for retention)", needs["delete"]
         for name in (file, once):
             storage.delete(name)
             if storage.exists(name):
@@ -207,7 +225,10 @@ def _preflight_error(
         lasts = isinstance(e, PermissionError | RefusedError) or e.errno in _LASTING
         if not lasts:
             kind = CheckpointError
-            remedy = "try again, and if it stays so check the network, the URL and AWS_ENDPOINT_URL"
+            remedy = "try again, and if it stays so check the network and the URL"
+            setting = _ENDPOINTS.get(_scheme(url))
+            if setting is not None:
+                remedy = f"try again, and if it stays so check the network, the URL and {setting}"
         elif head:
             result = head
             remedy = f"{advice} ({permission})" if "the right" in advice else advice

@@ -44,6 +44,7 @@ from clip_train.resizing import BudgetSchedule, Patches
 from clip_train.stop import SIGNALS
 from clip_train.storage.blocks import BlockCache
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.urls import client_in_use
 from clip_train.task import Batch, text_lengths
 from clip_train.torch_internals import end_loader_workers, loader_workers
 
@@ -122,7 +123,10 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         values: Mapping[str, SampleValue] | None = None,
         patches: Patches | None = None,
     ) -> None:
-        self._storage = storage = storage or StorageConfig()
+        storage = storage or StorageConfig()
+        # the fork server of workers may be older than this process's choice
+        client = client_in_use(storage.client)
+        self._storage = storage = storage.model_copy(update={"client": client})
         sizes = BatchSizes((global_size,)) if isinstance(global_size, int) else global_size
         sizes.check_ranks(world_size)
         if index is None:

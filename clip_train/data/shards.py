@@ -16,6 +16,7 @@ from braceexpand import braceexpand
 
 from clip_train.data.benchmark import benchmark_shards
 from clip_train.errors import UserError, missing, raise_all, unreadable
+from clip_train.places import split_places
 from clip_train.storage.blocks import BlockCache, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import REMOVED, WAS_REDACTED, redact
@@ -36,7 +37,7 @@ class Row(NamedTuple):
 
 def split_sources(spec: str) -> list[str]:
     """The sources that `::` joins, each with its braces and globs."""
-    return [part.strip() for part in spec.split("::")]
+    return [part.strip() for part in split_places(spec)]
 
 
 def expand_braces(spec: str, field: str = "data.train") -> list[list[str]]:

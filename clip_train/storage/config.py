@@ -1,14 +1,17 @@
 """Limits and retries for reading remote files."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from clip_train.settings import Removed, Seconds, Settings
 
+Client = Literal["auto", "obstore", "fsspec"]
+
 
 class StorageConfig(Settings):
-    """The `storage` section: reading remote files. Credentials come from the environment."""
+    """The `storage` section: the client, and reading remote files. Credentials come from the
+    environment."""
 
     removed: ClassVar = {
         "backoff_seconds": Removed(instead="leave it out", ignored=lambda value: value == 0.2),
@@ -26,6 +29,11 @@ class StorageConfig(Settings):
     backoff_seconds: ClassVar[float] = 0.2  # before the second try; doubled up to 20 s, half random
     range_bytes: ClassVar[int] = 4 << 20  # of a request; an index has blocks of its own
     read_ahead: ClassVar[int] = 4  # ranges of one file that are fetched ahead, in parallel
+
+    client: Client = "auto"
+    """What sends the requests to `s3://`, `gs://` and `az://`: `obstore`, or `fsspec` (s3fs, gcsfs,
+    adlfs). `auto`: the environment's `CLIP_TRAIN_STORAGE_CLIENT`, or obstore. It holds for
+    everything that a run reads and writes."""
 
     attempts: Annotated[int, Field(gt=0)] = 10
     """Attempts for each range of a remote file. Then the run stops with an error that names the

@@ -33,7 +33,11 @@ _BY_CODE: dict[str, Meaning] = {
         ("BadDigest", "IncompleteBody", "RequestTimeout", "Throttling", "NoSuchUpload"), "again"
     ),
     **dict.fromkeys(("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), "again"),
-    "NoSuchBucket": "no bucket",
+    # Azure's, for a conditional write to a name that exists; others of its 409 may pass
+    "BlobAlreadyExists": "taken",
+    "InvalidBlockList": "again",
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), "no bucket"),
+    "AccountIsDisabled": "final",
     "RequestExpired": "expired",
     "RequestTimeTooSkewed": "final",
     "AuthorizationHeaderMalformed": "elsewhere",
@@ -48,6 +52,8 @@ _NO_CREDENTIALS = re.compile(
     "NoCredentialsError|ProfileNotFound|SSOTokenLoadError|UnauthorizedSSOTokenError"
     "|TokenRetrievalError|LoginRefreshRequired|LoginTokenLoadError"
 )
+# obstore, at Azure and Google: it asks this machine's metadata server if nothing else is set
+_TOKEN_REQUEST = "Error performing token request"
 _STILL_EXPIRED = "refreshed credentials are still expired"  # botocore's RuntimeError
 _WRONG_KEY = "correct the credentials (AWS_PROFILE, ~/.aws, or AWS_ACCESS_KEY_ID and its secret)"
 _REMEDIES = {  # by code, or by meaning
@@ -68,6 +74,33 @@ _LOG_IN = (
     "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; "
     "for a public bucket AWS_SKIP_SIGNATURE=true"
 )
+# What differs at other stores, by the scheme of the URL. "log in": there are no credentials.
+_REMEDIES_OF: dict[str, dict[str, str]] = {
+    "az": {
+        "ContainerNotFound": "create the container, or correct the URL",
+        "AuthenticationFailed": "correct AZURE_STORAGE_ACCOUNT_KEY or the token, which may have "
+        "expired; compare this machine's clock (NTP)",
+        "AuthorizationFailure": "correct AZURE_STORAGE_ACCOUNT_KEY or the token, or let the "
+        "account's firewall accept this machine",
+        "AuthorizationPermissionMismatch": "give this identity the right to do it",
+        "expired": "the token has expired: renew it",
+        "log in": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or "
+        "AZURE_STORAGE_SAS_TOKEN, or AZURE_USE_AZURE_CLI=true after `az login`, or for a public "
+        "container AZURE_SKIP_SIGNATURE=true",
+    },
+    "gs": {
+        "AuthenticationRequired": "the token or key is not valid: correct "
+        "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+        "expired": "the token has expired: renew it, or give a key that can be renewed in "
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "log in": "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS "
+        "to a file of credentials, or to read a public bucket GOOGLE_SKIP_SIGNATURE=true",
+    },
+    "sftp": {
+        "log in": "name the user and a key that the server accepts in ~/.ssh/config, or add the "
+        "key to an agent",
+    },
+}
 _SIGN = "check the URL's user and password; a signed URL may have expired: sign it again"
 
 
@@ -86,6 +119,10 @@ class DeniedError(StorageError, PermissionError):
 
 class RefusedError(StorageError):
     """The request is wrong, or its target is. Another attempt cannot succeed."""
+
+
+class SettingsError(ValueError):
+    """The client refuses its settings: no request was sent."""
 
 
 class TransferError(OSError):
@@ -124,7 +161,7 @@ def meaning(error: BaseException) -> Meaning:
         kind = _BY_CODE.get(code) or _BY_STATUS.get(status, default)
     elif isinstance(error, PermissionError) or _NO_CREDENTIALS.search(f"{code} {message}"):
         kind = "denied"
-    elif any(isinstance(e, ConnectionRefusedError | socket.gaierror) for e in _causes(error)):
+    elif _is_unreachable(error):
         kind = "unreachable"
     elif isinstance(error, FileExistsError) or type(error).__name__ == "AlreadyExistsError":
         kind = "taken"
@@ -141,6 +178,11 @@ def meaning(error: BaseException) -> Meaning:
     return kind
 
 
+def _is_unreachable(error: BaseException) -> bool:
+    refused = any(isinstance(e, ConnectionRefusedError | socket.gaierror) for e in _causes(error))
+    return refused or _TOKEN_REQUEST in str(error)
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error, then its cause, then the cause of that, ..."""
     while error is not None:
@@ -148,13 +190,22 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def describe_error(error: BaseException) -> str:
-    """One line: status, code and message of the server's answer, and the remedy if known."""
+def describe_error(error: BaseException, scheme: str = "s3") -> str:
+    """One line: status, code and message of the server's answer, and the remedy if known.
+
+    scheme: of the store's URL; the remedies name its settings.
+    """
     if isinstance(error, TransferError | ChangedError):
         return str(error)
     kind = meaning(error)
+    remedies = _REMEDIES | {"log in": _LOG_IN} | _REMEDIES_OF.get(scheme, {})
+    if _TOKEN_REQUEST in str(error) and _answer(error)[0] is None:
+        return (
+            "there are no credentials: neither the environment nor this machine has them; "
+            f"{remedies['log in']}"
+        )
     if kind == "unreachable":
-        return _REMEDIES[kind]
+        return remedies[kind]
     status, code, message = _answer(error)
     text = " ".join(message.split())
     if status is None:
@@ -162,12 +213,12 @@ def describe_error(error: BaseException) -> str:
         text = text or "no reason given"
     else:
         head = f"HTTP {status} {code}".strip()
-    advice = _REMEDIES.get(code) or _REMEDIES.get(type(error).__name__) or _REMEDIES.get(kind, "")
+    advice = remedies.get(code) or remedies.get(type(error).__name__) or remedies.get(kind, "")
     cause = error.__cause__ or error
     if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
-    elif kind == "denied" and status is None:
-        advice = _LOG_IN
+    elif isinstance(error, SettingsError) or (kind == "denied" and status is None):
+        advice = remedies["log in"]
     reason = ": ".join(filter(None, (head, text)))
     return "; ".join(filter(None, (reason, advice)))
 
@@ -190,6 +241,8 @@ def _answer(error: BaseException) -> tuple[int | None, str, str]:
     Without an answer of a server: None, the kind of error, its text.
     """
     for cause in _causes(error):
+        if type(cause).__module__ == "aiohttp.http_exceptions":
+            continue  # the answer could not be read: this `code` is the client's own
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore's
             answer = response.get("Error", {})
@@ -210,6 +263,10 @@ def _answer_in(kind: str, text: str) -> tuple[int | None, str, str]:
     if status or tags:  # a code without a status: an error in the body of a 200
         number = int(status[1]) if status else 200
         return number, tags.get("Code", ""), tags.get("Message", "")
+    bulk = re.search(r"(?s)Bulk delete request failed for key .*?: (.*) \(code: (\d{3})\)", text)
+    if bulk:  # Azure's answer for one of many blobs, whose code obstore drops
+        code = "ContainerNotFound" if "container does not exist" in bulk[1] else ""
+        return int(bulk[2]), code, bulk[1]
     if "redirect without LOCATION" in text:
         return 301, "", "the bucket is in another region"
     provider = re.search(r"(?s)credential provider: (\w+): (.*)", text)

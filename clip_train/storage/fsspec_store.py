@@ -1,4 +1,4 @@
-"""Any other URL that fsspec knows: `https://`, `hf://`, `sftp://`, `memory://`; S3 by s3fs.
+"""Any other URL that fsspec knows: `https://`, `hf://`, `memory://`; S3 by s3fs.
 
 `fsspec+s3://` reads and writes S3 by s3fs instead of obstore.
 """

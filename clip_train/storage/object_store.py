@@ -5,11 +5,13 @@ obstore lacks: profiles, SSO and refreshed credentials.
 """
 
 import asyncio
+import contextlib
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,11 +25,17 @@ from obstore.store import S3Store
 
 from clip_train.errors import UserError
 from clip_train.storage.base import Entry
-from clip_train.storage.errors import ChangedError, Meaning, TransferError, meaning
+from clip_train.storage.errors import (
+    ChangedError,
+    Meaning,
+    SettingsError,
+    TransferError,
+    meaning,
+)
 from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, checked_length, reached
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
-_MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
+MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
 _CHUNK_BYTES = 1 << 18
@@ -36,6 +44,19 @@ _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
 servers: dict[str, str] = {}  # by bucket: where its client sends requests, if that is known
 _opening = threading.Lock()
+_inherited: list[dict[str, Any]] = []  # clients of the process that this one was forked from
+
+
+def _leave_clients() -> None:
+    """In a forked process: open clients anew, since the old ones need threads of the parent. They
+    are kept, or their finalizers would wait for such a thread."""
+    global _opening  # noqa: PLW0603
+    _opening = threading.Lock()  # another thread may have held it
+    _inherited.append(dict(clients))
+    clients.clear()
+
+
+os.register_at_fork(after_in_child=_leave_clients)
 
 
 class ObjectStorage(RemoteStorage):
@@ -130,22 +151,29 @@ class ObjectStorage(RemoteStorage):
         """A server may send names forever, so after a minute the average rate is checked."""
         entries: list[Entry] = []
         start = time.monotonic()
-        pages = aiter(obstore.list(self._client, folder or None, chunk_size=1000))
+        pages = aiter(self.pages(folder))
         while True:
             elapsed = time.monotonic() - start
             due = max(self.listing_seconds, self.patience) + len(entries) / self.listed_per_second
             if elapsed > due:
                 raise TransferError(f"only {len(entries):,} objects were listed in {elapsed:.3g} s")
             page = await pace.hold(anext(pages, None))
-            if not page:
+            if page is None:
                 return entries
-            for meta in page:
-                entries.append(Entry(meta["path"], meta["size"], meta["last_modified"].timestamp()))
+            entries += page
             if len(entries) > self.most_listed:
                 raise ChangedError(
                     f"more than {self.most_listed:,} objects are listed there: name a folder with "
                     "fewer, or check the server, whose listing may have no end"
                 )
+
+    async def pages(self, folder: str) -> AsyncIterator[list[Entry]]:
+        """All objects whose keys begin with `folder`, by request."""
+        async for page in obstore.list(self._client, folder or None, chunk_size=1000):
+            yield [
+                Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for meta in page
+            ]
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         if isinstance(source, bytes):
@@ -153,7 +181,7 @@ class ObjectStorage(RemoteStorage):
             request = obstore.put_async(self._client, key, source, mode=mode, use_multipart=False)
             return await pace.hold(request, len(source))
         # a separate client, which repeats each part by itself
-        part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / _MAX_PARTS))
+        part_bytes = max(self.part_bytes, math.ceil(source.stat().st_size / MAX_PARTS))
         limit = _LONGEST_REQUEST_SECONDS
         if pace.rate:
             limit = min(limit, pace.seconds + part_bytes * PARALLEL / pace.rate)
@@ -173,13 +201,48 @@ class ObjectStorage(RemoteStorage):
 
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         # obstore deletes ten at a time
-        pace = replace(pace, seconds=pace.seconds * (1 + len(keys) / 10))
+        longer = replace(pace, seconds=pace.seconds * (1 + len(keys) / 10))
         try:
-            return await pace.hold(obstore.delete_async(self._client, list(keys)))
+            return await longer.hold(obstore.delete_async(self._client, list(keys)))
         except FileNotFoundError as e:
             if meaning(e) != "missing":
                 raise
-            return None
+        if len(keys) > 1:  # Azure and Google refuse a missing one, and obstore stops there
+            for key in keys:
+                await self.remove([key], pace)
+        return None
+
+
+class AzureStorage(ObjectStorage):
+    """`Storage` over `az://container/prefix`. obstore reads `AZURE_*`."""
+
+    def open(self, **options: Any) -> Any:
+        """SettingsError."""
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+        servers[self.bucket] = endpoint or f"{account}.blob.core.windows.net"
+        with _refused_settings():
+            return super().open(**options)
+
+
+class GoogleStorage(ObjectStorage):
+    """`Storage` over `gs://bucket/prefix`. obstore reads `GOOGLE_*`."""
+
+    def open(self, **options: Any) -> Any:
+        """SettingsError."""
+        servers[self.bucket] = os.environ.get("GOOGLE_BASE_URL") or "storage.googleapis.com"
+        with _refused_settings():
+            return super().open(**options)
+
+
+@contextlib.contextmanager
+def _refused_settings() -> Iterator[None]:
+    """Turn an error of obstore about its settings into a SettingsError."""
+    try:
+        yield
+    except obstore.exceptions.BaseError as e:
+        reason = str(e).partition("\n\nDebug source:")[0].strip()
+        raise SettingsError(re.sub(r"^Generic \w+ error: ", "", reason)) from e
 
 
 class S3Storage(ObjectStorage):
@@ -199,10 +262,7 @@ class S3Storage(ObjectStorage):
         if endpoint is not None:
             scheme, _, host = endpoint.partition("://")
             if not host or scheme not in ("http", "https"):
-                raise ValueError(
-                    f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, "
-                    "or http://host"
-                )
+                raise refused_endpoint(endpoint)
             options["endpoint"] = f"{scheme}://{self.host}.{host}" if virtual else endpoint
         if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):  # a public bucket
             options["skip_signature"] = True
@@ -218,6 +278,12 @@ class S3Storage(ObjectStorage):
             checksum_algorithm="sha256",
             **options,
         )
+
+
+def refused_endpoint(endpoint: str) -> ValueError:
+    return ValueError(
+        f"AWS_ENDPOINT_URL or endpoint_url is {endpoint!r}: write https://host, or http://host"
+    )
 
 
 def _credentials(session: Session) -> Callable[[], dict[str, Any]]:

@@ -189,7 +189,8 @@ class RemoteStorage(Storage):
                 count = ""
                 if pace.total_seconds is None:
                     count = f", attempt {attempt} of {pace.attempts}"
-                reason = describe_error(e) + describe_route(e, self.server)
+                scheme = self.url.partition("://")[0]
+                reason = describe_error(e, scheme) + describe_route(e, self.server)
                 message = redact(f"{self.url}: {what}{count}: {reason}")
                 may_help = kind == "again"  # another attempt
                 if kind == "unreachable":  # the URL may be wrong

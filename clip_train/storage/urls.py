@@ -5,14 +5,15 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast, get_args
 from urllib.parse import unquote
 
 from clip_train.errors import UserError
+from clip_train.places import CACHES
 from clip_train.settings import import_path
 from clip_train.storage.base import Storage
 from clip_train.storage.blocks import BlockCache, Checksums
-from clip_train.storage.config import StorageConfig
+from clip_train.storage.config import Client, StorageConfig
 from clip_train.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -23,10 +24,16 @@ if TYPE_CHECKING:
 STORES = {
     "s3": "clip_train.storage.object_store.S3Storage",
     "s3a": "clip_train.storage.object_store.S3Storage",
-    "gs": "clip_train.storage.object_store.ObjectStorage",
-    "az": "clip_train.storage.object_store.ObjectStorage",
+    "gs": "clip_train.storage.object_store.GoogleStorage",
+    "az": "clip_train.storage.object_store.AzureStorage",
+    "sftp": "clip_train.storage.sftp_store.SftpStorage",
+    "fsspec+s3": "clip_train.storage.s3fs_store.S3fsStorage",
+    "fsspec+s3a": "clip_train.storage.s3fs_store.S3fsStorage",
 }
 _ANY_OTHER = "clip_train.storage.fsspec_store.FsspecStorage"
+CLIENT = "CLIP_TRAIN_STORAGE_CLIENT"  # environment: what `auto` means, in child processes too
+# what `use_client` has set in the environment, and what was there before
+_replaced: list[tuple[str, str | None]] = []
 _SCHEME = re.compile(r"^([A-Za-z_][A-Za-z0-9+._:-]*?)(?:://|::)")
 
 
@@ -49,10 +56,36 @@ def local_path(url: str) -> Path:
     return Path(url).expanduser()
 
 
-def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None = None) -> Storage:
+def use_client(client: Client) -> None:
+    """From now on, `storage.client: auto` means this client, in this process and in those that it
+    starts. auto: what the environment says."""
+    if _replaced:
+        ours, before = _replaced.pop()
+        if os.environ.get(CLIENT) == ours:
+            os.environ.pop(CLIENT)
+            os.environ.update({} if before is None else {CLIENT: before})
+    if client != "auto":
+        _replaced.append((client, os.environ.get(CLIENT)))
+        os.environ[CLIENT] = client
+
+
+def client_in_use(client: Client = "auto") -> Client:
+    """`obstore` or `fsspec`. UserError for another value in the environment."""
+    if client != "auto":
+        return client
+    value = os.environ.get(CLIENT, "auto")
+    if value not in get_args(Client):
+        raise UserError(f"{CLIENT} ({value}) must be auto, obstore or fsspec; correct or unset it")
+    return "fsspec" if value == "fsspec" else "obstore"
+
+
+def open_storage(
+    url: str | os.PathLike[str], *, patience_seconds: float | None = None, client: Client = "auto"
+) -> Storage:
     """Return the storage rooted at a local folder or a remote URL. Sends no request yet.
 
     patience_seconds: how long a remote operation is retried (None: see `RemoteStorage`).
+    client: `storage.client` (auto: see `use_client`).
     UserError for a URL without a bucket or with credentials in it, an unknown protocol, or a store
     class that lacks a method.
     """
@@ -60,7 +93,16 @@ def open_storage(url: str | os.PathLike[str], *, patience_seconds: float | None 
     if not is_remote(url):
         return LocalStorage(local_path(url))
     scheme = _scheme(url).replace(":", ".")
-    path = STORES.get(scheme.lower(), scheme if "." in scheme else _ANY_OTHER)
+    name = scheme.lower()
+    if name in CACHES and "::" in url:
+        from clip_train.storage.cached import CachedStorage
+
+        target = url.partition("::")[2]
+        behind = open_storage(target, patience_seconds=patience_seconds, client=client)
+        return CachedStorage(url, behind, patience_seconds=patience_seconds)
+    if name in ("s3", "s3a", "gs", "az") and client_in_use(client) == "fsspec":
+        name = f"fsspec+{name}"
+    path = STORES.get(name, scheme if "." in scheme else _ANY_OTHER)
     store = import_path(url, path, Storage, remedy="correct the URL, or PYTHONPATH")
     missing = sorted(store.__abstractmethods__)
     if missing:
@@ -85,8 +127,9 @@ def open_read(
     if is_remote(url):
         from clip_train.storage.reader import RangedFile
 
-        remote = cast("RemoteStorage", open_storage(url))
-        return io.BufferedReader(RangedFile(remote, config or StorageConfig(), checksums, cache))
+        config = config or StorageConfig()
+        remote = cast("RemoteStorage", open_storage(url, client=config.client))
+        return io.BufferedReader(RangedFile(remote, config, checksums, cache))
     return local_path(url).open("rb")
 
 

@@ -164,6 +164,10 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
         quiet_pillow()
         check_machine()  # before `run` imports torch
         run = VERBS[verb].load().run
+        if hasattr(args, "overrides"):  # it takes a recipe
+            from launcher.cli.client import choose_client
+
+            choose_client(args)
         named = {key: value for key, value in vars(args).items() if key not in OF_EVERY_VERB}
         if "process" in inspect.signature(run).parameters:
             named["process"] = Process(arguments, stop, outcome, args.quiet)

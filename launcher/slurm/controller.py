@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, lambda number, frame: None)
     from clip_train.recipe.recipe import load_config, with_samples
+    from clip_train.storage.urls import use_client
 
     line = list(arguments)
     try:
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(NO_ARRAY)
         split = line.index("--")
         config = load_config(line[0], line[1:split])
+        use_client(config.storage.client)
         check_restarts(config.checkpoint.resume, os.environ, requeues=True)
         config = with_samples(config)
         config.run_dir.mkdir(parents=True, exist_ok=True)

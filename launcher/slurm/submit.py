@@ -15,7 +15,7 @@ from typing import Any
 
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
-from clip_train.places import shipped
+from clip_train.places import shipped, split_places
 from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import resolve
 from clip_train.settings import broken
@@ -162,7 +162,7 @@ def absolute(value: str, base: Path) -> str:
     """Make each `::` source of `value` absolute if it is a relative path whose first part exists
     under `base`."""
     parts = []
-    for part in value.split("::"):
+    for part in split_places(value):
         first = re.split(r"[/{*?\[]", part)[0]
         there = first and "://" not in part and (base / first).exists()
         parts.append(str(base / part) if there else part)

@@ -43,6 +43,7 @@ ELSEWHERE = {
 }
 # What a page names, and what is here in its place.
 REPLACED = {
+    "simplecache::s3://bucket/cc12m/{00000..01242}.tar": "shards/*.tar",
     "s3://bucket/cc12m/{00000..01242}.tar": "shards/*.tar",
     "data.val=s3://bucket/{0000..0099}.tar": "data.val=val/*.tar",
     "checkpoint.remote=s3://bucket/runs/first": "checkpoint.remote=store",

@@ -16,13 +16,15 @@ from tests.s3.server import Server
 class Bucket:
     """Made when it is first named."""
 
+    scheme = "s3"
+
     def __init__(self, server: Server, name: str) -> None:
         self.server, self.name = server, name
         server.put(name)
 
     @property
     def url(self) -> str:
-        return f"s3://{self.name}"
+        return f"{self.scheme}://{self.name}"
 
     def _query(self, **query: str) -> ET.Element:
         return ET.fromstring(re.sub(rb' xmlns="[^"]*"', b"", self.server.get(self.name, query)))

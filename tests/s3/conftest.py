@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from clip_train.storage.base import Storage
-from clip_train.storage.object_store import S3Storage, clients
+from clip_train.storage.object_store import ObjectStorage, S3Storage, clients
+from clip_train.storage.s3fs_store import S3fsStorage
+from clip_train.storage.urls import CLIENT
 from tests.s3.bucket import Bucket
 from tests.s3.proxy import FaultyProxy
 from tests.s3.runs import RUNS
@@ -19,12 +21,29 @@ from tests.s3.server import Server, chosen
 
 PART = 5 << 20  # S3's least
 DATA = random.Random(1).randbytes(2 * PART + 12345)
+# What `make test` runs through s3fs as well; `make test-all` runs everything through both clients.
+THROUGH_S3FS = (
+    "test_put_read_list_delete",
+    "test_a_listing_of_several_pages",
+    "test_an_upload_that_fails_publishes_nothing",
+    "test_of_racing_writers_one_wins",
+    "test_a_missing_bucket_is_never_an_empty_one",
+    "test_expired_credentials_are_asked_for_again",
+    "test_a_zombie_cannot_commit_over_its_successor",
+    "test_the_answer_to_the_commit_is_lost",
+    "test_an_object_replaced_while_it_is_read",
+    "test_a_profile_gives_endpoint_region_and_keys",
+    "test_a_cache_copies_a_shard_once_for_all_who_read_it",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/s3/" in item.nodeid]
     for item in here:
         item.add_marker(pytest.mark.s3)
+        is_s3fs = isinstance(item, pytest.Function) and "s3fs" in item.name.partition("[")[2]
+        if is_s3fs and item.originalname not in THROUGH_S3FS:
+            item.add_marker(pytest.mark.full)
     if here and (missing := chosen().missing()):
         for item in here:
             item.add_marker(pytest.mark.skip(reason=missing))
@@ -40,8 +59,15 @@ def server() -> Iterator[Server]:
     up.stop()
 
 
+@pytest.fixture(params=["obstore", "s3fs"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What s3:// means in the test, in its processes too."""
+    monkeypatch.setenv(CLIENT, {"s3fs": "fsspec"}.get(request.param, request.param))
+    return request.param
+
+
 @pytest.fixture
-def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(server: Server, client: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """The proxy; whatever opens s3:// in the test goes through it."""
     with FaultyProxy(server.port, server.sign) as proxy:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -80,23 +106,26 @@ def url(view: Bucket) -> str:
 
 
 @pytest.fixture
-def storage(url: str) -> Storage:
+def kind(client: str) -> type[ObjectStorage]:
+    return {"obstore": S3Storage, "s3fs": S3fsStorage}[client]
+
+
+@pytest.fixture
+def storage(url: str, kind: type[ObjectStorage]) -> Storage:
     """It waits for every answer, and asks again for as long as it takes."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
+    return kind(url, part_bytes=PART, request_seconds=240, patience_seconds=600)
 
 
 @pytest.fixture
-def hasty(url: str) -> Storage:
+def hasty(url: str, kind: type[ObjectStorage]) -> Storage:
     """It soon gives up a request, and asks again for as long as it takes."""
-    return S3Storage(
-        url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600
-    )
+    return kind(url, part_bytes=PART, request_seconds=1, min_rate=8 << 20, patience_seconds=600)
 
 
 @pytest.fixture
-def impatient(url: str) -> Storage:
+def impatient(url: str, kind: type[ObjectStorage]) -> Storage:
     """It waits for every answer, and soon asks no more."""
-    return S3Storage(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
+    return kind(url, part_bytes=PART, request_seconds=240, patience_seconds=0.5)
 
 
 @pytest.fixture

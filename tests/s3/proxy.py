@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 Action = Literal[
     "reset", "cut", "end", "short", "stall", "drip", "flip", "status", "hang", "expired", "other", "lost", "upflip",
@@ -64,6 +64,7 @@ class Fault:
 
     def hits(self, method: str, target: str, headers: bytes) -> bool:
         path, _, query = target.partition("?")
+        path = unquote(path)  # some clients quote the "/" in keys
         if (
             method not in self.method.split("|")
             or not re.search(self.key, path)
@@ -92,6 +93,16 @@ def fresh(faults: Iterable[Fault]) -> list[Fault]:
     return [replace(fault) for fault in faults]
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between stores in requests and listings."""
+
+    condition: str = "If-None-Match"  # the header of a write that may not replace
+    page: str = "max-keys"  # the query's limit of entries
+    entry: str = "Contents"  # the element of an object in a listing
+    signed: str = ""  # a request's headers that its signature covers, as a regular expression
+
+
 class Answer(NamedTuple):
     """What went back for a request, as far as no fault spoiled it."""
 
@@ -106,10 +117,16 @@ class FaultyProxy:
     sign: `Server.sign`; requests that are changed on the way are signed again, where a server looks.
     """
 
-    def __init__(self, upstream: int, sign: Callable[..., dict[str, str]] | None = None) -> None:
-        self.upstream, self._sign = upstream, sign
+    def __init__(
+        self,
+        upstream: int,
+        sign: Callable[..., dict[str, str]] | None = None,
+        dialect: Dialect | None = None,
+    ) -> None:
+        self.upstream, self._sign, self._dialect = upstream, sign, dialect or Dialect()
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "GET /bucket/key bytes=0-9"
+        self.heads: list[str] = []  # the request line and the headers of each
         self.answers: list[Answer] = []
         self.port = 0
         self.under_way = (
@@ -176,6 +193,7 @@ class FaultyProxy:
         self.requests.append(
             f"{method.decode()} {path.decode()} {asked[1].decode() if asked else ''}".strip()
         )
+        self.heads.append(head.decode())
         self.under_way += 1
         try:
             return await self._answer(head, body, reader, writer, self.requests[-1])
@@ -213,9 +231,10 @@ class FaultyProxy:
         if action == "upflip" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         if action == "unconditional":
-            head = self._signed(_with_header(head, b"If-None-Match", None), body)
+            head = _with_header(head, self._dialect.condition.encode(), None)
+            head = self._signed(head, body)
         if action == "pages":
-            head = self._signed(_in_pages(head), body)
+            head = self._signed(_in_pages(head, self._dialect.page.encode()), body)
         answer_head, answer = await self._forward(head, body, method == b"HEAD")
         if action == "lost":
             return _reset(writer)
@@ -223,7 +242,8 @@ class FaultyProxy:
             named = "|".join(
                 map(re.escape, {hit.hidden, quote(hit.hidden, safe="")})
             )  # some servers quote keys
-            entry = rf"<Contents>(?:(?!</Contents>).)*(?:{named}).*?</Contents>".encode()
+            tag = self._dialect.entry
+            entry = rf"<{tag}>(?:(?!</{tag}>).)*(?:{named}).*?</{tag}>".encode()
             answer = re.sub(entry, b"", answer, flags=re.DOTALL)
             answer_head = _with_header(answer_head, b"Content-Length", str(len(answer)).encode())
         if hit is None or action in (
@@ -268,7 +288,12 @@ class FaultyProxy:
     def _signed(self, head: bytes, body: bytes) -> bytes:
         if self._sign is not None:
             method, target = head.decode().split(" ", 2)[:2]
-            for name, value in self._sign(method, self.url, target, body, {}).items():
+            kept = dict(
+                re.findall(r"(?m)^([^:\r\n]+): *([^\r\n]*)", head.decode().partition("\n")[2])
+            )
+            pattern = re.compile(self._dialect.signed or "$", re.IGNORECASE)
+            kept = {name: value for name, value in kept.items() if pattern.fullmatch(name)}
+            for name, value in self._sign(method, self.url, target, body, kept).items():
                 head = _with_header(head, name.encode(), value.encode())
         return head
 
@@ -352,15 +377,14 @@ async def _silence(reader: asyncio.StreamReader) -> bool:
     return False
 
 
-def _in_pages(head: bytes) -> bytes:
+def _in_pages(head: bytes, limit: bytes) -> bytes:
     """The request for a listing, asking for two entries at most: the query stays sorted, as signatures want it."""
     method, target, rest = head.split(b" ", 2)
     path, _, query = target.partition(b"?")
-    limit = (
-        b"max-uploads=" if query.startswith(b"uploads") or b"&uploads" in query else b"max-keys="
-    )
-    pairs = [pair for pair in query.split(b"&") if not pair.startswith(limit)]
-    return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, limit + b"2"])), rest])
+    if query.startswith(b"uploads") or b"&uploads" in query:
+        limit = b"max-uploads"
+    pairs = [pair for pair in query.split(b"&") if not pair.startswith(limit + b"=")]
+    return b" ".join([method, path + b"?" + b"&".join(sorted([*pairs, limit + b"=2"])), rest])
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:

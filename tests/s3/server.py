@@ -22,7 +22,12 @@ import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from tests.s3.proxy import Dialect
+
+if TYPE_CHECKING:
+    from tests.s3.bucket import Bucket
 
 ROOT = Path(__file__).parents[2]
 REGION = "us-east-1"
@@ -38,6 +43,7 @@ class Server(ABC):
     start_seconds: ClassVar[float]  # at most, on a busy machine
     access_key: ClassVar[str]
     secret_key: ClassVar[str]
+    dialect: ClassVar[Dialect] = Dialect()
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         """host: the address at which it is asked, and the only one at which LocalStack listens."""
@@ -69,6 +75,16 @@ class Server(ABC):
     def is_up(self) -> bool:
         try:
             urllib.request.urlopen(self.url, timeout=60).close()
+        except OSError:
+            return False
+        return True
+
+    def answers(self) -> bool:
+        """Whether it answers at all, if only to refuse."""
+        try:
+            urllib.request.urlopen(self.url, timeout=60).close()
+        except urllib.error.HTTPError as e:
+            e.close()
         except OSError:
             return False
         return True
@@ -130,6 +146,11 @@ class Server(ABC):
             "AWS_DEFAULT_REGION": REGION,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
+
+    def bucket(self, name: str) -> Bucket:
+        from tests.s3.bucket import Bucket
+
+        return Bucket(self, name)
 
     def put(self, path: str, data: bytes = b"") -> None:
         """`path` is "bucket" or "bucket/key"."""

@@ -53,9 +53,9 @@ def refuse(proxy: FaultyProxy, pair: tuple[str, str]) -> None:
 
 
 def test_a_profile_that_is_rewritten_during_an_upload(
-    storage: Storage, proxy: FaultyProxy, view: Bucket, profile: Path, big: Path
+    storage: Storage, proxy: FaultyProxy, view: Bucket, profile: Path, big: Path, client: str
 ) -> None:
-    """And of a shard that is open."""
+    """And of a shard that is open. obstore has another client for uploads."""
     view.put("shard.tar", DATA)
     with open_read(f"{view.url}/shard.tar", PATIENT) as shard:
         assert shard.read(10) == DATA[:10] and storage.list() == []
@@ -63,7 +63,7 @@ def test_a_profile_that_is_rewritten_during_an_upload(
         write(profile, NEW)
         storage.put_file(big, "big")
         assert shard.read() == DATA[10:]
-    assert view.get("run/big") == DATA and proxy.fired >= 2
+    assert view.get("run/big") == DATA and proxy.fired >= (2 if client == "obstore" else 1)
 
 
 def peak_growth(url: str, profile: str, pairs: list[tuple[str, str]]) -> int:

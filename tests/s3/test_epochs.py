@@ -67,6 +67,25 @@ def test_an_epoch_through_all_faults_at_once_in_workers(
 
 
 @pytest.mark.full
+def test_epochs_from_a_cache_ask_the_store_once_for_each_shard(
+    folder: Path, expected: list[str], server: Server, proxy: FaultyProxy, bucket: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Two workers, whose streams share shards, and a later process."""
+    monkeypatch.setenv("FSSPEC_SIMPLECACHE_CACHE_STORAGE", str(tmp_path / "cache"))
+    train = f"simplecache::{upload(server, folder, bucket)}"
+    proxy.faults = [Fault("cut", times=2), Fault("status", times=2)]
+    assert in_workers(train, storage=PATIENT) == expected
+    asked = [request.split()[1] for request in proxy.requests if request.startswith("GET")]
+    assert len([each for each in asked if each.endswith(".tar")]) == len(SIZES) + proxy.fired
+    proxy.requests.clear()
+    assert in_workers(train, storage=PATIENT, epochs=1) == expected[: sum(SIZES) // N]
+    assert not [
+        each for each in proxy.requests if each.startswith("GET") and "list-type" not in each
+    ]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(SURVIVED))
 def test_three_epochs_through_what_passes(
     name: str, folder: Path, expected: list[str], server: Server, proxy: FaultyProxy, bucket: str

@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import obstore
 import pytest
+from aiohttp import ClientPayloadError
+from aiohttp.http_exceptions import ContentLengthError
 from botocore.exceptions import (
     ClientError,
     ConfigParseError,
@@ -163,6 +165,8 @@ OTHERS = [
         "again",
     ),  # as fsspec's HTTP calls any failure
     (FileNotFoundError("x"), "missing"),
+    # an answer that was cut short: aiohttp gives it a code, 400
+    (caused_by(ClientPayloadError("cut"), ContentLengthError("cut")), "again"),
 ]
 
 
@@ -243,3 +247,19 @@ def test_description_of_no_answer() -> None:
 )
 def test_description(error: Exception, text: str) -> None:
     assert describe_error(error).startswith(text)
+
+
+def test_no_credentials_at_azure() -> None:
+    """obstore asks the machine's own server for a token: none is there."""
+    with pytest.raises(Exception) as caught:
+        store = obstore.store.AzureStore(
+            "container",
+            account_name="account",
+            msi_endpoint="http://127.0.0.1:1/token",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
+        )
+        obstore.list(store).collect()
+    assert meaning(caught.value) == "unreachable"
+    found = describe_error(caught.value, "az")
+    assert found.startswith("there are no credentials") and "AZURE_STORAGE_ACCOUNT_KEY" in found

@@ -11,7 +11,7 @@ import obstore
 import pytest
 
 from clip_train.checkpoint.config import preflight
-from clip_train.data.shards import expand
+from clip_train.data.shards import expand, expand_braces
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Entry
 from clip_train.storage.errors import StorageError
@@ -233,3 +233,14 @@ def test_s3_that_cannot_be_asked_is_a_mistake_in_words(
         expand("s3://b/x/*.tar", "data.val")
     with pytest.raises(OSError, match=f"s3://b/sizes.json: writing: .*{why}"):
         open_storage("s3://b/sizes.json").put_bytes("", b"{}")
+
+
+def test_a_cache_stays_in_front_of_its_url_among_several_sources() -> None:
+    cached = "simplecache::s3://a/{0..1}.tar::b/2.tar::filecache::https://h/3.tar::notsimplecache"
+    assert [each for (each,) in expand_braces("a.tar::b.tar")] == ["a.tar", "b.tar"]
+    assert expand_braces(cached) == [
+        ["simplecache::s3://a/0.tar", "simplecache::s3://a/1.tar"],
+        ["b/2.tar"],
+        ["filecache::https://h/3.tar"],
+        ["notsimplecache"],
+    ]
