@@ -60,6 +60,16 @@ class Site(Settings):
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an
     option without a value, such as `exclusive: true`; `yes` is passed on as a word."""
+    container: Annotated[str | None, Option("IMAGE")] = None
+    """Container image of the ranks: a file (.sif, .sqsh) or a name in a registry."""
+    container_runtime: Annotated[
+        Literal["auto", "pyxis", "apptainer", "singularity"], Option("NAME")
+    ] = "auto"
+    """What runs the image: pyxis (srun's --container-image), apptainer or singularity; auto: the one
+    that this machine has."""
+    container_mounts: list[Place] = Field(default_factory=list)
+    """More folders for the container, `PATH` or `SOURCE:TARGET`. The run directory, local paths of
+    the recipe, caches and /dev/shm are mounted anyway."""
     local_paths: list[Place] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
@@ -95,9 +105,13 @@ class Site(Settings):
 
     def exports(self) -> dict[str, Any]:
         """The variables that the batch script exports."""
-        if not self.starts_with_torchrun:
-            return {}
-        return {"RANKS_PER_NODE": self.tasks, "SAVE_SECONDS": self.warn_seconds}
+        variables: dict[str, Any] = {}
+        if self.starts_with_torchrun:
+            variables |= {"RANKS_PER_NODE": self.tasks, "SAVE_SECONDS": self.warn_seconds}
+        if self.container is not None:
+            # packages of the host in ~/.local are for another Python
+            variables["PYTHONNOUSERSITE"] = 1
+        return variables
 
 
 def add_site_options(parser: argparse.ArgumentParser) -> None:

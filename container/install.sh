@@ -1,0 +1,22 @@
+#!/bin/sh
+# Installs clip-train into /opt/clip-train, a virtual environment that also sees the packages of the base image.
+# The Dockerfile and the Apptainer definition both run it:   install.sh SOURCE EXTRAS [pip's words for torch]
+# Without words for torch, the base image must have one.
+set -eu
+source=$1 extras=$2
+shift 2
+python3 -m venv --system-site-packages /opt/clip-train
+pip=/opt/clip-train/bin/pip
+if [ $# -gt 0 ]; then "$pip" install --no-cache-dir "$@"; fi
+"$pip" wheel --no-cache-dir --no-deps --wheel-dir /tmp/wheels "$source"
+# pip must not replace the torch that is there, nor what NVIDIA's images have built for it
+/opt/clip-train/bin/python - >/tmp/present.txt <<'PRESENT'
+import importlib.metadata
+for package in importlib.metadata.distributions():
+    if package.name in ("torch", "torchvision", "triton", "pytorch-triton", "numpy"):
+        print(f"{package.name}=={package.version}")
+PRESENT
+grep -q '^torch==' /tmp/present.txt || { echo "no torch in the base image: say which (TORCH)" >&2; exit 1; }
+"$pip" install --no-cache-dir --constraint /tmp/present.txt "$(echo /tmp/wheels/clip_train-*.whl)$extras"
+rm -rf /tmp/wheels /tmp/present.txt
+/opt/clip-train/bin/clip-train --version
