@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train submit recipes/vit_l14.yaml --nodes 4 --time 24:00:00 --dry-run   look first
         clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
         clip-train submit recipes/vit_l14.yaml --nodes 4 --container clip-train.sif
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --to kubernetes --container IMAGE --dry-run
         clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100
         """,
     )
@@ -74,6 +75,12 @@ def run(
 
     config = with_samples(load_config(recipe, overrides))
     job = load_site(site, options)
+    if job.to == "kubernetes":
+        from launcher.kubernetes import check_jobset, manifests
+
+        check_jobset(config, job, dry_run=dry_run)
+        print(manifests(config, job), end="")
+        return 0
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"

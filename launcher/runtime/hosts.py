@@ -49,8 +49,8 @@ def read_hostfile(path: str) -> list[Host]:
     except OSError as e:
         raise UserError(f"--hostfile ({path}) cannot be read: {e.strerror}") from e
     hosts: list[Host] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.partition("#")[0].strip()
+    for number, whole_line in enumerate(text.splitlines(), 1):
+        line = whole_line.partition("#")[0].strip()
         if not line:
             continue
         match = re.fullmatch(r"([\w.@:-]+)(?:\s+slots\s*=\s*(\d+))?", line)

@@ -33,9 +33,28 @@ class Option:
     default: str = ""  # what the help calls it where the field's default is None
 
 
+class Kubernetes(Settings):
+    """What a JobSet needs to know of its cluster."""
+
+    claims: dict[str, str] = Field(default_factory=dict)
+    """PersistentVolumeClaims and where each is mounted: `{datasets: /data, runs: /work}`."""
+    secrets: list[str] = Field(default_factory=list)
+    """Secrets whose keys become variables of the ranks, such as AWS_ACCESS_KEY_ID."""
+    service_account: str | None = None
+    """Service account of the pods, such as one with a role for the store."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the nodes must have."""
+    shared_memory: str = "16Gi"
+    """Size of /dev/shm, through which the loader's workers pass batches. Counts as memory."""
+    max_restarts: NonNegativeInt = 3
+    """Failures after which the job is given up. Preemptions do not count."""
+
+
 class Site(Settings):
     """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
+    to: Annotated[Literal["slurm", "kubernetes"], Option("NAME")] = "slurm"
+    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f -`."""
     nodes: Annotated[PositiveInt, Option("N", int)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[NonNegativeInt, Option("N", int)] = 8
@@ -70,6 +89,8 @@ class Site(Settings):
     container_mounts: list[Place] = Field(default_factory=list)
     """More folders for the container, `PATH` or `SOURCE:TARGET`. The run directory, local paths of
     the recipe, caches and /dev/shm are mounted anyway."""
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    """Volumes, secrets and limits of --to kubernetes."""
     local_paths: list[Place] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
