@@ -5,18 +5,19 @@
 set -eu
 source=$1 extras=$2
 shift 2
-python3 -m venv --system-site-packages /opt/clip-train
-pip=/opt/clip-train/bin/pip
-if [ $# -gt 0 ]; then "$pip" install --no-cache-dir "$@"; fi
-"$pip" wheel --no-cache-dir --no-deps --wheel-dir /tmp/wheels "$source"
+# by the base image's pip: Ubuntu's venv has none without a further package
+python3 -m venv --without-pip --system-site-packages /opt/clip-train
+pip() { python3 -m pip --python /opt/clip-train/bin/python3 "$@"; }
+if [ $# -gt 0 ]; then pip install --no-cache-dir "$@"; fi
+pip wheel --no-cache-dir --no-deps --wheel-dir /tmp/wheels "$source"
 # pip must not replace the torch that is there, nor what NVIDIA's images have built for it
-/opt/clip-train/bin/python - >/tmp/present.txt <<'PRESENT'
+/opt/clip-train/bin/python3 - >/tmp/present.txt <<'PRESENT'
 import importlib.metadata
 for package in importlib.metadata.distributions():
     if package.name in ("torch", "torchvision", "triton", "pytorch-triton", "numpy"):
         print(f"{package.name}=={package.version}")
 PRESENT
 grep -q '^torch==' /tmp/present.txt || { echo "no torch in the base image: say which (TORCH)" >&2; exit 1; }
-"$pip" install --no-cache-dir --constraint /tmp/present.txt "$(echo /tmp/wheels/clip_train-*.whl)$extras"
+pip install --no-cache-dir --constraint /tmp/present.txt "$(echo /tmp/wheels/clip_train-*.whl)$extras"
 rm -rf /tmp/wheels /tmp/present.txt
 /opt/clip-train/bin/clip-train --version

@@ -31,8 +31,8 @@ def check_jobset(config: Recipe, job: Site, *, dry_run: bool) -> None:
     problems: list[str | UserError] = []
     if not dry_run:
         problems.append(
-            "--to kubernetes submits nothing: add --dry-run, and pipe what it prints to "
-            "`kubectl apply -f -`"
+            "--to kubernetes submits nothing: add --dry-run, and give what it prints to "
+            "`kubectl apply -f FILE`"
         )
     if job.container is None:
         problems.append("--to kubernetes needs --container IMAGE, a name in a registry")

@@ -54,7 +54,7 @@ class Site(Settings):
     """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
     to: Annotated[Literal["slurm", "kubernetes"], Option("NAME")] = "slurm"
-    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f -`."""
+    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f FILE`."""
     nodes: Annotated[PositiveInt, Option("N", int)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[NonNegativeInt, Option("N", int)] = 8

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from clip_tools.container import check_cores, check_locked_memory
 from launcher.cli.main import main
 from launcher.slurm.container import image_name, local_folders
 
@@ -138,3 +140,32 @@ def test_folders_of_a_recipe(tmp_path):
     }
     found = [*local_folders(recipe)]
     assert found == [tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path]
+
+
+def limited(root: Path, quota: str) -> Path:
+    """A root with the control group of a container."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/cpu.max").write_text(f"{quota}\n")
+    return root
+
+
+def test_doctor_sees_a_cpu_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
+    (free,) = check_cores(2, limited(tmp_path / "free", "max 100000"))
+    assert (free.level, free.message) == ("ok", "16 CPU cores")
+    (tight,) = check_cores(2, limited(tmp_path / "tight", "600000 100000"))
+    assert tight.level == "warning" and tight.message.startswith("6 of the 16 CPU cores")
+    assert "2 GPUs need at least 8" in tight.remedy
+    (enough,) = check_cores(1, tmp_path / "tight")
+    assert enough.level == "ok"
+
+
+def test_doctor_asks_for_locked_memory_only_where_infiniband_is(tmp_path):
+    assert [*check_locked_memory(64 << 10, tmp_path)] == []
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (small,) = check_locked_memory(64 << 10, tmp_path)
+    assert small.level == "warning" and "64 KiB of locked memory" in small.message
+    (unlimited,) = check_locked_memory(resource.RLIM_INFINITY, tmp_path)
+    assert unlimited.level == "ok"

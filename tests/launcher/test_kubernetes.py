@@ -46,7 +46,9 @@ def test_each_pod_is_a_node_that_finds_the_first_one(here, tmp_path, capsys):
     )
     assert status == 0, err
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert jobset["metadata"]["name"] == "my-run" and jobset["spec"]["network"]["enableDNSHostnames"]
+    assert (
+        jobset["metadata"]["name"] == "my-run" and jobset["spec"]["network"]["enableDNSHostnames"]
+    )
     (nodes,) = jobset["spec"]["replicatedJobs"]
     job = nodes["template"]["spec"]
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (2, 2, "Indexed")
@@ -58,7 +60,10 @@ def test_each_pod_is_a_node_that_finds_the_first_one(here, tmp_path, capsys):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert container["envFrom"] == [{"secretRef": {"name": "s3"}}]
     # <jobset>-<replicated job>-<job>-<pod>.<jobset>: site/content/en/docs of JobSet
-    assert f"--master={jobset['metadata']['name']}-{nodes['name']}-0-0.my-run:29500" in container["args"]
+    assert (
+        f"--master={jobset['metadata']['name']}-{nodes['name']}-0-0.my-run:29500"
+        in container["args"]
+    )
     assert {"--nodes=2", "--ranks=8", "--node-rank=$(NODE_RANK)"} <= set(container["args"])
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     kinds = {mounts[volume.pop("name")]: volume for volume in pod["volumes"]}
@@ -88,7 +93,9 @@ def action(jobset: dict, status: int | None) -> str:
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
         assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
         patterns = rule["onJobFailureMessagePatterns"]
-        if reason in rule["onJobFailureReasons"] and any(re.search(each, message) for each in patterns):
+        if reason in rule["onJobFailureReasons"] and any(
+            re.search(each, message) for each in patterns
+        ):
             return rule["action"]
     return "RestartJobSet"  # the default, which counts
 
