@@ -13,9 +13,11 @@ pip wheel --no-cache-dir --no-deps --wheel-dir /tmp/wheels "$source"
 # pip must not replace the torch that is there, nor what NVIDIA's images have built for it
 /opt/clip-train/bin/python3 - >/tmp/present.txt <<'PRESENT'
 import importlib.metadata
-for package in importlib.metadata.distributions():
-    if package.name in ("torch", "torchvision", "triton", "pytorch-triton", "numpy"):
-        print(f"{package.name}=={package.version}")
+for name in ("torch", "torchvision", "triton", "pytorch-triton", "numpy"):
+    try:
+        print(f"{name}=={importlib.metadata.version(name)}")
+    except importlib.metadata.PackageNotFoundError:
+        pass
 PRESENT
 grep -q '^torch==' /tmp/present.txt || { echo "no torch in the base image: say which (TORCH)" >&2; exit 1; }
 pip install --no-cache-dir --constraint /tmp/present.txt "$(echo /tmp/wheels/clip_train-*.whl)$extras"
