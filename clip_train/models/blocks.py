@@ -554,7 +554,8 @@ class PatchEmbedding(nn.Conv2d):
 
     def _embed_rows(self, patches: Tensor) -> Tensor:
         dtype = self.weight.dtype
-        channels = patches.unflatten(1, (3, -1))  # [P, 3, p p]
+        # not -1: the kernel would divide by a size that it does not know
+        channels = patches.unflatten(1, (3, self.kernel_size[0] ** 2))  # [P, 3, p p]
         pixels = normalised_images(channels, self, torch.promote_types(dtype, torch.float32))
         return linear(pixels.to(dtype).flatten(1), self.weight.flatten(1))
 
