@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from clip_tools.container import check_cores, check_locked_memory
 from clip_tools.shards.equal import describe
 from clip_tools.shards.index import index_shard
 from clip_train import dist
@@ -269,6 +270,8 @@ def check_limits() -> Iterator[Finding]:
         f"{files} open files (ulimit -n)",
         "ulimit -n 65536: loader workers and sockets need them",
     )
+    yield from check_cores(torch.cuda.device_count())
+    yield from check_locked_memory()
 
 
 def check_shared_memory(needed: int = 1 << 30) -> Iterator[Finding]:

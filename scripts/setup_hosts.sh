@@ -6,10 +6,11 @@
 #   scripts/setup_hosts.sh up DIR [HOSTS]           DIR/hostfile lists them with SLOTS (2) ranks each
 #   scripts/setup_hosts.sh exec DIR HOST COMMAND...
 #   scripts/setup_hosts.sh net DIR HOST up|down     the switch port of a host
+#   scripts/setup_hosts.sh crash DIR HOST           power loss; `up` again is the repair
 #   scripts/setup_hosts.sh ps DIR HOST              the host's processes
 #   scripts/setup_hosts.sh down DIR
 set -euo pipefail
-action=${1:?install, up, exec, net, ps or down}
+action=${1:?install, up, exec, net, crash, ps or down}
 
 if [ "$action" = install ]; then
     command -v sshd >/dev/null && command -v pdsh >/dev/null && command -v ip >/dev/null &&
@@ -71,6 +72,7 @@ up) up "${3:-2}" ;;
 down) lab_down ;;
 exec) shift 2 && host_exec "$@" ;;
 net) host_net "${3:?a host}" "${4:?up or down}" ;;
+crash) host_net "${3:?a host}" down && host_crash "$3" ;;
 ps) host_exec "${3:?a host}" ps -ww -eo pid,args ;;
-*) echo "$action: install, up, exec, net, ps or down" >&2 && exit 2 ;;
+*) echo "$action: install, up, exec, net, crash, ps or down" >&2 && exit 2 ;;
 esac

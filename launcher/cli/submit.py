@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         """
         clip-train submit recipes/vit_l14.yaml --nodes 4 --time 24:00:00 --dry-run   look first
         clip-train submit recipes/vit_l14.yaml --nodes 4 --partition gpu run.name=l14
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --container clip-train.sif
+        clip-train submit recipes/vit_l14.yaml --nodes 4 --to kubernetes --container IMAGE --dry-run
         clip-train submit recipes/vit_l14.yaml --nodes 4 -- --constraint=a100
         """,
     )
@@ -65,17 +67,33 @@ def run(
     """
     from clip_train.places import shipped
     from clip_train.recipe.recipe import load_config, with_samples
+    from clip_train.yaml_text import load_yaml
+    from launcher.slurm.container import container_words
     from launcher.slurm.profile import load_site
     from launcher.slurm.scheduler import OUTAGE, run_command
     from launcher.slurm.submit import check_submission, freeze, frozen_recipe, render
 
     config = with_samples(load_config(recipe, overrides))
     job = load_site(site, options)
+    if job.to == "kubernetes":
+        from launcher.kubernetes import check_jobset, manifests
+
+        check_jobset(config, job, dry_run=dry_run)
+        print(manifests(config, job), end="")
+        return 0
     run_dir, base = config.run_dir.absolute(), Path.cwd()
     number = 1 + len(list(run_dir.glob("submit/*/submit.json")))
     folder = run_dir / "submit" / f"{number:04d}"
     template = (shipped("slurm") / f"{job.template}.sbatch").read_text()
-    script = render(template, job, name=config.run.name, folder=folder, options=sbatch_options)
+    frozen = frozen_recipe(config, base)
+    script = render(
+        template,
+        job,
+        name=config.run.name,
+        folder=folder,
+        options=sbatch_options,
+        container=container_words(job, load_yaml(frozen)),
+    )
     if dry_run:
         print(script, end="", flush=True)  # also if a check refuses it
     check_submission(config, job, offline=offline)
@@ -93,7 +111,7 @@ def run(
             "sbatch was not found on this machine: run submit on a login node, or show the "
             "script with --dry-run"
         )
-    described = freeze(folder, script, frozen_recipe(config, base), job)
+    described = freeze(folder, script, frozen, job)
     sent = subprocess.run(
         ["sbatch", "--parsable", str(folder / "job.sbatch")],
         capture_output=True,

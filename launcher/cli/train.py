@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from launcher.cli.arguments import add_help, add_overrides, add_recipe
+from launcher.cli.arguments import add_help, add_overrides, add_recipe, path_or_url
 from launcher.cli.process import Process
 
 
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train train recipes/vit_b32.yaml                   all GPUs; the same line again resumes
         clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
         clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher
+        clip-train train recipes/vit_b32.yaml --hostfile hosts  all GPUs of several hosts, over ssh
         """,
     )
     add_recipe(parser)
@@ -29,6 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="without a launcher: ranks on this machine (default: GPUs, else 1)",
     )
     parser.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        type=path_or_url,
+        help="hosts to train on, by ssh; a line for each: NAME, or NAME slots=RANKS. One is this one",
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        help="this is one of N machines that run the same line, each with its own --node-rank",
+    )
+    parser.add_argument("--node-rank", metavar="I", type=int, help="0 to N - 1")
+    parser.add_argument("--master", metavar="HOST:PORT", help="of node 0; the port must be free")
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check recipe, shards and devices, print the plan, and start nothing",
@@ -36,26 +51,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    recipe: str, overrides: list[str], ranks: int | None, dry_run: bool, process: Process
+    recipe: str,
+    overrides: list[str],
+    ranks: int | None,
+    hostfile: str | None,
+    nodes: int | None,
+    node_rank: int | None,
+    master: str | None,
+    dry_run: bool,
+    process: Process,
 ) -> int:
     """torch is imported below, after the mistakes of a recipe."""
     from clip_train.recipe.recipe import load_config
-    from launcher.runtime.launch import counted, launch_local, local_ranks
+    from launcher.runtime.hosts import read_hostfile
+    from launcher.runtime.launch import (
+        counted,
+        is_rank,
+        launch_hosts,
+        launch_local,
+        local_ranks,
+        place,
+    )
 
     config = load_config(recipe, overrides)
+    node = place(nodes, node_rank, master)
+    hosts = []
+    if hostfile is not None and node is None and not is_rank(os.environ):
+        hosts = read_hostfile(hostfile)
+        ranks = hosts[0].slots or ranks
     if dry_run:
         from clip_tools.plan import dry_run as check
 
-        return check(config, local_ranks(ranks, os.environ))
+        return check(config, local_ranks(ranks, os.environ) * (nodes or len(hosts) or 1))
     config = counted(config, process)
     num_ranks = local_ranks(ranks, os.environ)
-    if num_ranks > 1:
-        return launch_local(
-            num_ranks,
-            [*process.arguments, *config.counted],
-            process.stop,
-            save_seconds=config.checkpoint.grace_seconds,
-        )
+    line = [*process.arguments, *config.counted]
+    save_seconds = config.checkpoint.grace_seconds
+    if len(hosts) > 1:
+        return launch_hosts(hosts, num_ranks, line, process.stop, save_seconds=save_seconds)
+    if num_ranks > 1 or (node is not None and not is_rank(os.environ)):
+        return launch_local(num_ranks, line, process.stop, save_seconds=save_seconds, node=node)
     from launcher.train import train
 
     train(config, process.outcome, process.stop)

@@ -33,9 +33,28 @@ class Option:
     default: str = ""  # what the help calls it where the field's default is None
 
 
+class Kubernetes(Settings):
+    """What a JobSet needs to know of its cluster."""
+
+    claims: dict[str, str] = Field(default_factory=dict)
+    """PersistentVolumeClaims and where each is mounted: `{datasets: /data, runs: /work}`."""
+    secrets: list[str] = Field(default_factory=list)
+    """Secrets whose keys become variables of the ranks, such as AWS_ACCESS_KEY_ID."""
+    service_account: str | None = None
+    """Service account of the pods, such as one with a role for the store."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the nodes must have."""
+    shared_memory: str = "16Gi"
+    """Size of /dev/shm, through which the loader's workers pass batches. Counts as memory."""
+    max_restarts: NonNegativeInt = 3
+    """Failures after which the job is given up. Preemptions do not count."""
+
+
 class Site(Settings):
     """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
+    to: Annotated[Literal["slurm", "kubernetes"], Option("NAME")] = "slurm"
+    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f FILE`."""
     nodes: Annotated[PositiveInt, Option("N", int)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[NonNegativeInt, Option("N", int)] = 8
@@ -60,6 +79,18 @@ class Site(Settings):
     sbatch: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Any other option of sbatch, such as `constraint: h100` or `reservation: week47`. true: an
     option without a value, such as `exclusive: true`; `yes` is passed on as a word."""
+    container: Annotated[str | None, Option("IMAGE")] = None
+    """Container image of the ranks: a file (.sif, .sqsh) or a name in a registry."""
+    container_runtime: Annotated[
+        Literal["auto", "pyxis", "apptainer", "singularity"], Option("NAME")
+    ] = "auto"
+    """What runs the image: pyxis (srun's --container-image), apptainer or singularity; auto: the one
+    that this machine has."""
+    container_mounts: list[Place] = Field(default_factory=list)
+    """More folders for the container, `PATH` or `SOURCE:TARGET`. The run directory, local paths of
+    the recipe, caches and /dev/shm are mounted anyway."""
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
+    """Volumes, secrets and limits of --to kubernetes."""
     local_paths: list[Place] = Field(
         default_factory=lambda: ["/tmp", "/dev/shm", "/var/tmp", "/run", "/local_scratch"]
     )
@@ -95,9 +126,13 @@ class Site(Settings):
 
     def exports(self) -> dict[str, Any]:
         """The variables that the batch script exports."""
-        if not self.starts_with_torchrun:
-            return {}
-        return {"RANKS_PER_NODE": self.tasks, "SAVE_SECONDS": self.warn_seconds}
+        variables: dict[str, Any] = {}
+        if self.starts_with_torchrun:
+            variables |= {"RANKS_PER_NODE": self.tasks, "SAVE_SECONDS": self.warn_seconds}
+        if self.container is not None:
+            # packages of the host in ~/.local are for another Python
+            variables["PYTHONNOUSERSITE"] = 1
+        return variables
 
 
 def add_site_options(parser: argparse.ArgumentParser) -> None:

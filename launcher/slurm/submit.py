@@ -91,10 +91,17 @@ def quote(word: str) -> str:
 
 
 def render(
-    template: str, job: Site, *, name: str, folder: Path, options: Sequence[str] = ()
+    template: str,
+    job: Site,
+    *,
+    name: str,
+    folder: Path,
+    options: Sequence[str] = (),
+    container: Sequence[str] = (),
 ) -> str:
     """The template with this job's values. folder: holds the copies of recipe.yaml and code/.
     options: sbatch options of this job, as given after `--`; they override those of the site file.
+    container: the words of `container_words`.
     """
     log = str(folder).replace("%", "%%") + "/%x-%j.log"
     settings = {"job-name": name, "output": log, **job.directives()}
@@ -118,8 +125,10 @@ def render(
         *(f"export {key}={shlex.quote(str(value))}" for key, value in job.exports().items()),
         *job.setup,
         f"set -- {shlex.quote(str(folder / 'recipe.yaml'))}",
-        "# --",
     ]
+    if container:
+        added.append(f"CONTAINER=({shlex.join(container)})")
+    added.append("# --")
     lines: list[str] = []
     for line in template.splitlines():
         match = re.match(r"#SBATCH --([a-z-]+)", line)

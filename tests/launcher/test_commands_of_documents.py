@@ -158,7 +158,13 @@ def home(tmp_path_factory, data: SyntheticData, model: Path) -> Path:
     (cars / "classnames.txt").write_text("sedan\nvan\n")
     (folder / "birds").mkdir()
     shutil.copy(data.classes, folder / "birds" / "classes.json")
-    (folder / "site.yaml").write_text("local_paths: [/nowhere]\n")  # this folder is under /tmp
+    (folder / "site.yaml").write_text(
+        "local_paths: [/nowhere]\n"  # this folder is under /tmp
+        "container_runtime: apptainer\n"
+        "kubernetes: {claims: {runs: /work}}\n"
+    )
+    (folder / "clip-train.sif").touch()
+    (folder / "hosts").write_text("localhost slots=1\n")
     status, out = run(folder / "my.yaml")
     assert status == 0, out
     for name in RUNS[1:]:
