@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -31,11 +32,15 @@ from clip_train.data.pixels import is_transparent
 from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample
 from clip_train.data.worker import shared_bytes
-from clip_train.errors import UserError
+from clip_train.errors import ClipTrainError, UserError
+from clip_train.metrics.nvml import Nvml, open_nvml
 from clip_train.models.clip import shape_of_sample
 from clip_train.processes import node_name
 from clip_train.recipe.recipe import Recipe, load_config
 from clip_train.recipe.resolve import resolve
+from clip_train.storage.base import Storage
+from clip_train.storage.local import LocalStorage
+from clip_train.storage.urls import open_storage
 from clip_train.versions import NEWEST, installed, too_old, version_tuple
 from launcher.checks import (
     PLACES,
@@ -76,6 +81,9 @@ SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, 
 )  # fmt: skip
 MAX_SHARDS, MAX_SHARD_BYTES = 8, 4 << 30  # that are read together, to count equal captions
 LOOK_AT = 200  # samples of the first shard whose images are decoded
+RATE_BYTES = 32 << 20  # written to a disk or a store to measure it
+SLOW_DISK, SLOW_STORE = 50e6, 5e6  # bytes per second, below which saves take long
+PAIRS_SHOWN = 4
 GROUP_SECONDS = 240  # for the ranks to start, find each other and exchange
 
 
@@ -152,6 +160,40 @@ def check_devices() -> Iterator[Finding]:
         )
 
 
+def check_health() -> Iterator[Finding]:
+    """The GPUs of this node as NVML sees them: how many, and in which state."""
+    yield from health_of_gpus(open_nvml(), expected_gpus(os.environ))
+
+
+def health_of_gpus(nvml: Nvml | None, expected: int) -> Iterator[Finding]:
+    if nvml is None:
+        return
+    count = nvml.count()
+    if count < expected:
+        yield error(
+            "health",
+            f"NVML sees {count} of {expected} GPUs",
+            "one has fallen off the bus: dmesg | grep -i xid; restart the node, or exclude it",
+        )
+    for state in nvml.states():
+        problems = state.problems()
+        for problem, remedy in problems:
+            yield warning("health", f"GPU {state.index} ({state.name}): {problem}", remedy)
+        if not problems:
+            heat = "" if state.temperature_celsius is None else f", {state.temperature_celsius} C"
+            clock = "" if state.sm_mhz is None else f", {state.sm_mhz} MHz"
+            yield ok("health", f"GPU {state.index} ({state.name}){clock}{heat}")
+
+
+def expected_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """Of this node: those that Slurm has given to the job, else those that the kernel has devices
+    for, which a GPU keeps after it has failed."""
+    given = environ.get("SLURM_GPUS_ON_NODE", "")
+    if given.isdigit():
+        return int(given)
+    return len([*root.glob("dev/nvidia[0-9]*")])
+
+
 def check_group(all_nodes: bool = False) -> Iterator[Finding]:
     """A process group in processes of its own: over this machine's devices (two ranks on CPU), or
     with one rank on each node of a Slurm job."""
@@ -195,6 +237,9 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
         f"{found['all_reduce'] / 1e9:.2f} GB/s",
         "slow for GPUs: check nvidia-smi topo -m",
     )
+    # without `all_nodes` they are this node's, which other checks have looked at
+    for node, problem in found["problems"] if all_nodes else ():
+        yield warning("health", f"{node}: {problem}", f"exclude it (--exclude={node})")
     # a slow node is slow with all others; with two nodes, one cannot tell which is slow
     usual = statistics.median(found["rates"])
     for node, rate in zip(found["nodes"], found["rates"], strict=True) if all_nodes else ():
@@ -204,6 +249,15 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
             f"{node} exchanges {rate / 1e9:.3f} GB/s with another node, the median node "
             f"{usual / 1e9:.3f} GB/s",
             f"exclude it (--exclude={node}) and check its network",
+        )
+    slow_pairs = [pair for pair in found["pairs"] if pair[2] < usual / 2] if all_nodes else []
+    for one, other, rate in sorted(slow_pairs, key=lambda pair: pair[2])[:PAIRS_SHOWN]:
+        two = [found["nodes"][rank] for rank in (one, other)]
+        yield warning(
+            "links",
+            f"{two[0]} and {two[1]} exchange {rate / 1e9:.3f} GB/s, the median node "
+            f"{usual / 1e9:.3f} GB/s",
+            "check the link between them; if one of the two is in many such lines, exclude it",
         )
 
 
@@ -252,6 +306,7 @@ def check_slurm() -> Iterator[Finding]:
 MACHINE: tuple[tuple[str, Check], ...] = (
     ("versions", check_versions),
     ("devices", check_devices),
+    ("health", check_health),
     ("ranks", check_ranks),
     ("process group", check_group),
     ("limits", check_limits),
@@ -353,7 +408,63 @@ def check_run_dir(config: Recipe) -> Iterator[Finding]:
         yield error("run", f"{stop_file} exists: training would stop at once", f"rm {stop_file}")
 
 
-RECIPE = {"recipe": check_recipe, "run": check_run_dir}
+def check_rates(config: Recipe) -> Iterator[Finding]:
+    """Write a file to the disk of run.dir and to the store, and read it from the store."""
+    run_dir = config.run_dir.absolute()
+    folder = next(parent for parent in (run_dir, *run_dir.parents) if parent.is_dir())
+    data = os.urandom(RATE_BYTES)
+    name = f".doctor-rate-{os.getpid()}"
+    try:
+        seconds = measure_write(LocalStorage(folder), name, data)
+    except OSError:  # `check_disk` says what is wrong
+        return
+    yield warning_if(
+        RATE_BYTES / seconds < SLOW_DISK,
+        "rates",
+        f"run.dir ({run_dir}) is written at {RATE_BYTES / seconds / 1e6:,.0f} MB/s",
+        "choose a faster disk for run.dir: each save is written there first",
+    )
+    if config.checkpoint.remote is None:
+        return
+    try:
+        storage = open_storage(config.checkpoint.remote, patience_seconds=5.0)
+        up, down = measure_store(storage, name, data[: RATE_BYTES // 8])
+    except (OSError, ClipTrainError):  # `check_store` says what is wrong
+        return
+    yield warning_if(
+        min(up, down) < SLOW_STORE,
+        "rates",
+        f"checkpoint.remote ({storage.url}) is written at {up / 1e6:,.1f} MB/s and read at "
+        f"{down / 1e6:,.1f} MB/s, by one request",
+        "check the network to the store; a save that is slower than checkpoint.every_steps is "
+        "skipped",
+    )
+
+
+def measure_write(storage: Storage, name: str, data: bytes) -> float:
+    """Seconds to write these bytes, and to have them on the disk; the file is removed."""
+    start = time.perf_counter()
+    try:
+        storage.put_bytes(name, data)
+        return time.perf_counter() - start
+    finally:
+        storage.delete(name)
+
+
+def measure_store(storage: Storage, name: str, data: bytes) -> tuple[float, float]:
+    """Bytes per second of writing and reading; the file is removed."""
+    try:
+        start = time.perf_counter()
+        storage.put_bytes(name, data)
+        written = time.perf_counter()
+        storage.read_bytes(name)
+        read = time.perf_counter()
+    finally:
+        storage.delete(name)
+    return len(data) / (written - start), len(data) / (read - written)
+
+
+RECIPE = {"recipe": check_recipe, "run": check_run_dir, "rates": check_rates}
 
 
 def meet() -> None:
@@ -362,21 +473,45 @@ def meet() -> None:
     env = detect(os.environ)
     device, _ = take_device(env)
     rendezvous.start(env, device, Heartbeat(env), rendezvous_seconds=100, group_seconds=60)
-    found = {
+    found: dict[str, Any] = {
         "device": device.type,
         "nodes": dist.gather_objects(node_name()),
         "all_reduce": rendezvous.measure_all_reduce(device),
-        "rates": measure_pairs(device),
     }
+    keep_busy(device)  # clocks say something of a GPU that computes
+    problems = [f.message for f in [*check_health(), *check_shared_memory()] if f.level != "ok"]
+    gathered = dist.gather_objects(problems)
+    by_pair = measure_pairs(device)
+    found["problems"] = [
+        (node, problem)
+        for node, those in zip(found["nodes"], gathered, strict=True)
+        for problem in those
+    ]
+    found["pairs"] = [
+        (one, other, rate)
+        for one, rates in enumerate(by_pair)
+        for other, rate in rates.items()
+        if one < other
+    ]
+    found["rates"] = [statistics.median_high(of.values() or [0.0]) for of in by_pair]
     if dist.is_main():
         print(json.dumps(found), flush=True)
     dist.barrier()
     end_process(0)
 
 
-def measure_pairs(device: torch.device) -> list[float]:
-    """By rank: bytes per second each way between it and another rank, the median over its exchanges
-    with all others; 0 if there are none. Collective.
+def keep_busy(device: torch.device, seconds: float = 0.5) -> None:
+    """Multiply matrices on a GPU for so long."""
+    if device.type == "cuda":
+        x = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            x @ x
+            torch.cuda.synchronize(device)
+
+
+def measure_pairs(device: torch.device) -> list[dict[int, float]]:
+    """By rank, by each other rank: bytes per second each way between the two. Collective.
 
     A tournament: in each round every rank has another partner, and all pairs exchange at once.
     """
@@ -405,11 +540,10 @@ def measure_pairs(device: torch.device) -> list[float]:
     times = dist.gather_objects(times_here)
     size = REDUCED_BYTES[device.type]
     # the slower one of a pair: a sender is done when its kernel has the bytes
-    rates = (
-        [size / max(seconds, times[other][rank]) for other, seconds in by_partner.items()]
+    return [
+        {other: size / max(seconds, times[other][rank]) for other, seconds in by_partner.items()}
         for rank, by_partner in enumerate(times)
-    )
-    return [statistics.median_high(of_rank or [0.0]) for of_rank in rates]
+    ]
 
 
 if __name__ == "__main__":

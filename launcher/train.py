@@ -43,6 +43,7 @@ from clip_train.metrics.meters import (
     Profiler,
     Utilization,
 )
+from clip_train.metrics.nvml import gpu_readings
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.process import this_process
 from clip_train.metrics.progress import ProgressLine
@@ -70,6 +71,7 @@ from clip_train.storage.redact import redact
 from clip_train.task import text_lengths
 from clip_train.trainer import Trainer
 from launcher.runtime import environment, rendezvous
+from launcher.runtime.hang import HANG
 from launcher.runtime.heartbeat import Heartbeat
 from launcher.runtime.log import LOGGER, log, warn
 from launcher.runtime.outcome import Outcome
@@ -90,13 +92,14 @@ def train(
     """
     env = environment.detect(os.environ)
     environment.check_restarts(config.checkpoint.resume, os.environ, requeues=RUN_DIR in os.environ)
-    environment.prepare(os.environ, config.engine.deterministic)
+    environment.prepare(os.environ, config.engine.deterministic, config.run_dir / HANG)
     outcome.heartbeat = heartbeat = Heartbeat(env, outcome.publish)
     outcome.watchdog = watchdog = Watchdog(
         config.launch,
         stop,
         heartbeat,
         run_dir=config.run_dir if env.rank == 0 else None,
+        hang_dir=config.run_dir / HANG,
     )
     watchdog.end_run = outcome.end
     watchdog.start()
@@ -128,8 +131,10 @@ def train(
         group_seconds=config.launch.group_seconds,
         timeout_seconds=collective_seconds,
     )
+    # NCCL dumps into the folder without making it
+    folder = config.run_dir / HANG if device.type == "cuda" else config.run_dir
     with explain_write_errors(config.run_dir):  # before minutes are spent on loading a model
-        dist.on_main(partial(config.run_dir.mkdir, parents=True, exist_ok=True))
+        dist.on_main(partial(folder.mkdir, parents=True, exist_ok=True))
     # From here on `data.workers` may differ between ranks. All other keys are the same on all.
     resolved = replace(resolved, config=resolved.config.updated(data={"workers": workers}))
     # set by the batch script's controller after an attempt ran out of memory
@@ -301,6 +306,7 @@ def build_trainer(
     if dist.is_main():
         recomputed = RECOMPUTED[config.engine.recompute]
         callbacks.append(Utilization(flops_of_forward, device, skipped, recomputed))
+        callbacks += gpu_readings(environment.gpu_identity(device))
     if env.world_size > 1:
         callbacks.append(SlowRank(heartbeat))
     profiled_steps = config.log.profile_steps

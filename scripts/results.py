@@ -106,6 +106,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
             without=("sigmoid",),
             show=("measured", "ranks", "samples", "ring / gather"),
         ),
+        Table("order", only=("1e+09 rows",), show=("what", "layout", "digest")),
         Table("maxsim", "MiB", only=("ours",), show=("N", "L", "CPU s", "MiB")),
         Table("ring", only=("sigmoid",), show=("ranks", "samples", "way", "memory", "sent")),
         Table("startup_memory", "x share", only=("now",), show=("a tenth of", "x share")),
@@ -149,6 +150,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
     ),
     "Stops, faults and slow ranks": (
         Table("stop", "s", show=("during", "signal", "s", "status")),
+        Table("hang", "after s", show=("cause", "after s")),
         Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
         Table("checkpoint_kills", "wrong", show=("store", "kills", "in_a_save", "wrong")),

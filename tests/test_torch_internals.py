@@ -56,6 +56,7 @@ VALUES = {
     "torch.optim._muon.DEFAULT_C": float,
     "torch.optim._muon.DEFAULT_NS_STEPS": int,
     "torch.optim._muon.EPS": float,
+    "torch._C._distributed_c10d._dump_fr_trace": type(torch.add),
     "torch._foreach_add_": type(torch.add),
     "torch._foreach_copy_": type(torch.add),
     "torch._foreach_lerp_": type(torch.add),
@@ -125,6 +126,8 @@ def absent_of_groups() -> list[str]:
     missing = absent(
         {
             "distributed_c10d._world.pg_map": torch_dist.distributed_c10d,
+            "distributed_c10d._world.pg_names": torch_dist.distributed_c10d,
+            "distributed_c10d._world.pg_group_ranks": torch_dist.distributed_c10d,
             "ProcessGroup._device_types": group,
             "ProcessGroup._get_backend": group,
             "FSDPState._is_root": state,

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
-from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe
+from launcher.cli.arguments import add_help, add_json, add_overrides, add_recipe, path_or_url
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train doctor                                       this machine and its cluster
         clip-train doctor my.yaml checkpoint.remote=s3://bucket/run   its shards, S3, disk too
         salloc --nodes 4 clip-train doctor --all-nodes          all pairs of nodes
+        clip-train doctor --hang runs/my-run                    why a run makes no progress
         """,
     )
     add_recipe(parser, nargs="?")
@@ -28,11 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-nodes", action="store_true", help="measure all pairs of nodes of this job"
     )
+    parser.add_argument(
+        "--hang",
+        metavar="RUN",
+        type=path_or_url,
+        help="ask all ranks of a run where they are; RUN is its folder or its recipe",
+    )
     add_json(parser)
 
 
-def run(recipe: str | None, overrides: list[str], all_nodes: bool, as_json: bool) -> int:
+def run(
+    recipe: str | None, overrides: list[str], all_nodes: bool, hang: str | None, as_json: bool
+) -> int:
     """Returns 1 if there is an error, else 0."""
+    if hang is not None:
+        from clip_tools.hang import explain
+
+        report = explain(hang, overrides)
+        print(json.dumps(report.values(), indent=2) if as_json else report.page())
+        return int(report.hangs)
     from rich.console import Console
     from rich.text import Text
 

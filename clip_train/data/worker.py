@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from clip_train import stacks
 from clip_train.batch import BatchSizes
 from clip_train.columns import Columns
 from clip_train.data.config import DataConfig, resolve_workers
@@ -138,6 +139,9 @@ class PieceStream(IterableDataset):
         quiet_pillow()
         outlive_signals(self.closing)
         threading.Thread(target=end_with_the_trainer, daemon=True).start()
+        trainer = multiprocessing.parent_process()
+        if trainer is not None:
+            stacks.answer(f"worker of {trainer.pid}")
         try:
             for piece in self._pieces(info.id):
                 yield packed(piece)

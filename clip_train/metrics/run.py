@@ -225,6 +225,8 @@ class Run:
             notes.append(("warning", text))
         if "slow_rank" in self.last:
             notes.append(("warning", self.last["slow_rank"]))
+        if "gpu_throttled" in self.last:
+            notes.append(("warning", f"rank 0's GPU is throttled: {self.last['gpu_throttled']}"))
         count = sum(self.invalid.get("bad_samples", {}).values())
         if count:
             share = count / max(self.last.get("samples", 0), count)

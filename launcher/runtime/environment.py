@@ -31,6 +31,13 @@ TRIES = 8
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # By default NCCL does not report failures.
 NCCL = {"NCCL_DEBUG": "WARN"}
+# torch's flight recorder keeps the newest collectives of all backends; at 0 it is off. NCCL also
+# dumps it when a collective times out. One number has two names, and torch warns of the older one.
+RECORDED = "2000"
+RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+NCCL_DUMP = "nccl_rank_"  # its file in the run's folder `hang`; the rank follows
+DUMP_FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # cuBLAS without atomics, and sums over ranks in an order that depends on their layout alone.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -222,10 +229,20 @@ def free_port(ports: Sequence[int]) -> int:
     return ports[0]
 
 
-def prepare(environ: MutableMapping[str, str], deterministic: bool = False) -> None:
-    """Set the variables that CUDA and NCCL read when they start. The user's own values stay."""
+def prepare(
+    environ: MutableMapping[str, str], deterministic: bool = False, hang_dir: Path | None = None
+) -> None:
+    """Set the variables that CUDA, NCCL and torch read when they start. The user's own values stay.
+
+    hang_dir: where NCCL dumps the collectives of a hang.
+    """
     both_names = {"PYTORCH_ALLOC_CONF", *ALLOCATOR}  # of the same variable
     wanted = NCCL if both_names & environ.keys() else NCCL | ALLOCATOR
+    if not environ.keys() & {*RECORDER_NAMES}:
+        wanted |= {RECORDER_NAMES[0]: RECORDED}
+    wanted |= {DUMP_ON_TIMEOUT: "1"}
+    if hang_dir is not None and not environ.keys() & {*DUMP_FILE_NAMES}:
+        wanted |= {DUMP_FILE_NAMES[0]: str(hang_dir.absolute() / NCCL_DUMP)}
     for name, value in (wanted | (DETERMINISTIC if deterministic else {})).items():
         environ.setdefault(name, value)
 

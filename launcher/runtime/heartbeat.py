@@ -4,7 +4,7 @@ Every BEAT_SECONDS, each rank writes a key through its own client: a counter, it
 rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
 finds another one silent, writes `abort`, which every rank polls every POLL_SECONDS. A rank that is
 asked to stop (by a signal, or on rank 0 by a STOP file) writes `stop`. All ranks poll it, even those
-that wait for data.
+that wait for data. A rank that finds a hang writes `hang`: then each rank writes where it is.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class Heartbeat:
         self.is_open = False  # until then this rank is alone
         self.line = ""  # for rank 0
         self.stop: StopRequest | None = None  # this rank's
+        # where this rank is, as JSON, once there is a watchdog; it may take seconds
+        self.describe: Callable[[], str] | None = None
+        self._described = False  # this rank has written that, or is about to
         self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._store_is_lost = False  # it may never answer again: nothing more is asked of it
@@ -170,6 +173,32 @@ class Heartbeat:
             self._lose_store(f"its store does not answer for {silent:.0f} s")
         return self.abort
 
+    def describe_all(self, own: str, seconds: float) -> None:
+        """Write where this rank is, and ask the others to do the same. Returns once all have, after
+        `seconds`, or when the run ends."""
+        end = time.monotonic() + seconds
+        if not self.is_open:
+            return
+        self._described = True
+        with contextlib.suppress(RuntimeError):
+            self._store.set("hang", "1")
+            self._write_description(own)
+            while self.abort is None and time.monotonic() < end:
+                if self._store.add("described", 0) >= self.env.world_size:
+                    return
+                time.sleep(0.1)
+
+    def descriptions(self) -> dict[int, str]:
+        """What the ranks have written since `describe_all`, by rank."""
+        if not self.is_open:
+            return {}
+        ranks = range(self.env.world_size)
+        with contextlib.suppress(RuntimeError):
+            written = [rank for rank in ranks if self._store.check([f"where/{rank}"])]
+            texts = self._store.multi_get([f"where/{rank}" for rank in written])
+            return {rank: text.decode() for rank, text in zip(written, texts, strict=True)}
+        return {}
+
     def publish_stop_now(self) -> None:
         """This rank was asked to stop: tell the others now rather than at the next poll."""
         self._wake.set()
@@ -199,6 +228,7 @@ class Heartbeat:
                     number, next_beat = number + 1, time.monotonic() + self._beat_seconds
                     self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
                     self._check_beats()
+                    self._answer_hang()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
                     self._lose_store(" ".join(str(e).split())[:100])
@@ -228,6 +258,23 @@ class Heartbeat:
         elif self._store.check(["stop"]):
             self.stop.ask(self._store.get("stop").decode())
             self._stop_is_exchanged = True
+
+    def _answer_hang(self) -> None:
+        """If another rank has found a hang, write where this one is."""
+        if self._described or self.describe is None or not self._store.check(["hang"]):
+            return
+        self._described, describe = True, self.describe
+
+        def answer() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._write_description(describe())
+
+        # not in this thread: a GPU that hangs may hold up the answer, and this rank is alive
+        threading.Thread(target=answer, name="where", daemon=True).start()
+
+    def _write_description(self, text: str) -> None:
+        self._store.set(f"where/{self.env.rank}", text)
+        self._store.add("described", 1)
 
     def _check_beats(self) -> None:
         """Find a silent rank. Rank 0 reads all W keys, the others read rank 0's: nothing grows as W

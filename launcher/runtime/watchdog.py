@@ -4,7 +4,8 @@ ranks.
 It asks for a stop when a STOP file is in the run directory, and when the launcher above this rank
 has ended. When another rank has failed (`heartbeat`), it closes this rank's run and ends the
 process, because the main thread waits in a collective. When a phase exceeds its limit, it logs every
-thread's stack, and whether this rank was waiting for others or hangs itself, and ends all ranks.
+thread's stack, asks all ranks where they are (`hang`), says which collective which ranks have not
+entered, and ends all ranks. It also answers `clip-train doctor --hang`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import faulthandler
+import json
 import logging
 import os
+import re
 import statistics
 import sys
 import threading
@@ -25,13 +28,23 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from clip_train import stacks
 from clip_train.callbacks import Callback
 from clip_train.processes import node_name
 from clip_train.recipe.launch import LaunchConfig
 from clip_train.stop import StopRequest
 from clip_train.storage.local import LocalStorage
 from launcher.runtime.environment import detect, launcher_pid
-from launcher.runtime.heartbeat import LEAVE_SECONDS, Heartbeat
+from launcher.runtime.hang import (
+    ANSWER,
+    REQUEST,
+    Diagnosis,
+    Standing,
+    diagnose,
+    place,
+    recorded,
+)
+from launcher.runtime.heartbeat import BEAT_SECONDS, LEAVE_SECONDS, Heartbeat
 from launcher.runtime.log import log, warn
 from launcher.runtime.verdict import PROGRESS_FILE, STOP_FILE, Failure, end_process
 
@@ -56,6 +69,13 @@ CLAIM_SECONDS = 5.0  # for rank 0, which knows what is committed, to say why all
 # From a hang until it ends all ranks. The ranks that wait for the hanging one show their stacks in
 # this time, and let it be the one to name.
 STACKS_SECONDS, WAITING_SECONDS = 2.0, 5.0
+# For all ranks to say where they are: they see the question with their next heartbeat.
+DESCRIBE_SECONDS = BEAT_SECONDS + 3.0
+# Ranks with the same rights to name the cause do it one after the other, so that one of them reads
+# what all have said, and the others find that it has. The first this many ranks wait for each other.
+TURN_SECONDS, TURNS = 0.1, 20
+REQUEST_SECONDS = 2.0  # between looks for a request of `clip-train doctor --hang`
+SHOWN = 2  # loader workers of a rank that waits for data
 
 
 class Phase(str, enum.Enum):
@@ -92,10 +112,15 @@ class Watchdog(Callback):
         heartbeat: Heartbeat | None = None,
         *,
         run_dir: Path | None = None,
+        hang_dir: Path | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written."""
+        """run_dir: on rank 0, where STOP is looked for and PROGRESS is written. hang_dir: on all
+        ranks, where each says where it is if it hangs or is asked (`hang.HANG`)."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
+        self._hang_dir = hang_dir
+        self._request, self._next_request = "", 0.0  # the last one; seconds, when to look again
+        self.step: Callable[[], int | None] = lambda: None  # steps taken, once there is a trainer
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
         # `Trainer.finish_save`, once there is one
@@ -104,6 +129,7 @@ class Watchdog(Callback):
         self.describe_committed: Callable[[], str] = lambda: "nothing is committed"
         self._heartbeat = heartbeat or Heartbeat(detect({}))
         self._heartbeat.stop = stop
+        self._heartbeat.describe = lambda: self.standing().dump()
         # `Outcome.end`, for `train`: closes this rank's run
         self.end_run: Callable[[Failure], None] = lambda failure: self._heartbeat.leave()
         self._save_seconds = 0.0  # `checkpoint.grace_seconds`, once there is a trainer
@@ -124,11 +150,14 @@ class Watchdog(Callback):
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        if self._hang_dir is not None:
+            stacks.answer(rank_of_run(self._heartbeat.env.rank, self._hang_dir.parent))
         self._thread.start()
 
     def watch(self, trainer: Trainer) -> None:
         """There is something to save from now on."""
         saves = trainer.checkpoints
+        self.step = lambda: trainer.step
         self.committed = lambda: saves.last_good.step if saves.last_good else None
         self._save_seconds = saves.config.grace_seconds
         self.finish_save = trainer.finish_save
@@ -189,6 +218,9 @@ class Watchdog(Callback):
         if abort is not None:
             self._end_after(abort, now - self._heartbeat.aborted_at)
         self._write_progress()
+        if self._hang_dir is not None and now > self._next_request:
+            self._next_request = now + REQUEST_SECONDS
+            self._look_for_request(self._hang_dir / REQUEST)
         # once a rank has failed, a rank that waits for it is not a second hang
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
@@ -270,19 +302,84 @@ class Watchdog(Callback):
                 LocalStorage(self.run_dir).put_bytes(PROGRESS_FILE, f"{step}\n".encode())
                 self._progress = step
 
+    def standing(self) -> Standing:
+        """Where this rank is. It takes seconds, and changes nothing."""
+        from clip_train.torch_internals import group_members
+
+        frames = sys._current_frames()
+        where, waits = position(frames.get(self._main or 0))
+        env = self._heartbeat.env
+        return Standing(
+            rank=env.rank,
+            world_size=env.world_size,
+            node=node_name(),
+            pid=os.getpid(),
+            phase=self._phase.value,
+            step=self.step(),
+            seconds=round(time.monotonic() - self._since, 1),
+            where=where,
+            waits=waits,
+            data=reading(frames, self._main),
+            collectives=recorded(),
+            members=group_members(),
+        )
+
+    def _look_for_request(self, file: Path) -> None:
+        """Answer a new request of `clip-train doctor --hang`, in a thread: this one keeps watching."""
+        try:
+            request = file.read_text()
+        except OSError:
+            return
+        if request and request != self._request:
+            self._request = request
+            threading.Thread(
+                target=self._answer, args=[request], name="answer", daemon=True
+            ).start()
+
+    def _answer(self, request: str, standing: Standing | None = None) -> None:
+        """Write where this rank is, with the stacks of all threads, for `clip-train doctor --hang`."""
+        if self._hang_dir is None:
+            return
+        standing = standing or self.standing()
+        content = {
+            "request": request,
+            "standing": json.loads(standing.dump()),
+            "stacks": all_stacks(),
+            "time": time.time(),
+        }
+        name = ANSWER.format(rank=standing.rank)
+        with contextlib.suppress(OSError):  # it is also in the log, or nobody waits any more
+            LocalStorage(self._hang_dir).put_bytes(name, json.dumps(content).encode())
+
     def _fire(self, seconds: float) -> None:
-        where, waiting = position(sys._current_frames().get(self._main or 0))
+        standing = self.standing()
         message = (
             f"no progress for {seconds:.0f} s in phase {self._phase.value} (its limit is "
-            f"{self.limit:.0f} s), {where}"
+            f"{self.limit:.0f} s), {standing.does()}"
         )
         rank, node = self._heartbeat.env.rank, node_name()
         log(f"[rank {rank} on {node}] {message}", logging.ERROR)
         faulthandler.dump_traceback(all_threads=True)
-        self._heartbeat.wait(WAITING_SECONDS if waiting else STACKS_SECONDS)
-        abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=not waiting))
+        threading.Thread(target=self._answer, args=["", standing], daemon=True).start()
+        self._heartbeat.describe_all(standing.dump(), DESCRIBE_SECONDS)
+        turn = min(rank, TURNS) * TURN_SECONDS
+        self._heartbeat.wait((WAITING_SECONDS if standing.waits else STACKS_SECONDS) + turn)
+        suspect = not standing.waits
+        if self._heartbeat.abort is None and self._heartbeat.env.world_size > 1:
+            found = self._diagnosis()
+            suspect = suspect and len(found.ranks) < 2  # more: a store, or code, and no node
+            message = f"{message}; {found.said if found.ranks == (rank,) else found.describe()}"
+        abort = self._heartbeat.claim(Failure(rank, node, message, node_suspect=suspect))
         if self._phase in (Phase.END, Phase.CLOSE, Phase.FINISH):
             self._exit(abort)  # it hangs while it closes the run
+
+    def _diagnosis(self) -> Diagnosis:
+        """Of the ranks together."""
+        standings = {
+            rank: Standing.load(json.loads(text))
+            for rank, text in self._heartbeat.descriptions().items()
+        }
+        return diagnose(standings, self._heartbeat.env.world_size)
 
 
 def phase_limit(hang_seconds: float | None, phase: Phase, steps: Sequence[float]) -> float:
@@ -310,18 +407,71 @@ COMMUNICATION = (
     "/clip_train/dist.py",
     "/launcher/runtime/rendezvous.py",
 )
+WRAPPERS = ("/torch/_ops.py", "/torch/distributed/c10d_logger.py")  # around torch's own functions
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:
     """The location of the main thread as a text, and whether it waits for other ranks."""
     if frame is None:
         return "and the main thread is gone", False
-    stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith("/torch/_ops.py")]
+    stack = [f for f in traceback.extract_stack(frame) if not f.filename.endswith(WRAPPERS)]
     entered = len(stack)
     while entered > 1 and any(part in stack[entered - 1].filename for part in COMMUNICATION):
         entered -= 1
     here = stack[entered - 1]
-    place = f"{'/'.join(here.filename.split('/')[-2:])}:{here.lineno} {here.name}"
+    there = place(here.filename, here.lineno, here.name)
     if entered == len(stack):
-        return f"in {place}", False
-    return f"waiting in {stack[entered].name}, called from {place}", True
+        return f"in {there}", False
+    return f"waiting in {stack[entered].name}, called from {there}", True
+
+
+def rank_of_run(rank: int, run_dir: Path) -> str:
+    """Names a rank to `clip_train.stacks`."""
+    return f"rank {rank} of {run_dir.resolve()}"
+
+
+def all_stacks() -> str:
+    """Of this process's threads, by name, the innermost frame last; the main thread comes first."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found: list[str] = []
+    for ident, frame in sys._current_frames().items():
+        name = threads[ident].name if ident in threads else str(ident)
+        text = f"thread {name}:\n{''.join(traceback.format_stack(frame))}"
+        is_main = threads.get(ident) is threading.main_thread()
+        if ident != threading.get_ident():
+            found.insert(0 if is_main else len(found), text)
+    return "\n".join(found)
+
+
+LOADER = "/clip_train/data/loader.py"
+# Frames of Python's and of packages: what they were called for says more.
+PACKAGES = re.compile(r"/lib/python3|<frozen")
+FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')  # as faulthandler writes it
+
+
+def reading(frames: Mapping[int, FrameType], main: int | None) -> str:
+    """What the code that reads the next batch does, if the main thread waits for it; else empty."""
+    frame = frames.get(main or 0)
+    if frame is None or not any(
+        f.filename.endswith(LOADER) for f in traceback.extract_stack(frame)
+    ):
+        return ""
+    workers = [each for each in stacks.processes() if each.who == f"worker of {os.getpid()}"]
+    if workers:
+        return "; ".join(f"loader worker {each.pid} {work(each)}" for each in workers[:SHOWN])
+    names = {thread.name: thread.ident for thread in threading.enumerate()}
+    reader = frames.get(names.get("prefetch") or 0, frame)
+    own = [f for f in traceback.extract_stack(reader) if not PACKAGES.search(f.filename)]
+    return f"in {place(own[-1].filename, own[-1].lineno, own[-1].name)}" if own else ""
+
+
+def work(worker: stacks.Answering) -> str:
+    """What a loader worker does."""
+    if worker.is_stopped():
+        return "is frozen"
+    threads = stacks.ask(worker).split("\n\n")
+    reads = next((text for text in threads if " in _pieces" in text), "")
+    for file, line, function in FRAME.findall(reads):
+        if not PACKAGES.search(file):
+            return f"in {place(file, int(line), function)}"
+    return "in no code that reads" if threads[0] else "does not answer"

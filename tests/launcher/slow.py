@@ -42,6 +42,17 @@ class SlowClose(Callback):
         sleep()
 
 
+class SlowWrites(LocalStorage):
+    """`checkpoint.remote`: as SlowReads, and each file takes a second."""
+
+    def __init__(self, url: str, **limits: Any) -> None:
+        super().__init__(url.partition("://")[2])
+
+    def put_bytes(self, name: str, data: bytes, *, if_absent: bool = False) -> bool:
+        time.sleep(1.0)
+        return super().put_bytes(name, data, if_absent=if_absent)
+
+
 class SlowReads(LocalStorage):
     """`checkpoint.remote`: the folder in `tests.launcher.slow.SlowReads:///folder`. No checkpoint can be read."""
 

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "datacompdr": "needs reinforced shards: tests/launcher/test_reinforce.py",
     "recipes/siglip2_finetune.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
     "recipes/siglip2_long.yaml": "needs weights of the hub: tests/peers/test_siglip.py",
+    "doctor --hang": "needs a run that hangs: tests/launcher/test_hang.py",
     "json.negatives": "needs mined shards: tests/launcher/test_mine.py",
     "--push": "needs the hub: tests/launcher/test_push.py",
     "clip-train reinforce": "needs a teacher's weights: tests/launcher/test_reinforce.py",

@@ -20,6 +20,7 @@ from PIL import Image
 from clip_tools.doctor import (
     MAX_SHARD_BYTES,
     check_group,
+    check_rates,
     check_recipe,
     check_shared_memory,
     look,
@@ -97,7 +98,7 @@ def test_all_nodes_are_those_of_a_job(monkeypatch):
         next(check_group(all_nodes=True))
 
 
-def partners() -> tuple[set[int], list[float]]:
+def partners() -> tuple[set[int], list[dict[int, float]]]:
     """With whom this rank exchanges, and the rates of all."""
     seen, exchange = set(), torch_dist.P2POp
 
@@ -116,7 +117,10 @@ def partners() -> tuple[set[int], list[float]]:
 def test_each_rank_exchanges_with_all_others(world_size):
     for rank, (seen, rates) in enumerate(run_ranks(partners, world_size)):
         assert seen == {*range(world_size)} - {rank}
-        assert len(rates) == world_size and min(rates) > 0
+        assert len(rates) == world_size
+        for other, by_partner in enumerate(rates):
+            assert by_partner.keys() == {*range(world_size)} - {other}
+            assert all(rates[partner][other] == rate > 0 for partner, rate in by_partner.items())
 
 
 def test_a_folder_as_the_remote_store(recipe, tmp_path):
@@ -130,6 +134,20 @@ def test_a_folder_as_the_remote_store(recipe, tmp_path):
         check_store(load_config(str(recipe), [f"checkpoint.remote={tmp_path / 'file'}"]))
     )
     assert findings[-1].level == "error" and findings[-1].remedy
+
+
+def test_the_rates_of_the_disk_and_the_store(recipe, tmp_path):
+    """4 MiB in a second are slow for a store. Nothing is left."""
+
+    def found(remote: str) -> list[Finding]:
+        return list(check_rates(load_config(str(recipe), [f"checkpoint.remote={remote}"])))
+
+    disk, slow = found(f"tests.launcher.slow.SlowWrites://{tmp_path}/store")
+    assert f"run.dir ({tmp_path}/run) is written at" in disk.message and " MB/s" in disk.message
+    assert slow.level == "warning" and "is written at" in slow.message and slow.remedy
+    assert [each.check for each in found(f"{tmp_path}/store")] == ["rates", "rates"]
+    assert len(found("nope://nowhere")) == 1  # `check_store` has said it
+    assert not [*tmp_path.rglob(".doctor*")] and not [*(tmp_path / "store").rglob("*")]
 
 
 def test_a_check_of_a_place_has_one_entry(recipe, monkeypatch):

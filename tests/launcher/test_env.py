@@ -233,6 +233,9 @@ def test_mistakes_name_the_variable(environ, said):
         detect(environ)
 
 
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_variables_of_the_user_stay(name):
     environ = {name: "max_split_size_mb:512", "NCCL_ALGO": "Tree"}
@@ -243,12 +246,14 @@ def test_variables_of_the_user_stay(name):
         "NCCL_PROTO": "Simple",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_DEBUG": "WARN",
+        **RECORDER,
     }
     empty: dict[str, str] = {}
     env_module.prepare(empty)
     assert empty == {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "NCCL_DEBUG": "WARN",
+        **RECORDER,
     }
     chosen = {"NCCL_DEBUG": "VERSION"}
     env_module.prepare(chosen)

@@ -33,3 +33,8 @@ def test_the_node_with_the_slow_network_is_named(cluster, tmp_path):
     levels = {line["message"].split()[0]: line["level"] for line in found}
     assert levels == {"n1": "ok", "n2": "ok", "n3": "warning"}, out
     assert found[2]["remedy"].startswith("exclude it (--exclude=n3)")
+    links = [line for line in json.loads(out)["findings"] if line["check"] == "links"]
+    assert {line["message"].partition(" exchange ")[0] for line in links} == {
+        "n1 and n3",
+        "n2 and n3",
+    }
