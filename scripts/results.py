@@ -154,6 +154,12 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
         Table("checkpoint_kills", "wrong", show=("store", "kills", "in_a_save", "wrong")),
+        Table(
+            "stores",
+            "ours / its own",
+            lowest=True,
+            show=("store", "what", "ours / its own"),
+        ),
         Table("failed_starts", "after", show=("cause", "after", "all ended")),
         Table("slow_rank", "after", show=("disturbance of rank 5", "after")),
     ),
