@@ -153,6 +153,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("hang", "after s", show=("cause", "after s")),
         Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
+        Table("checkpoint_kills", "wrong", show=("store", "kills", "in_a_save", "wrong")),
         Table(
             "stores",
             "ours / its own",

@@ -183,7 +183,7 @@ def attempts(storage: Storage, failures: Failures) -> dict[Attempt, list[Entry]]
                 with noting_failure(storage, name, failures):
                     entries += storage.list(name, unfinished=True)
     else:
-        entries = storage.list("ckpt")
+        entries = storage.list_all("ckpt")
     for entry in entries:
         # ckpt/s0000000300/e000002-3f9ac07d/rank00000.safetensors: the first three parts
         parts = entry.name.removeprefix(FETCHED).split("/")

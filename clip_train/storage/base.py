@@ -1,5 +1,6 @@
 """The interface of all stores: each call's effect and errors."""
 
+import builtins
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -64,11 +65,15 @@ class Storage(ABC):
     def delete(self, *names: str) -> None:
         """Remove files. A file that does not exist is not an error. OSError."""
 
+    def list_all(self, prefix: str = "") -> builtins.list[Entry]:
+        """Like `list`, with the files of unfinished writes, if the store shows them as files."""
+        return self.list(prefix)
+
     def delete_tree(self, prefix: str) -> None:
         """Remove the folder `prefix` and everything in it; it need not exist. OSError."""
         if not prefix.strip("/"):
             raise ValueError("delete_tree needs a folder below the root")
-        self.delete(*(entry.name for entry in self.list(prefix)))
+        self.delete(*(entry.name for entry in self.list_all(prefix)))
 
     def exists(self, name: str) -> bool:
         """Return False only if the file is certainly missing. OSError if that is unknown."""

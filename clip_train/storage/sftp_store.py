@@ -6,6 +6,7 @@ if it is absent, and writes to a file's final name.
 """
 
 import asyncio
+import builtins
 import contextlib
 import getpass
 import itertools
@@ -164,8 +165,8 @@ class SftpStorage(RemoteStorage):
         data = await self._call(pace, read, num_bytes)
         return data if end is None else checked_length(data, num_bytes)
 
-    async def listing(self, folder: str, pace: Pace) -> list[Entry]:
-        entries: list[Entry] = []
+    async def listing(self, folder: str, pace: Pace) -> builtins.list[Entry]:
+        entries: builtins.list[Entry] = []
         folders = [folder.rstrip("/")]
         while folders:
             parent = folders.pop()
@@ -177,9 +178,15 @@ class SftpStorage(RemoteStorage):
                 path = f"{parent}/{each.filename}"
                 if stat.S_ISDIR(each.st_mode):
                     folders.append(path)
-                elif not _is_unfinished(each.filename):
+                else:
                     entries.append(Entry(path, each.st_size, float(each.st_mtime)))
         return entries
+
+    def list(self, prefix: str = "") -> builtins.list[Entry]:
+        return [entry for entry in self.list_all(prefix) if not _is_unfinished(entry.name)]
+
+    def list_all(self, prefix: str = "") -> builtins.list[Entry]:
+        return super().list(prefix)
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         folder, _, name = key.rpartition("/")
@@ -224,6 +231,7 @@ def _tag(found: Any) -> str:
 
 
 def _is_unfinished(name: str) -> bool:
+    name = name.rpartition("/")[2]
     return name.startswith(".") and name.endswith(_PART)
 
 

@@ -98,8 +98,10 @@ def test_of_racing_writers_one_wins(storage: SftpStorage, folder: Folder) -> Non
 
 def test_an_unfinished_file_is_not_listed(storage: SftpStorage, folder: Folder) -> None:
     folder.put("run/ckpt/.file.0123abcd.part", b"half")
-    assert storage.list() == []
+    assert storage.list() == [] and len(storage.list_all()) == 1
     assert preflight(storage) == []
+    storage.delete_tree("ckpt")
+    assert folder.keys() == []
 
 
 def test_a_connection_that_ends_is_opened_again(storage: SftpStorage, sshd: Sshd) -> None:
@@ -114,6 +116,7 @@ def test_checkpoints(folder: Folder, tmp_path: Path, runs: None) -> None:
     url = f"{folder.url}/run"
     first = Run(tmp_path / "a", url, keep_last=1)
     first.manager.preflight()
+    folder.put("run/ckpt/s0000000009/e000000-0123abcd/.rank00000.safetensors.01.part", b"half")
     assert first.save(1) and first.save(2)
     second = Run(tmp_path / "b", url, keep_last=1)
     assert assert_is(second.resume(), 2).fetched > 0
