@@ -53,8 +53,6 @@ class Kubernetes(Settings):
 class Site(Settings):
     """Defaults of a cluster. An option of `submit` overrides the field with the same name."""
 
-    to: Annotated[Literal["slurm", "kubernetes"], Option("NAME")] = "slurm"
-    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f FILE`."""
     nodes: Annotated[PositiveInt, Option("N", int)] = 1
     """Number of nodes."""
     gpus_per_node: Annotated[NonNegativeInt, Option("N", int)] = 8
@@ -71,6 +69,8 @@ class Site(Settings):
     """Account to charge."""
     template: Annotated[Literal["train", "torchrun"], Option("NAME")] = "train"
     """The batch script: slurm/train.sbatch or slurm/torchrun.sbatch."""
+    to: Annotated[Literal["slurm", "kubernetes"], Option("NAME")] = "slurm"
+    """What runs the job. kubernetes: --dry-run prints a JobSet for `kubectl apply -f FILE`."""
     warn_seconds: PositiveInt = 300
     """Seconds before the time limit at which the ranks get the signal; must be enough for a
     checkpoint. Slurm may be 30 s early."""
