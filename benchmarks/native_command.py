@@ -8,9 +8,10 @@ has patches of 16 px, 6 blocks of width 192, and the same text tower, in fp32 by
 thread each. A quarter of the patches go to images of 64, 128 and 256 patches each, and a micro-batch (OpenCLIP: a
 batch) has at most 4,096 patches.
 
+- ours: this project's ViT at native resolution; its batch is 112 samples in micro-batches, all of whose graphs are kept
+- ours, one graph kept: the same with the features of the other micro-batches computed twice
 - ours, NaFlexVit: timm's, the tower that OpenCLIP trains, through `open_clip:`
-- ours: this project's ViT at native resolution
-- ours, squares: the same ViT on squares of 176 px, 121 patches, beside the mean budget of 110
+- ours, squares: this project's ViT on squares of 176 px, 121 patches, beside the mean budget of 110
 - OpenCLIP: its command with `--use-naflex`
 - OpenCLIP, squares: its command on squares of 176 px, timm's ViT of the same size
 
@@ -39,7 +40,7 @@ from clip_tools.demo import BACKGROUNDS, COLORS, PHRASE, SHAPES, SIZES, Combinat
 from clip_train.data.tar import write_shards
 
 TARGETS = {
-    "native": "ours in NaFlexVit takes at most 0.9 of the CPU seconds a sample of OpenCLIP's command",
+    "native": "ours takes at most 0.75 of the CPU seconds a sample of OpenCLIP's command",
 }
 BUDGETS = (64, 128, 256)
 # Samples at each budget for equally many patches: one of OpenCLIP's batches of each length
@@ -130,13 +131,16 @@ def openclip(folder: Path, model: str, count: int, run: str, *more: str) -> list
 def commands(folder: Path, count: int, run: str, with_openclip: bool) -> dict[str, list[str]]:
     tokens = "data.tokens={" + ", ".join(f"{size}: {share}" for size, share in SHARES.items()) + "}"
     native = ["data.resize=native", tokens, f"batch.micro_tokens={MICRO_TOKENS}"]
+    all_graphs = "batch.kept_graphs=all"
     vit = str(folder / "vit.json")
+    naflex = f"open_clip:{folder / 'naflex-ours.json'}"
     found = {
-        "ours, NaFlexVit": ours(
-            folder, f"open_clip:{folder / 'naflex-ours.json'}", count, f"naflex-{run}", *native
+        "ours": ours(folder, vit, count, f"native-{run}", *native, all_graphs),
+        "ours, one graph kept": ours(folder, vit, count, f"one-{run}", *native),
+        "ours, NaFlexVit": ours(folder, naflex, count, f"naflex-{run}", *native, all_graphs),
+        "ours, squares": ours(
+            folder, vit, count, f"squares-{run}", "batch.micro_size=37", all_graphs
         ),
-        "ours": ours(folder, vit, count, f"native-{run}", *native),
-        "ours, squares": ours(folder, vit, count, f"squares-{run}", "batch.micro_size=37"),
     }
     if with_openclip:
         lengths = [str(length) for length in BUDGETS]
@@ -197,7 +201,7 @@ def main() -> int:
             row["x OpenCLIP"] = statistics.median(mine / theirs for mine, theirs in pairs)
         rows.append(row)
     missed = [] if args.openclip else ["native: name a checkout of OpenCLIP with --openclip"]
-    if args.openclip and rows[0]["x OpenCLIP"] > 0.9:
+    if args.openclip and rows[0]["x OpenCLIP"] > 0.75 and not args.quick:
         missed.append(f"native: {rows[0]['x OpenCLIP']:.2f} of OpenCLIP's")
     return finish("native_command", rows, TARGETS, missed, args)
 
