@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,18 @@ from clip_train.recipe.names import SAME
 
 CHECK = "CHECK: "  # begins a note on a key that may be wrong; such a note is also a warning
 PER_SHARD = 10_000  # samples that img2dataset puts into one
-PRECISIONS = dict.fromkeys(("fp16", "pure_fp16", "amp_fp16"), "fp16") | {"fp32": "fp32"}
+# OpenCLIP's values of --precision, and ours for each.
+PRECISIONS = {
+    "amp": "bf16",
+    "amp_bf16": "bf16",
+    "amp_bfloat16": "bf16",
+    "amp_fp16": "fp16",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "pure_bf16": "bf16",
+    "pure_fp16": "fp16",
+    "fp32": "fp32",
+}
 LOW_WEIGHTS = ("fp16", "pure_fp16", "bf16", "pure_bf16")  # whose weights are not fp32 in OpenCLIP
 NAFLEX = ("use-naflex", "force-naflex-vision")
 # Names of models that OpenCLIP trains on something else than square images and their texts.
@@ -55,13 +67,15 @@ FALLBACK = 1e-9  # the weight of a caption that is read only if the sample lacks
 TRACKERS = ("wandb", "tensorboard")
 SCHEDULES = {"cosine": "cosine", "const": "constant", "const-cooldown": "constant-with-cooldown"}
 TEXTS = {"train-data", "val-data", "imagenet-val", "wandb-project-name"}
+UNSET_IF_EMPTY = TEXTS | {"name", "remote-sync"}  # '' there is as if the flag were not given
 BESIDE = "-clip-train"  # our folder is beside OpenCLIP's, which holds checkpoints of its own
 AUGMENTATIONS = ("scale", "ratio", "color_jitter", "color_jitter_prob", "gray_scale_prob")
 # Models whose text tower OpenCLIP starts from pretrained weights of Hugging Face's hub.
 HF_TOWER = re.compile(r"(coca_)?(xlm-)?roberta-.*|mt5-.*|nllb-.*|gte-modernbert-.*")
-PER_NODE = re.compile(r"--(?:nproc[-_]per[-_]node|ntasks-per-node)[= ](\d+)")
-NODES = re.compile(r"--(?:nnodes?|nodes)[= ](\d+)")
-IN_ALL = re.compile(r"(?:--ntasks[= ]|\s-np? )(\d+)")
+PROGRAM = re.compile(r"(.*/)?(legacy_)?main\.py|(open_clip_train|training)\.(legacy_)?main")
+MODULE = re.compile(r"(.*\.)?(legacy_)?main")  # after -m
+# Their options -n and -N count ranks and nodes; those of other programs, such as nice, do not.
+LAUNCHERS = re.compile(r"(.*/)?(srun|mpirun|mpiexec|orterun|horovodrun)")
 VARIABLE = re.compile(r"\$\w+|\$\{[^}]*\}")
 
 Keys = dict[str, Any]  # of a recipe, flat
@@ -74,25 +88,95 @@ def read_command(text: str) -> tuple[dict[str, Any], int | None]:
     UserError."""
     # lines that go on: with \ in a shell of Unix, ^ in cmd.exe, ` in PowerShell
     text = re.sub(r"[\\^`][ \t]*(\r?\n|$)", " ", text)
-    lexer = shlex.shlex(re.sub(r"\s\d(?=[<>])", " ", text), posix=True, punctuation_chars=";<>|&")
+    text = re.sub(r"\s\d(?=[<>])", " ", text)  # the 2 of 2>&1
+    batch_options = " ".join(re.findall(r"^#SBATCH (.*)", text, re.M)).split()
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&")
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         words = list(lexer)
     except ValueError as e:
         raise UserError(f"this is not a command line: {e}; quote it as one argument") from None
-    starts = [
-        i + 1 for i, word in enumerate(words) if re.search(r"(^|[./])(legacy_)?main(\.py)?$", word)
-    ]
-    start = starts[0] if starts else 0
-    ends = [i for i, word in enumerate(words) if word[0] == "#" or not word.strip(";<>|&")]
-    end = next((i for i in ends if i >= start), len(words))
-    launcher = " ".join(words[:start])
-    per_node, nodes = PER_NODE.search(launcher), NODES.search(launcher)
-    ranks = per_node or IN_ALL.search(launcher)
-    world_size = int(ranks[1]) if ranks else None
-    if per_node and nodes:
-        world_size = int(per_node[1]) * int(nodes[1])
-    return _flags(words[start:end]), world_size
+    launcher_words, flag_words = split_at_program(words)
+    flags = _flags(flag_words)
+    if not flags:
+        raise UserError(
+            "this command has no flag of OpenCLIP behind main.py or -m open_clip_train.main; give "
+            "all of the command, as one argument in quotes"
+        )
+    return flags, count_ranks(launcher_words, batch_options)
+
+
+def split_at_program(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words in front of OpenCLIP's program and those behind it, from the command with its
+    flags. Without a program, all words of a command are behind it."""
+    commands: list[list[str]] = [[]]
+    for word in words:
+        if is_operator(word):
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    with_program = []
+    without_program = []
+    for command in commands:
+        for number, word in enumerate(command):
+            is_module = number > 0 and command[number - 1] in ("-m", "--module")
+            if PROGRAM.fullmatch(word) or (is_module and MODULE.fullmatch(word)):
+                with_program.append((command[:number], command[number + 1 :]))
+                break
+        else:
+            without_program.append(([], command))
+    candidates = with_program or without_program
+    for launcher_words, flag_words in candidates:
+        if any(word.startswith("--") for word in flag_words):
+            return launcher_words, flag_words
+    return candidates[0]  # for the message
+
+
+def is_operator(word: str) -> bool:
+    """Whether a shell ends a command here: at ; | && > and the like, or where a comment begins."""
+    return word.startswith("#") or (word != "" and not word.strip(";<>|&"))
+
+
+def count_ranks(words: list[str], batch_options: list[str]) -> int | None:
+    """The number of ranks by the options of torchrun, srun or mpirun; None if they do not show it,
+    as with a variable of a script.
+
+    words: those in front of the program. batch_options: of `#SBATCH` lines; srun's come first.
+    """
+    own = batch_options
+    for number, word in enumerate(words):
+        if LAUNCHERS.fullmatch(word):
+            own = words[number + 1 :] + batch_options
+            break
+    by_torchrun = option(words, "--nproc-per-node")
+    nodes = option(words, "--nnodes", "--nnode")
+    if nodes is None:
+        nodes = option(own, "--nodes", "-N")
+    total = option(own, "--ntasks", "-np", "-n")
+    if by_torchrun is not None:
+        factors = [by_torchrun, "1" if nodes is None else nodes]
+    elif total is not None:
+        factors = [total]
+    else:
+        factors = [option(own, "--ntasks-per-node") or "", nodes or ""]
+    if not all(factor.isdecimal() for factor in factors):
+        return None
+    return math.prod(map(int, factors))
+
+
+def option(words: list[str], *names: str) -> str | None:
+    """The value of the first option with one of these names, as in `--name 8`, `--name=8` or
+    `-n8`."""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            if equals:
+                return value
+            return words[number + 1] if number + 1 < len(words) else ""
+        short = re.fullmatch(r"(-\w)(\d+)", word)
+        if short is not None and short[1] in names:
+            return short[2]
+    return None
 
 
 def _flags(words: list[str]) -> dict[str, Any]:
@@ -108,6 +192,8 @@ def _flags(words: list[str]) -> dict[str, Any]:
     try:
         found, unknown = parser.parse_known_args(hyphens)
     except argparse.ArgumentError as e:
+        if str(e.argument_name).removeprefix("--") in SWITCHES:
+            raise UserError(f"{e.argument_name} takes no value; write it alone") from None
         raise UserError(f"{e.argument_name} has no value; is the command truncated?") from None
     mistakes = []
     for flag in [word for word in unknown if word.startswith("--")]:
@@ -126,6 +212,9 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 def translate(flags: Flags, world_size: int) -> tuple[Keys, Notes]:
     """The recipe's keys, and a note on each flag that has another meaning or none."""
+    flags = {
+        flag: value for flag, value in flags.items() if value != "" or flag not in UNSET_IF_EMPTY
+    }
     _refuse_other_inputs(flags)
     notes: Notes = [
         (f"--{flag}", f"{CHECK}{name} is a variable of a script: replace it by its value")
@@ -342,7 +431,11 @@ def rates_of_blocks(decay: float, layers: int, blocks: str) -> dict[str, float]:
 
 
 def _precision(keys: Keys, notes: Notes, precision: str, given: bool) -> None:
-    ours = PRECISIONS.get(precision, "bf16")
+    if precision not in PRECISIONS:
+        raise UserError(
+            f"--precision ({precision}) is not a value of OpenCLIP; give one of {', '.join(PRECISIONS)}"
+        )
+    ours = PRECISIONS[precision]
     keys["engine.precision"] = ours
     if precision in LOW_WEIGHTS:
         text = (
@@ -439,86 +532,36 @@ def _widths(keys: Keys, notes: Notes, flags: Flags) -> None:
         notes.append((f"--{flag}", text))
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """The model of a command."""
+
+    name: str  # OpenCLIP's
+    config_file: str | None  # the user's JSON, which OpenCLIP reads with add_model_config
+    has_hub_text_tower: bool  # OpenCLIP starts its text tower from Hugging Face's hub
+
+
 def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
-    """The model to train, and its initial weights."""
-    name = str(flags["model"])
-    quick = "force-quick-gelu" in flags
-    config_file = f"{name.removesuffix('.json')}.json"  # registered in OpenCLIP by add_model_config
-    own = name == config_file or Path(config_file).is_file()
-    description = read_description(config_file)
-    if own:
-        known = Path(config_file).stem
-        from_hub = "hf_model_name" in str(description.get("text_cfg"))
-        keys["model.name"] = f"open_clip:{config_file}" if from_hub else config_file
-    else:
-        keys["model.name"] = model_name(f"{name}-quickgelu" if quick else name)
-        known = keys["model.name"].removeprefix("open_clip:")
-        from_hub = HF_TOWER.fullmatch(known) is not None
-    if "vit" not in name.lower():  # OpenCLIP's defaults depend on the name
+    """The model to train, its initial weights, and its teacher."""
+    model = _name(keys, notes, flags)
+    if "vit" not in str(flags["model"]).lower():  # OpenCLIP's defaults depend on the name
         keys.setdefault("optim.beta2", 0.999)
         keys.setdefault("optim.eps", 1e-8)
-    has_weights = bool(flags.get("pretrained"))
-    start = f"{known}-start.pt"
-    registered = f"open_clip.add_model_config('{config_file}'); " if own else ""
-    pretrained_image = "pretrained-image" in flags and not has_weights
-    if has_weights:
-        keys["model.init_from"] = weights_of(name, str(flags["pretrained"]))
-    elif from_hub:
-        keys["model.init_from"] = start
-    elif pretrained_image:
-        keys["model.init_image_from"] = start
-    towers = []
-    if from_hub:
-        towers.append("text")
-    if pretrained_image:
-        towers.append("image")
-    argument = ", pretrained_image=True" if pretrained_image else ""
-    unknown = unknown_tag(keys.get("model.init_from"))
-    locked = from_hub and keys.pop("model.lock_text", False)
-    if locked:
+    if flags.get("pretrained"):
+        _given_weights(keys, notes, flags)
+    else:
+        _pretrained_towers(keys, notes, flags, model)
+    if model.has_hub_text_tower and "model.lock_text" in keys:
+        del keys["model.lock_text"]
         keys.pop("model.lock_text_unlocked_layers", None)
-    remarks = [
-        (
-            quick and keys["model.name"].startswith(PREFIX) and not own,
-            "--force-quick-gelu",
-            f'{CHECK}if OpenCLIP has no model {known}, give its JSON with "quick_gelu": true',
-        ),
-        (
-            own and quick and not description.get("quick_gelu"),
-            "--force-quick-gelu",
-            f'{CHECK}put "quick_gelu": true into {config_file}, or the model trains with GELU',
-        ),
-        (unknown is not None, "--pretrained", f"{CHECK}{unknown}"),
-        (
-            has_weights and "train-data" not in flags,
-            "--pretrained",
-            "without --train-data, OpenCLIP only evaluates these weights. The same here: "
-            f"clip-train evaluate THIS.yaml --weights {keys.get('model.init_from')}",
-        ),
-        (
-            bool(towers) and not has_weights,
-            "--model" if from_hub else "--pretrained-image",
-            f"{CHECK}OpenCLIP starts the {' and the '.join(towers)} tower of {known} from "
-            f"pretrained weights. Make the file that model.init_{'' if from_hub else 'image_'}from "
-            "names, once, with the options of your command: "
-            f'python -c "import open_clip, torch; '
-            f"{registered}torch.save(open_clip.create_model('{known}'{argument}).state_dict(), "
-            f"'{start}')\"",
-        ),
-        (
-            has_weights and "pretrained-image" in flags,
-            "--pretrained-image",
-            "does nothing there beside --pretrained, which has the image tower too",
-        ),
-        (
-            locked,
-            "--lock-text",
-            f"{CHECK}OpenCLIP 3.3.0 leaves the projection of {known} trainable, 4.x locks it too; "
-            "both leave its LayerNorms trainable unless --lock-text-freeze-layer-norm is given. "
-            "Name what is frozen in model.freeze, such as text.transformer.*",
-        ),
-    ]
-    notes += [(flag, text) for holds, flag, text in remarks if holds]
+        notes.append(
+            (
+                "--lock-text",
+                f"{CHECK}OpenCLIP 3.3.0 leaves the projection of {model.name} trainable, 4.x locks it "
+                "too; both leave its LayerNorms trainable unless --lock-text-freeze-layer-norm is "
+                "given. Name what is frozen in model.freeze, such as text.transformer.*",
+            )
+        )
     if "distill-model" in flags and "distill-pretrained" in flags:
         teacher = str(flags["distill-model"])
         keys["model.teacher_name"] = model_name(teacher, flag="distill-")
@@ -526,6 +569,86 @@ def _model(keys: Keys, notes: Notes, flags: Flags) -> None:
         unknown = unknown_tag(keys["model.teacher"])
         if unknown is not None:
             notes.append(("--distill-pretrained", f"{CHECK}{unknown}"))
+
+
+def _name(keys: Keys, notes: Notes, flags: Flags) -> NamedModel:
+    """Sets model.name: a file of the user's own, or a preset."""
+    name = str(flags["model"])
+    quick = "force-quick-gelu" in flags
+    config_file = f"{name.removesuffix('.json')}.json"
+    if name == config_file or Path(config_file).is_file():
+        description = read_description(config_file)
+        has_hub_text_tower = "hf_model_name" in str(description.get("text_cfg"))
+        keys["model.name"] = f"{PREFIX}{config_file}" if has_hub_text_tower else config_file
+        if quick and not description.get("quick_gelu"):
+            text = (
+                f'{CHECK}put "quick_gelu": true into {config_file}, or the model trains with GELU'
+            )
+            notes.append(("--force-quick-gelu", text))
+        return NamedModel(Path(config_file).stem, config_file, has_hub_text_tower)
+    keys["model.name"] = model_name(f"{name}-quickgelu" if quick else name)
+    known = keys["model.name"].removeprefix(PREFIX)
+    if quick and keys["model.name"].startswith(PREFIX):
+        text = f'{CHECK}if OpenCLIP has no model {known}, give its JSON with "quick_gelu": true'
+        notes.append(("--force-quick-gelu", text))
+    return NamedModel(known, None, HF_TOWER.fullmatch(known) is not None)
+
+
+def _given_weights(keys: Keys, notes: Notes, flags: Flags) -> None:
+    """The initial weights that --pretrained names."""
+    weights = weights_of(str(flags["model"]), str(flags["pretrained"]))
+    keys["model.init_from"] = weights
+    unknown = unknown_tag(weights)
+    if unknown is not None:
+        notes.append(("--pretrained", f"{CHECK}{unknown}"))
+    if "train-data" not in flags:
+        notes.append(
+            (
+                "--pretrained",
+                "without --train-data, OpenCLIP only evaluates these weights. The same here: "
+                f"clip-train evaluate THIS.yaml --weights {weights}",
+            )
+        )
+    if "pretrained-image" in flags:
+        notes.append(
+            (
+                "--pretrained-image",
+                "does nothing there beside --pretrained, which has the image tower too",
+            )
+        )
+
+
+def _pretrained_towers(keys: Keys, notes: Notes, flags: Flags, model: NamedModel) -> None:
+    """The towers that OpenCLIP starts from pretrained weights of other libraries: a file with these
+    weights must be made first."""
+    file = f"{model.name}-start.pt"
+    towers = []
+    if model.has_hub_text_tower:
+        towers.append("text")
+    if "pretrained-image" in flags:
+        towers.append("image")
+    if not towers:
+        return
+    if model.has_hub_text_tower:
+        flag, key = "--model", "model.init_from"
+    else:
+        flag, key = "--pretrained-image", "model.init_image_from"
+    keys[key] = file
+    arguments = f"'{model.name}'"
+    if "pretrained-image" in flags:
+        arguments += ", pretrained_image=True"
+    code = "import open_clip, torch; "
+    if model.config_file is not None:
+        code += f"open_clip.add_model_config('{model.config_file}'); "
+    code += f"torch.save(open_clip.create_model({arguments}).state_dict(), '{file}')"
+    notes.append(
+        (
+            flag,
+            f"{CHECK}OpenCLIP starts the {' and the '.join(towers)} tower of {model.name} from "
+            f"pretrained weights. Make the file that {key} names, once, with the options of your "
+            f'command: python -c "{code}"',
+        )
+    )
 
 
 def _overrides(keys: Keys, notes: Notes, flags: Flags) -> None:
@@ -690,7 +813,10 @@ def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
     """The shards: the files that a `pipe:` reads, or those that `clip-train shards` makes from a
     table."""
     if source.startswith("pipe:"):
-        urls = re.findall(r"\S*\.tar\S*", source[5:]) or re.findall(r"\S+://\S+", source[5:])
+        words = re.findall(r"[^\s'\"]+", source[5:])  # URLs are usually in quotes there
+        urls = [word for word in words if ".tar" in word] or [
+            word for word in words if "://" in word
+        ]
         if not urls:
             raise UserError(
                 f"{flag} ({source}): no path or URL of shards in this command; give it as it is"
@@ -709,10 +835,12 @@ def _source(flag: str, source: str, notes: Notes, flags: Flags) -> str:
 
 
 def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
-    """The number of epochs, and OpenCLIP's other epoch counts, as steps."""
+    """The schedule, and how often checkpoints are saved and the model is evaluated."""
     name = str(flags["lr-scheduler"])
     if "skip-scheduler" not in flags:
         keys["schedule.name"] = SCHEDULES.get(name, name)
+        if name == "const-cooldown" and "epochs-cooldown" not in flags:
+            raise UserError("--lr-scheduler const-cooldown needs --epochs-cooldown; add it")
     if name != "const-cooldown":
         for flag in ("epochs-cooldown", "lr-cooldown-end", "lr-cooldown-power"):
             if flag in flags:
@@ -720,36 +848,62 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
                 notes.append(
                     (f"--{flag}", f"does nothing there with --lr-scheduler {name}; left out")
                 )
-    if (
-        name == "const-cooldown"
-        and "epochs-cooldown" not in flags
-        and "skip-scheduler" not in flags
-    ):
-        raise UserError("--lr-scheduler const-cooldown needs --epochs-cooldown; add it")
-    whole("run.epochs", keys["run.epochs"])
-    warmup = whole("schedule.warmup_steps", keys["schedule.warmup_steps"])
+    whole("--warmup", keys["schedule.warmup_steps"])
     keys["checkpoint.every_minutes"] = 60
-    save = whole("--save-frequency", flags["save-frequency"])
-    if save == 0:
-        keys["checkpoint.every_steps"] = None  # the only save is at the end
-    frequencies = [
-        whole(f"--{flag}", flags[flag])
-        for key, flag in (
-            ("data.val", "val-frequency"),
-            ("evaluate.zero_shot_data", "zeroshot-frequency"),
-        )
-        if key in keys
-    ]
-    cooldown = None
-    if "epochs-cooldown" in flags and name == "const-cooldown":
-        cooldown = whole("--epochs-cooldown", flags["epochs-cooldown"])
+    epochs = _epoch_counts(keys, flags)
+    if epochs.save is None:
+        keys["checkpoint.every_steps"] = None
     if "data.num_samples" not in keys:
         return
-    samples = whole("data.num_samples", keys["data.num_samples"])
+    _steps(keys, notes, epochs)
+    if epochs.save is not None and "delete-previous-checkpoint" not in flags:
+        keys["checkpoint.keep_every"] = keys["checkpoint.every_steps"]
+
+
+@dataclass(frozen=True)
+class EpochCounts:
+    """What OpenCLIP counts in epochs."""
+
+    run: int  # the epochs of the run
+    save: int | None  # None: the only save is at the end
+    evaluate: int | None  # None: never, or nothing to evaluate on
+    cooldown: int | None  # None: the schedule has none
+
+
+def _epoch_counts(keys: Keys, flags: Flags) -> EpochCounts:
+    """UserError for a flag that is not an integer."""
+    save = whole("--save-frequency", flags["save-frequency"])
+    frequencies = []
+    for key, flag in (
+        ("data.val", "val-frequency"),
+        ("evaluate.zero_shot_data", "zeroshot-frequency"),
+    ):
+        if key in keys:
+            frequencies.append(abs(whole(f"--{flag}", flags[flag])))
+    cooldown = None
+    if "epochs-cooldown" in flags and flags["lr-scheduler"] == "const-cooldown":
+        cooldown = whole("--epochs-cooldown", flags["epochs-cooldown"])
+    return EpochCounts(
+        run=whole("--epochs", flags["epochs"]),
+        save=save if save > 0 else None,
+        evaluate=min((each for each in frequencies if each), default=None),
+        cooldown=cooldown,
+    )
+
+
+def _steps(keys: Keys, notes: Notes, epochs: EpochCounts) -> None:
+    """The keys that count steps, from epochs of `data.num_samples`."""
+    samples = whole("--train-num-samples", keys["data.num_samples"])
     size = keys["batch.global_size"]
-    epoch, steps = math.ceil(samples / size), max(1, keys["run.epochs"] * samples // size)
-    if cooldown is not None:
-        keys["schedule.cooldown_steps"] = epoch * cooldown
+    epoch = math.ceil(samples / size)
+    if epochs.cooldown is not None:
+        keys["schedule.cooldown_steps"] = epochs.cooldown * epoch
+    if epochs.save is not None:
+        keys["checkpoint.every_steps"] = epochs.save * epoch
+    if epochs.evaluate is not None:
+        keys["evaluate.every_steps"] = epochs.evaluate * epoch
+    steps = max(1, epochs.run * samples // size)
+    warmup = keys["schedule.warmup_steps"]
     if warmup >= steps:
         keys["schedule.warmup_steps"] = steps // 10
         notes.append(
@@ -759,12 +913,6 @@ def _schedule(keys: Keys, notes: Notes, flags: Flags) -> None:
                 "instead; OpenCLIP's rate would not reach --lr",
             )
         )
-    if save:
-        keys["checkpoint.every_steps"] = save * epoch
-        if "delete-previous-checkpoint" not in flags:
-            keys["checkpoint.keep_every"] = save * epoch
-    if any(frequencies):
-        keys["evaluate.every_steps"] = min(filter(None, frequencies)) * epoch
 
 
 def _places(keys: Keys, notes: Notes, flags: Flags) -> None:
@@ -798,31 +946,44 @@ def _places(keys: Keys, notes: Notes, flags: Flags) -> None:
 
 def _augmentation(keys: Keys, notes: Notes, settings: list[str]) -> None:
     """`--aug-cfg` as OpenCLIP applies it, without keys that have no effect there."""
-    options = {
-        name: as_value(value) for name, _, value in (each.partition("=") for each in settings)
-    }
+    options = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        options[name] = as_value(text)
     timm = options.pop("use_timm", False)
-    idle = {"color_jitter_prob", "gray_scale_prob"} if timm else {"ratio"}
-    if not timm and not options.get("color_jitter_prob"):
-        idle.add("color_jitter")
+    idle = {}  # option -> where OpenCLIP ignores it
+    if timm:
+        idle["color_jitter_prob"] = idle["gray_scale_prob"] = "with use_timm"
+    else:
+        idle["ratio"] = "without use_timm"
+        if not options.get("color_jitter_prob"):
+            idle["color_jitter"] = "without color_jitter_prob"
     for name, value in options.items():
         key = f"data.aug_{name}"
-        if name not in AUGMENTATIONS:
-            if timm:
-                text = f"{CHECK}has no counterpart: the images are not augmented by it"
-            else:
-                text = "does nothing there without use_timm; left out"
-            notes.append((f"--aug-cfg {name}", text))
-        elif name in idle:
+        if value is None:  # so OpenCLIP and timm switch an option off
+            continue
+        if name in idle:
             notes.append(
-                (
-                    f"--aug-cfg {name}",
-                    f"does nothing there {'with' if timm else 'without'} use_timm; {key} would "
-                    "here",
-                )
+                (f"--aug-cfg {name}", f"does nothing there {idle[name]}; {key} would here")
             )
-        elif name == "color_jitter":  # timm's: one number for three, or three without hue
-            values = [value] * 3 if isinstance(value, int | float) else list(value)
-            keys[key] = [*values, 0.0][:4]
-        else:
+        elif name == "color_jitter":
+            keys[key] = color_jitter(value)
+        elif name in AUGMENTATIONS:
             keys[key] = list(value) if isinstance(value, tuple) else value
+        elif timm:
+            text = f"{CHECK}has no counterpart: the images are not augmented by it"
+            notes.append((f"--aug-cfg {name}", text))
+        else:
+            text = "does nothing there without use_timm; left out"
+            notes.append((f"--aug-cfg {name}", text))
+
+
+def color_jitter(value: Any) -> list[float]:
+    """Brightness, contrast, saturation and hue: from one number for the first three, from three
+    numbers, or from all four. UserError."""
+    values = [value] * 3 if isinstance(value, int | float) else value
+    if not isinstance(values, tuple | list) or len(values) not in (3, 4):
+        raise UserError(
+            f"--aug-cfg color_jitter={value} must be a number, or 3 or 4 of them; put the numbers in"
+        )
+    return [*values, 0.0][:4]

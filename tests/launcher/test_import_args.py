@@ -351,6 +351,64 @@ def test_a_batch_is_that_of_all_gpus_and_micro_batches(capsys):
         )
 
 
+RANKS_OF = {
+    "srun --ntasks=32 --ntasks-per-node=8 python": 32,
+    "srun -n 32 --ntasks-per-node=8 python": 32,
+    "srun -n32 nice -n 10 python": 32,
+    "srun -N 4 --ntasks-per-node=8 python": 32,
+    "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n# main\nsrun -u python": 32,
+    "torchrun --nnodes=4 --nproc_per_node=8": 32,
+    "srun -N 4 torchrun --nproc_per_node 8": 32,
+    "srun -p main -N 1 torchrun --nproc_per_node 8": 8,
+    "srun --ntasks-per-node=8 python": None,
+    "srun --ntasks=$N python": None,
+    "torchrun --nnodes $NN --nproc_per_node 8": None,
+    "torchrun --nnodes=1:4 --nproc-per-node=8": None,
+    "torchrun --nproc_per_node=gpu": None,
+    "nice -n 15 python": None,
+}
+
+
+@pytest.mark.parametrize(("start", "ranks"), RANKS_OF.items())
+def test_the_number_of_ranks_is_the_launchers_or_unknown(start, ranks, capsys):
+    recipe, text = imported(capsys, f"{start} -m open_clip_train.main {VIT}")
+    assert recipe["batch"]["global_size"] == 64 * (ranks or 1)
+    assert ("# --world-size: CHECK: this command does not give" in text) == (ranks is None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cd /home/me/main && torchrun --nproc_per_node 8 -m open_clip_train.main",
+        "cd /home/me/main\ntorchrun --nproc_per_node 8 -m open_clip_train.main",
+        "git checkout main; torchrun --nproc_per_node 8 -m training.main",
+        "git commit -m main; torchrun --nproc_per_node 8 -m main",
+        "srun -p main torchrun --nproc_per_node 8 src/open_clip_train/main.py",
+    ],
+)
+def test_only_openclips_program_begins_the_flags(line, capsys):
+    recipe, _ = imported(capsys, f"{line} {VIT} --name main --epochs 3; python main.py --epochs 4")
+    assert recipe["batch"]["global_size"] == 8 * 64
+    assert recipe["model"]["name"] == "ViT-B-32"
+    assert recipe["run"] == {"name": "main", "epochs": 3, "seed": 0}
+    recipe, _ = imported(capsys, f"cd /home/me/main && {VIT} --name main --epochs 3 | tee log")
+    assert (recipe["run"]["name"], recipe["run"]["epochs"]) == ("main", 3)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--pretrained ''", '--name ""', "--val-data ''", "--imagenet-val ''"]
+)
+def test_an_empty_value_is_as_no_flag(flag, capsys):
+    without, _ = imported(capsys, f"main.py {VIT} --epochs 3")
+    assert imported(capsys, f"main.py {VIT} {flag} --epochs 3")[0] == without
+
+
+def test_empty_logs_are_the_current_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, _ = imported(capsys, f"main.py {VIT} --logs '' --epochs 3")
+    assert recipe["run"] == {"epochs": 3, "seed": 0, "dir": f"{tmp_path}-clip-train/clip"}
+
+
 def test_what_differs_is_said(capsys):
     recipe, text = imported(capsys, STABILITY, "--world-size", "240")
     assert recipe["data"]["train"].startswith(
@@ -395,6 +453,8 @@ def test_what_differs_is_said(capsys):
         and recipe["data"]["num_samples"] == 9_000_000_000
     )
     assert recipe["data"]["train"] == "a/{0..9}.tar::s3://b/{0..9}.tar"
+    quoted = """--train-data 'pipe:curl -s "https://x/{0..9}.tar"'"""
+    assert imported(capsys, f"main.py {quoted}")[0]["data"]["train"] == "https://x/{0..9}.tar"
 
 
 @pytest.mark.parametrize(
@@ -434,6 +494,8 @@ def test_evaluation_is_as_often(capsys):
     )
     recipe, _ = imported(capsys, f"{ONE_NODE.rstrip()} --zeroshot-frequency 0 --save-frequency 0")
     assert "every_steps" not in recipe["evaluate"] and recipe["checkpoint"]["every_steps"] is None
+    recipe, _ = imported(capsys, f"{ONE_NODE.rstrip()} --save-frequency -1")
+    assert recipe["checkpoint"] == {"every_minutes": 60, "every_steps": None}
 
 
 def test_a_table_becomes_shards_first(capsys):
@@ -720,7 +782,13 @@ def test_augmentation_is_what_openclip_does(capsys):
     assert (
         "# --aug-cfg ratio: does nothing there without use_timm; data.aug_ratio would here" in text
     )
-    assert augmentation(capsys, "color_jitter=0.4")[0] == {}
+    keys, text = augmentation(capsys, "color_jitter=0.4")
+    assert keys == {}
+    assert (
+        "# --aug-cfg color_jitter: does nothing there without color_jitter_prob; data.aug" in text
+    )
+    # timm's way to switch it off
+    assert augmentation(capsys, "use_timm=True", "color_jitter=None", "re_prob=None")[0] == {}
     keys, text = augmentation(
         capsys,
         "use_timm=True",
@@ -840,7 +908,18 @@ def test_an_optimizer_by_timms_name(capsys, tmp_path):
         ("main.py a.tar", "'a.tar' is not a flag of OpenCLIP"),
         ("none.sh", "give the command itself, not a file"),
         ("main.py --batch-size $BS", "--batch-size ($BS) must be an integer; put the number in"),
-        ("main.py --warmup ten", "schedule.warmup_steps (ten) must be an integer"),
+        ("main.py --epochs ten", "--epochs (ten) must be an integer"),
+        ("main.py", "no flag of OpenCLIP behind main.py"),
+        ("main.py --siglip=1", "--siglip takes no value"),
+        (
+            "main.py --precision fp8",
+            "--precision (fp8) is not a value of OpenCLIP; give one of amp,",
+        ),
+        (
+            "main.py --aug-cfg use_timm=True color_jitter=abc",
+            "--aug-cfg color_jitter=abc must be a number, or 3 or 4 of them",
+        ),
+        ("main.py --warmup ten", "--warmup (ten) must be an integer"),
         (
             "main.py --lr-scheduler linear",
             "schedule.name ('linear') must be cosine, constant, constant-with-cooldown",
