@@ -115,8 +115,8 @@ def split_at_program(words: list[str]) -> tuple[list[str], list[str]]:
             commands.append([])
         else:
             commands[-1].append(word)
-    with_program = []
-    without_program = []
+    with_program: list[tuple[list[str], list[str]]] = []
+    without_program: list[tuple[list[str], list[str]]] = []
     for command in commands:
         for number, word in enumerate(command):
             is_module = number > 0 and command[number - 1] in ("-m", "--module")

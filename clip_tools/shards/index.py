@@ -79,6 +79,8 @@ def run_index(
         shards, caption_key=caption_key, workers=workers, quiet=quiet, columns=columns
     )
     entries = {url: result.entry for url, result in indexed.items()}
+    damage = {url: entry.damage for url, entry in entries.items()}
+    damaged = "are damaged; only the samples before the damage were counted"
     samples = sum(entry.samples for entry in entries.values())
     size = sum(entry.checksums.size for entry in entries.values())
     summary = f"{len(indexed)} shards, {samples:,} samples, {size / 2**30:.2f} GiB"
@@ -88,6 +90,7 @@ def run_index(
             {url: differences(known[url], entry) for url, entry in entries.items()},
             "differ from their index",
         )
+        refuse(damage, damaged)
         print(f"{summary}: all match the index")
         return
     written = write_indexes(indexed)
@@ -106,10 +109,7 @@ def run_index(
     if invalid:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in invalid.most_common())
         print(f"{invalid.total():,} of {samples:,} samples cannot be used as they are: {reasons}")
-    refuse(
-        {url: entry.damage for url, entry in entries.items()},
-        "are damaged; only the samples before the damage were counted",
-    )
+    refuse(damage, damaged)
     without_image = sum(count for why, count in invalid.items() if why.startswith("no image"))
     is_without_images = samples > 0 and without_image == samples  # as `data.inputs` may want it
     if used == 0 and not is_without_images:
@@ -151,14 +151,20 @@ def check_columns(shards: Sequence[str]) -> None:
 
 
 def check_keys(shard: str, columns: Sequence[str]) -> None:
-    """UserError for the first of these keys that is in no .json of the first samples. Called before
-    hours of reading."""
+    """UserError for the first of these keys that is in no .json of the first samples. DataError if
+    the shard cannot be read. Called before hours of reading."""
     if not columns:
         return
     keys: set[str] = set()
-    with contextlib.suppress(TarError, OSError), open_shard(shard) as file:
-        for sample in itertools.islice(iter_samples(file), LOOKED_AT):
-            keys |= metadata(sample.members).keys()
+    try:
+        with open_shard(shard) as file:
+            for sample in itertools.islice(iter_samples(file), LOOKED_AT):
+                keys |= metadata(sample.members).keys()
+    except OSError as e:
+        raise cannot_index(shard, e) from e
+    except TarError:
+        if not keys:
+            return  # `index_shard` names the damage
     for name in columns:
         if name in keys:
             continue
@@ -238,6 +244,10 @@ class HashedFile(BlockFile):
         return data
 
 
+def cannot_index(url: str, error: OSError) -> DataError:
+    return DataError(f"cannot index {url}: {type(error).__name__}: {error}")
+
+
 def index_shard(
     url: str,
     caption_key: decode.CaptionKey = None,
@@ -284,7 +294,7 @@ def index_shard(
                 damage = str(e)
             checksums, sha256 = hashed.finish()
     except OSError as e:
-        raise DataError(f"cannot index {url}: {type(e).__name__}: {e}") from e
+        raise cannot_index(url, e) from e
     entry = ShardEntry(samples, sha256, checksums, damage=damage, offsets=offsets)
     arrays = {name: column_of(name, each) for name, each in values.items()}
     return Indexed(
@@ -335,51 +345,54 @@ def index_shards(
 
 
 def check_writable(shards: Sequence[str]) -> None:
-    """UserError if the indexes of these shards cannot be written: they are written unchanged."""
-    write_indexes({}, shards)
+    """Write the indexes of these shards' folders without a change, and an empty one where there is
+    none. UserError if one cannot be written."""
+    for folder in dict.fromkeys(split_name(shard)[0] for shard in shards):
+        write_index(folder, {})
 
 
-def write_indexes(indexed: Mapping[str, Indexed], shards: Sequence[str] = ()) -> list[str]:
-    """Adds to the index of every folder that holds one of these shards. Returns the indexes' paths.
+def write_indexes(indexed: Mapping[str, Indexed]) -> list[str]:
+    """Add to the index of every folder that holds one of these shards. Returns the indexes' paths.
+    UserError as `write_index`."""
+    folders: dict[str, dict[str, Indexed]] = {}
+    for url, result in indexed.items():
+        folder, name = split_name(url)
+        folders.setdefault(folder, {})[name] = result
+    for folder, results in folders.items():
+        write_index(folder, results)
+    return [folder + index.INDEX_NAME for folder in folders]
 
-    shards: also write the indexes of these shards' folders, unchanged; an empty one if there is
-    none.
+
+def write_index(folder: str, results: Mapping[str, Indexed]) -> None:
+    """Add these shards, by their names in the folder, to its index.
 
     Raises:
-        UserError: an existing index is damaged, or the index cannot be written.
+        UserError: the existing index is damaged, or the index cannot be written.
     """
-    folders: dict[str, dict[str, Indexed]] = {}
-    for url in [*shards, *indexed]:
-        folder, name = split_name(url)
-        results = folders.setdefault(folder, {})
-        if url in indexed:
-            results[name] = indexed[url]
-    for folder, results in folders.items():
-        known = index.load(folder, StorageConfig())
-        entries = {name: index.entry_of(line.line) for name, line in known.lines.items()}
-        new = {name: result.entry for name, result in results.items()}
-        columns = merged_columns(folder, known, results)
+    known = index.load(folder, StorageConfig())
+    entries = {name: index.entry_of(line.line) for name, line in known.lines.items()}
+    new = {name: result.entry for name, result in results.items()}
+    columns = merged_columns(folder, known, results)
+    try:
+        files = write_columns(folder, columns)
+        content = index.to_bytes(entries | new, files)
+        # a storage of this one file has it under the name ""
+        open_storage(folder + index.INDEX_NAME).put_bytes("", content)
+    except OSError as e:
+        raise UserError(
+            f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
+        ) from e
+    replaced = {column.file for column in known.columns.values()}
+    for name in sorted(replaced - {column.file for column in files.values()}):
         try:
-            files = write_columns(folder, columns)
-            content = index.to_bytes(entries | new, files)
-            # a storage of this one file has it under the name ""
-            open_storage(folder + index.INDEX_NAME).put_bytes("", content)
-        except OSError as e:
-            raise UserError(
-                f"the index cannot be written beside the shards ({type(e).__name__}: {e})"
-            ) from e
-        replaced = {column.file for column in known.columns.values()}
-        for name in sorted(replaced - {column.file for column in files.values()}):
-            try:
-                open_storage(folder + name).delete("")
-            except OSError as e:  # the new index does not name it
-                _log.warning(
-                    "%s is not used any more, and cannot be removed (%s: %s)",
-                    folder + name,
-                    type(e).__name__,
-                    e,
-                )
-    return [folder + index.INDEX_NAME for folder in folders]
+            open_storage(folder + name).delete("")
+        except OSError as e:  # the new index does not name it
+            _log.warning(
+                "%s is not used any more, and cannot be removed (%s: %s)",
+                folder + name,
+                type(e).__name__,
+                e,
+            )
 
 
 class MergedColumn(NamedTuple):

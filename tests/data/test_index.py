@@ -18,6 +18,7 @@ import yaml
 
 from clip_tools.shards.index import (
     BLOCK_BYTES,
+    check_keys,
     differences,
     index_shard,
     index_shards,
@@ -293,6 +294,22 @@ def test_a_damaged_shard_is_named_and_its_index_says_so(folder: Path, capsys) ->
     entry = entries_of((folder / INDEX_NAME).read_bytes())["cut.tar"]
     assert entry.samples < 6 and "truncated" in (entry.damage or "")
     assert differences(entry, index_shard(str(folder / "cut.tar")).entry) is None
+    assert main(["index", str(folder / "*.tar"), "--workers", "1", "--check"]) == 1
+    out, err = capsys.readouterr()
+    assert "cut.tar: truncated shard" in err and "all match" not in out
+
+
+def test_a_first_shard_without_columns_says_why(tmp_path: Path, capsys) -> None:
+    """Not that the samples lack the key, if the shard cannot be opened or is damaged."""
+    shard = tmp_path / "0.tar"
+    line = ["index", str(shard), "--workers", "1", "--columns", "json.width"]
+    shard.write_bytes(b"not a tar at all" * 100)
+    assert main(line) == 1
+    err = capsys.readouterr().err
+    assert "0.tar: " in err and "are damaged" in err and "take it out" not in err
+    shard.unlink()
+    with pytest.raises(DataError, match="cannot index .*0.tar: FileNotFoundError"):
+        check_keys(str(shard), ["width"])
 
 
 def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys) -> None:
