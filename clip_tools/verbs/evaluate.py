@@ -75,7 +75,8 @@ def run(
     with process.as_rank() as device:
         found = weights_at(place, overrides, weights, step, ema)
         config = found.config
-        sets = with_probes(dist.on_main(evaluation_sets, config), linear_probe)
+        sets = dist.on_main(evaluation_sets, config)
+        sets = dist.on_main(with_probes, sets, linear_probe)
         for data_set in sets:
             dist.on_main(check_set, data_set)
         model = build_model(found.architecture)

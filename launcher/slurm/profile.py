@@ -7,7 +7,7 @@
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,11 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
 
     named = path or os.environ.get(ENV)
     file = Path(expanded(named or HOME))
-    raw = read_recipe(str(file), what="site file") if named is not None or file.exists() else {}
+    raw = {}
+    where = "submit's options"
+    if named or file.exists():
+        raw = read_recipe(str(file), what="site file")
+        where += f", or the site file {file}"
     flags = {
         name: value
         for name, value in (options or {}).items()
@@ -171,5 +175,17 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     explained = partial(explain, unknown=lambda path: known, within="site file")
     site, mistakes = validated(Site, raw | flags, explained)
     if site is None:
-        raise UserError(f"submit's options, or the site file {file}: {'; '.join(mistakes)}")
+        raise UserError(f"{where}: {'; '.join(as_options(mistakes, flags))}")
     return site
+
+
+def as_options(mistakes: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The messages, with `--nodes` for the key `nodes` where it was given as an option."""
+    messages = list(mistakes)
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        for number, message in enumerate(messages):
+            if message.startswith(f"{name} ("):
+                message = message.replace(f"{name} (", f"{option} (", 1)  # noqa: PLW2901
+                messages[number] = message.replace(f"set {name}=", f"give {option} ", 1)
+    return messages

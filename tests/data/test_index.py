@@ -308,7 +308,7 @@ def test_a_first_shard_without_columns_says_why(tmp_path: Path, capsys) -> None:
     err = capsys.readouterr().err
     assert "0.tar: " in err and "are damaged" in err and "take it out" not in err
     shard.unlink()
-    with pytest.raises(DataError, match="cannot index .*0.tar: FileNotFoundError"):
+    with pytest.raises(DataError, match=r"cannot index .*0\.tar: FileNotFoundError"):
         check_keys(str(shard), ["width"])
 
 

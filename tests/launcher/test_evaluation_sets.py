@@ -11,6 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from clip_tools.probes import with_probes
+from clip_train.errors import RankError, UserError
+from clip_train.evaluate.data_sets import EvaluationSet
 from clip_train.evaluate.features import Encoded
 from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
@@ -193,7 +196,9 @@ def test_a_linear_probe_of_each_set(places, weights, capsys, tmp_path):
         ),
         ("cars={cars}", "{cars} has no training images (train/nshards.txt)"),
         ("cars=nowhere.tar", "--linear-probe (nowhere.tar): 1 of 1 shards do not exist"),
-        ("flickr={cars}", "there are several sets with classes (cars, colors)"),
+        ("flickr={cars}", "flickr is not a set with classes (cars, colors); correct the name."),
+        ("crs={cars}", "crs is not a set with classes (cars, colors); did you mean cars?"),
+        ("cars=", "--linear-probe (cars=) names no images; add their place"),
         ("colors={plain}", "--linear-probe: 0 of the training images have a label"),
     ],
 )
@@ -201,6 +206,18 @@ def test_mistakes_in_a_linear_probe(places, weights, capsys, option, message):
     line = [str(weights), "model.name=tiny", *four_sets(places)]
     assert main(["evaluate", *line, "--linear-probe", filled(option, places)]) == 2
     assert filled(message, places) in capsys.readouterr().err
+
+
+def test_a_probe_of_the_only_set():
+    cars = EvaluationSet("data", "key", "cars", classes="classes.json")
+    (probed,) = with_probes([cars], ["by/date=1/x.tar"])
+    assert probed.train == "by/date=1/x.tar"
+    with pytest.raises(UserError, match=r"crs is not a set .* did you mean cars\?"):
+        with_probes([cars], ["crs=/data/cars"])
+    with pytest.raises(UserError, match=r"\(b.tar\): cars has one already; remove one"):
+        with_probes([cars], ["cars=a.tar", "b.tar"])
+    with pytest.raises(RankError, match=r"--linear-probe \(http://127.0.0.1:9/x\) cannot be read"):
+        with_probes([cars], ["cars=http://127.0.0.1:9/x"])
 
 
 def test_a_linear_probe_needs_classes(places, weights, capsys):

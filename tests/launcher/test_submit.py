@@ -12,6 +12,7 @@ import pytest
 
 from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
+from launcher.slurm.profile import Site, load_site
 from launcher.slurm.submit import absolute, frozen_recipe
 from tests.launcher.conftest import ROOT
 
@@ -137,9 +138,9 @@ def test_shells_accept_it(script):
             "--tasks-per-node (4) must be --gpus-per-node (8)",
         ),
         (["--gpus-per-node=0"], "--tasks-per-node"),
-        (["--nodes=0"], "nodes (0) must be greater than 0"),
-        (["--cpus-per-task=0"], "cpus_per_task (0) must be greater than 0"),
-        (["--tasks-per-node=0"], "tasks_per_node (0) must be greater than 0"),
+        (["--nodes=0"], "--nodes (0) must be greater than 0; give --nodes 1 (the default)"),
+        (["--cpus-per-task=0"], "--cpus-per-task (0) must be greater than 0"),
+        (["--tasks-per-node=0"], "--tasks-per-node (0) must be greater than 0"),
         (["run.dir=/dev/shm/run"], "under /dev/shm, which is local to each node"),
         (["model.name=ViT-bigG-14", "checkpoint.keep_last=100000"], "make room"),
         (["checkpoint.resume=never"], "the batch script runs this command again"),
@@ -167,6 +168,18 @@ def test_wrong_submissions_are_refused(here, capsys, arguments, said):
     (here / "worse.yaml").write_text("cpus_per_task: 0\n")
     assert main(["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_site_file(here, capsys, monkeypatch):
+    """An empty variable is as none."""
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setenv("CLIP_TRAIN_SITE", "")
+    assert load_site(None) == Site()
+    line = ["submit", "recipe.yaml", "--dry-run", "--gpus-per-node=1", "--offline"]
+    assert main([*line, "--nodes=0"]) == 2
+    said = capsys.readouterr().err
+    assert "submit's options: --nodes (0) must be greater than 0" in said
+    assert "site.yaml" not in said
 
 
 def test_without_sbatch(here, tmp_path, monkeypatch, capsys):
