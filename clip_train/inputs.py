@@ -6,7 +6,8 @@ back as tensors, by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,9 +80,23 @@ def unpack(rows: Tensor, layout: Sequence[Input]) -> dict[str, Tensor]:
     }
 
 
-def unpacked_first(
-    layout: Sequence[Input], module: nn.Module, arguments: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """A hook before a model's forward: its first argument, rows or None, becomes named inputs."""
-    rows, *others = arguments
-    return (None if rows is None else unpack(rows, layout), *others)
+def unpacked(layout: Sequence[Input], rows: Tensor | None) -> dict[str, Tensor] | None:
+    """The named inputs of rows, a model's first argument; None for None."""
+    return None if rows is None else unpack(rows, layout)
+
+
+def change_first_argument(model: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Before each forward of the model, replace its first argument, given by place or by name, by
+    `change` of it."""
+
+    def hook(
+        module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if arguments:
+            return (change(arguments[0]), *arguments[1:]), named
+        first = next(iter(inspect.signature(module.forward).parameters), "")
+        if first in named:
+            named = named | {first: change(named[first])}
+        return arguments, named
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)

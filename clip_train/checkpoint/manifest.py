@@ -88,7 +88,8 @@ SHARED_KEY = "@shared|"
 
 def add_checksum(body: dict[str, Any]) -> bytes:
     """JSON with its own sha256: a reader notices a bit that flipped in transit and reads again."""
-    body = {**body, "format": FORMAT_VERSION}
+    # as the reader parses it, where all keys are text
+    body = json.loads(json.dumps({**body, "format": FORMAT_VERSION}))
     return json.dumps({**body, "sha256": sha256_of(_canonical(body))}, sort_keys=True).encode()
 
 
@@ -99,12 +100,14 @@ def parse_checked(data: bytes) -> dict[str, Any]:
     body = json.loads(data)  # JSONDecodeError and UnicodeDecodeError are ValueErrors
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
-    digest = body.pop("sha256", None) or body.pop("seal", None)  # the name that format 2 gave it
-    if digest is None and body.get("format") == FORMAT_VERSION:
+    digest = body.pop("sha256", None)
+    if digest is None:
+        digest = body.pop("seal", None)  # the key of format 2
+    if digest is None and body.get("format") == FORMAT_VERSION:  # format 1 has none
         raise ValueError("it has no sha256")
-    # the format is checked after the sha256, so that a flipped bit does not name another version
-    if digest not in (None, sha256_of(_canonical(body))):
+    if digest is not None and digest != sha256_of(_canonical(body)):
         raise ValueError("its sha256 does not match")
+    # Only now: a flipped bit in "format" must not pass for another version.
     return check_format(body)
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clip_train.errors import CheckpointError, UserError
 from clip_train.flops import ForwardFlops
-from clip_train.inputs import row_shape, unpacked_first
+from clip_train.inputs import change_first_argument, row_shape, unpacked
 from clip_train.models.batch_norm import adopt
 from clip_train.models.blocks import (
     Block,
@@ -137,18 +137,23 @@ class CLIP(nn.Module):
             raise ValueError(
                 f"texts must be at most [b, {self.context_length}], not {list(texts.shape)}"
             )
-        token, packing = text_ends(texts), None
+        ends = text_ends(texts)  # [b]: places in L
+        packing = None
         if num_tokens is None:
             # [b, L, width]
             x = self.token_embedding(texts) + self.positional_embedding[: texts.shape[1]]
-        else:  # whatever the lengths are: ZeRO 2 needs the same graph on all ranks
+        else:
+            # packed also if no text has padding: with ZeRO 2 all ranks need the same graph
             flash = has_flash_attention(self.positional_embedding, cfg.heads)
-            packing = Packing.of(token, texts.shape[1], num_tokens, sample_seeds, flash)
-            if flash:  # there it is only a bound, and a constant one needs no second graph
+            packing = Packing.of(ends, texts.shape[1], num_tokens, sample_seeds, flash)
+            if flash:
+                # flash attention takes the length as an upper bound only. If it is constant,
+                # torch.compile makes one graph for all lengths.
                 packing = packing._replace(length=cfg.context_length)
             positions = F.embedding(packing.places, self.positional_embedding)
-            x = (self.token_embedding(texts.flatten()[packing.rows]) + positions).unsqueeze(1)
-        x = self.transformer(x, sample_seeds, token, packing)[:, 0]
+            tokens = texts.flatten()[packing.rows]
+            x = (self.token_embedding(tokens) + positions).unsqueeze(1)  # [P, 1, width]
+        x = self.transformer(x, sample_seeds, ends, packing)[:, 0]  # [b, width]: at the ends
         return self.ln_final(x) @ self.text_projection
 
 
@@ -212,7 +217,7 @@ def build_model(
             activation_checkpointing=activation_checkpointing,
         )
     if architecture.inputs:
-        model.register_forward_pre_hook(partial(unpacked_first, architecture.inputs))
+        change_first_argument(model, partial(unpacked, architecture.inputs))
     if architecture.lora is not None:
         adapt(model, architecture.lora)
     return model
@@ -238,15 +243,15 @@ def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> n
     """The user's module, which sees normalized pixels or `data.inputs`. Its batch norms see all
     ranks. UserError."""
 
-    def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if inputs[0] is None or architecture.inputs:
-            return inputs
-        return normalised_images(inputs[0], architecture, torch.float32), *inputs[1:]
+    def pixels(images: Tensor | None) -> Tensor | None:
+        return None if images is None else normalised_images(images, architecture, torch.float32)
 
     where = f"model.name ({architecture.own})"
+    build = import_path("model.name", architecture.own or "")
     try:
-        model = import_path("model.name", architecture.own or "")()
-        model.register_forward_pre_hook(prepare)
+        model = build()
+        if not architecture.inputs:
+            change_first_argument(model, pixels)
         if activation_checkpointing:
             model.set_grad_checkpointing()
     except Exception as e:
@@ -261,8 +266,8 @@ def build_own_model(architecture: OwnModel, activation_checkpointing: bool) -> n
 
 @torch.no_grad()
 def own_mistakes(architecture: OwnModel, num_texts: int = 1) -> list[str]:
-    """Check the model with two samples on torch's meta device; yields what does not fit. UserError
-    if it cannot be built."""
+    """Check the model with two samples on torch's meta device; returns a message for each mistake.
+    UserError if it cannot be built."""
     length = architecture.text_cfg.context_length
     where, D = f"model.name ({architecture.own})", architecture.embed_dim
     both = 2 * num_texts
@@ -355,8 +360,8 @@ def forward_flops(
     half = length // 2
     if type(architecture) is not Architecture or half == 0:
         return ForwardFlops(image, text, text / length, 0.0)
-    # a l + b l^2 through both lengths; what does not grow with the length, the projection, is less
-    # than a thousandth
+    # The cost of a text of l tokens is a l + b l^2. Fit a and b to those of `length` and of `half`.
+    # The projection does not depend on l, but is less than a thousandth of the cost.
     of_half = counted(None, texts[:, :half], seeds)
     square = (text / length - of_half / half) / (length - half)
     return ForwardFlops(image, text, text / length - square * length, square)

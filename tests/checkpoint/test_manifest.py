@@ -57,6 +57,14 @@ def test_manifest_and_commit_come_back() -> None:
     assert parse_commit(add_checksum(asdict(commit))) == commit
 
 
+def test_a_number_as_a_key_comes_back_as_text() -> None:
+    """In the order of texts: 1024 before 512."""
+    assert parse_checked(add_checksum({"widths": {512: 1, 1024: 2}}))["widths"] == {
+        "1024": 2,
+        "512": 1,
+    }
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\0", b"[]", b"{}", b'{"format": 3}', b'{"format": 3, "files": [{}]}']
 )

@@ -25,6 +25,8 @@ from clip_train.losses.info_nce import InfoNCE
 from clip_train.metrics.config import LogConfig
 from clip_train.metrics.own_callbacks import own_callbacks
 from clip_train.metrics.skipped import Skipped
+from clip_train.models.clip import build_model
+from clip_train.models.config import OwnModel
 from clip_train.optim.schedule import ScheduleConfig, learning_rate
 from clip_train.processes import node_name
 from clip_train.settings import checked_options
@@ -510,6 +512,26 @@ def test_a_refusal_names_key_value_and_remedy(recipe, capsys, monkeypatch, mista
     assert main(["plan", str(recipe), *overrides]) == 2
     said = re.sub(rf"{__name__}\.\w+", "my.towers.build", capsys.readouterr().err)
     assert message in said
+
+
+def test_images_by_name_are_prepared_as_by_place():
+    torch.manual_seed(0)
+    model = build_model(OwnModel.at("examples.towers.Towers")).eval()
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    texts = byte_tokens(["a cat", "a dog"])
+    image, text, *_ = model(images, texts)
+    assert torch.equal(model(images=images, texts=None)[0], image)
+    assert torch.equal(model(texts=texts, images=None)[1], text)
+
+
+def test_a_model_that_cannot_be_imported_has_one_message():
+    """As for a checkpoint, which has the attributes."""
+    known = OwnModel.at("examples.towers.Towers")
+    lost = known.model_copy(update={"own": "examples.nowhere.Towers"})
+    with pytest.raises(
+        UserError, match=r"^model.name \(examples.nowhere.Towers\) cannot be imported"
+    ):
+        build_model(lost)
 
 
 def test_options_as_they_are_declared(capsys):
