@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from clip_train.data.formats import SkippedFiles, is_image, walk_files
@@ -83,5 +84,17 @@ def run(
                 warn(f"{file} cannot be read: {e}")
         captions = model.captions(torch.stack([*decoded.values()])) if decoded else []
         for file, caption in zip(decoded, captions, strict=True):
-            print(json.dumps({"file": str(file), "caption": caption}, ensure_ascii=False))
+            print(to_json({"file": str(file), "caption": caption}, sys.stdout.encoding))
+        sys.stdout.flush()
     return status
+
+
+def to_json(record: dict[str, str], encoding: str) -> str:
+    """A line of JSON. All that is not ASCII is escaped if the encoding lacks a character of it, such
+    as a byte of a file's name that is not UTF-8."""
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(record)
+    return line

@@ -19,8 +19,9 @@ class SampleValue(Protocol):
         """The value of samples of `data.kind: synthetic`, which have no members."""
 
     def __call__(self, members: Mapping[str, Any], texts: Sequence[str]) -> Any:
-        """A tensor, a number or a string, of one type and shape for all samples. Raises
-        InvalidSample.
+        """A tensor, a number or a string, of one type and shape for all samples. float becomes
+        float32 [n] of the column, and int int64 [n]. Raises InvalidSample: then another sample
+        replaces this one, and it is counted.
 
         members: as the stages leave them. texts: as they were chosen for the sample.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,12 @@ def test_captions_are_openclips(tmp_path: Path):
 
 
 def test_the_verb_writes_openclips_captions_of_a_folder(tmp_path: Path, capsys):
-    """An oracle in a loop over OpenCLIP's forward, one image at a time. What cannot be read is named."""
+    """An oracle in a loop over OpenCLIP's forward, one image at a time. What cannot be read is named. A file's name may
+    be any bytes."""
     architecture = architecture_of("coca", tmp_path)
     export = export_openclip(model_of(architecture).state_dict(), architecture, tmp_path / "export")
     images, _, _ = inputs(architecture, 5)
-    names = ["b/1.png", "a.png", "b/2.png", "b/c/3.png", "4.png"]
+    names = ["b/1.png", "a.png", "b/2.png", "b/c/3.png", os.fsdecode(b"caf\xe9.png")]
     for name, image in zip(names, images, strict=True):
         file = tmp_path / "photos" / name
         file.parent.mkdir(parents=True, exist_ok=True)
