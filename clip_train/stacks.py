@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 # By default this signal is ignored, so it ends no process. Nothing here uses urgent data of sockets.
 SIGNAL = signal.SIGURG
@@ -23,7 +22,7 @@ LINK = re.compile(rf"/memfd:{NAME} (\d+) (.*?)( \(deleted\))?")
 PROC = Path("/proc")
 LOOK_SECONDS = 0.1  # between looks at the file, which is complete once it does not grow
 
-_files: list[TextIO] = []  # of this process: faulthandler needs the newest to stay open
+_descriptors: list[int] = []  # of the file of this process, which stays open
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,11 @@ class Answering:
 def answer(who: str) -> None:
     """From now on this process answers `ask`. who: describes it to `processes`."""
     if hasattr(os, "memfd_create"):
-        file = os.fdopen(os.memfd_create(f"{NAME} {os.getpid()} {who}"), "w")
-        faulthandler.register(SIGNAL, file=file, all_threads=True)
-        _files[:] = [file]
+        descriptor = os.memfd_create(f"{NAME} {os.getpid()} {who}")
+        faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
+        for earlier in _descriptors:
+            os.close(earlier)
+        _descriptors[:] = [descriptor]
 
 
 def processes() -> Iterator[Answering]:
