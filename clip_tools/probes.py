@@ -42,7 +42,7 @@ def named_place(names: list[str], option: str) -> tuple[str, str]:
     name, equals, place = option.partition("=")
     if equals and name in names:
         return name, place
-    # what stands before = is a name, unless it is the beginning of a path or URL
+    # the text before = is a name, unless it is the start of a path or URL
     is_name = equals and not set("/\\:") & set(name)
     if is_name and any(names):
         near = get_close_matches(name, names, n=1)
