@@ -237,7 +237,9 @@ def prepare(
     hang_dir: where NCCL dumps the collectives of a hang.
     """
     both_names = {"PYTORCH_ALLOC_CONF", *ALLOCATOR}  # of the same variable
-    wanted = NCCL if both_names & environ.keys() else NCCL | ALLOCATOR
+    wanted = dict(NCCL)
+    if not both_names & environ.keys():
+        wanted |= ALLOCATOR
     if not environ.keys() & {*RECORDER_NAMES}:
         wanted |= {RECORDER_NAMES[0]: RECORDED}
     wanted |= {DUMP_ON_TIMEOUT: "1"}

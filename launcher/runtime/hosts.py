@@ -42,7 +42,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts, one a line, as DeepSpeed and MPI write them: `NAME` or `NAME slots=N`, and
+    """The hosts, one a line, as MPI writes them: `NAME` or `NAME slots=N`, and
     comments after #. This machine comes first. UserError."""
     try:
         text = Path(path).read_text()

@@ -250,6 +250,10 @@ def test_the_recorder_is_on_unless_the_user_says_otherwise(tmp_path):
     environment.prepare(environ := dict(own), hang_dir=tmp_path)
     assert not environ.keys() & {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}
     assert own.items() <= environ.items()
+    # nothing of one call is left in the next, with the user's own allocator too
+    environment.prepare({"PYTORCH_ALLOC_CONF": ""}, hang_dir=tmp_path)
+    environment.prepare(environ := own | {"PYTORCH_ALLOC_CONF": ""}, hang_dir=tmp_path)
+    assert not environ.keys() & {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}
 
 
 def test_an_answer_that_cannot_be_read_is_left_out(tmp_path):

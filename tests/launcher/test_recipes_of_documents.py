@@ -132,6 +132,8 @@ def test_a_block_is_a_site_file(block, recipe, tmp_path, capsys):
     (tmp_path / "clip-train.sif").touch()
     text = block.text.replace("/tmp", "/nowhere")  # where this test's run is
     text = text.replace("/shared/images", str(tmp_path))
+    if "local_paths" not in given:
+        text += "\nlocal_paths: []\n"
     file.write_text(text.replace("container_runtime: auto ", "container_runtime: apptainer "))
     assert main(["submit", str(recipe), "--dry-run", "--offline", "--site", str(file)]) == 0
     script = capsys.readouterr().out
