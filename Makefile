@@ -15,7 +15,7 @@ help:
 	@echo "make faults      all planted faults: each must turn a test red (10 minutes)"
 	@echo "make stress      the numerics tests as other processors round, and make test shuffled, with delays (an hour and a half)"
 	@echo "make hour        what a newcomer types, from URLs to an export, on a fresh clone, by the pages (5 minutes)"
-	@echo "make acceptance  the S3 tests again, against Ceph's gateway (unpacks Debian packages in .ceph)"
+	@echo "make acceptance  all tests of stores: through s3fs, at Azure's, Google's and sftp servers, and S3's against Ceph's gateway (unpacks Debian packages in .ceph)"
 	@echo "make versions    the tests with each supported torch, DeepSpeed and Python, into docs/versions.md (QUICK=1: fewer tests)"
 	@echo "make check       lint, types, import contracts, private words"
 	@echo "make invariance  every layout of InfoNCE against a float64 oracle: docs/numerics.md"
@@ -39,7 +39,7 @@ demo: $(READY)
 
 test: $(READY) stores
 	@echo "== tests, but those of make test-all"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or slurm or hosts or peer or browser)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (full or acceptance or slurm or hosts or peer or browser)"
 
 test-all: test test-rest hour
 
@@ -54,7 +54,7 @@ test-clusters:
 
 test-products:
 	@echo "== the tests that make test leaves out: a browser, all faults of S3, full products"
-	MAKEFLAGS= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(full or browser) and not (slurm or hosts)"
+	MAKEFLAGS= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "(full or browser) and not (slurm or hosts or acceptance)"
 	@echo "== planted faults: each turns a test red. A third of them, another one after each commit"
 	MAKEFLAGS= $(BIN)/python scripts/mutations.py -j $$(($(WORKERS) + 1)) \
 		--part $$(($$(git rev-list --count HEAD) % 3 + 1))/3 # -j: some only wait, until they are stopped
@@ -85,7 +85,9 @@ browser:
 	@echo "== a Chromium for the tests marked browser, by apt (once; a minute)"
 	@bash scripts/setup_browser.sh || echo "== IT CANNOT BE SET UP: THE BROWSER TESTS WILL BE SKIPPED"
 
-acceptance: $(READY)
+acceptance: $(READY) stores
+	@echo "== through s3fs, and at Azure, Google Cloud and sftp"
+	$(BIN)/python -m pytest -n $(WORKERS) -m acceptance tests/s3 tests/clouds
 	@echo "== Ceph, in .ceph (once; half a minute)"
 	@bash scripts/setup_ceph.sh .ceph
 	@echo "== the S3 tests against it"

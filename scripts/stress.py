@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from common import processor  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "stress.jsonl"
-SELECTION = "not (full or slurm or hosts or peer or browser)"
+SELECTION = "not (full or acceptance or slurm or hosts or peer or browser)"
 REST = "full or browser or slurm or hosts"
 NUMERICS = [
     "tests/losses",

@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "versions.md"
 FOLDER = ROOT / "build" / "versions"
 USUAL = {"Python": "3.11", "torch": "2.13", "deepspeed": NEWEST["deepspeed"]}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-MARKS = "not (full or slurm or hosts or peer or browser)"
+MARKS = "not (full or acceptance or slurm or hosts or peer or browser)"
 FULL, QUICK, LIBRARY = "`make test`", "`--quick`", "library"
 QUICK_TESTS = (
     "tests/engine",

@@ -41,8 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker(pytest.mark.clouds)
         writes = "tests/clouds/test_protocol.py" in item.nodeid
-        if writes and not item.name.startswith(QUICK):
-            item.add_marker(pytest.mark.full)
+        is_long = item.get_closest_marker("full") is not None
+        if is_long or (writes and not item.name.startswith(QUICK)):
+            item.add_marker(pytest.mark.acceptance)
 
 
 @pytest.fixture(scope="session", params=CLOUDS)

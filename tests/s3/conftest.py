@@ -21,7 +21,7 @@ from tests.s3.server import Server, chosen
 
 PART = 5 << 20  # S3's least
 DATA = random.Random(1).randbytes(2 * PART + 12345)
-# What `make test` runs through s3fs as well; `make test-all` runs everything through both clients.
+# What `make test` runs through s3fs as well; `make acceptance` runs everything through both clients.
 THROUGH_S3FS = (
     "test_put_read_list_delete",
     "test_a_listing_of_several_pages",
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.s3)
         is_s3fs = isinstance(item, pytest.Function) and "s3fs" in item.name.partition("[")[2]
         if is_s3fs and item.originalname not in THROUGH_S3FS:
-            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.acceptance)
     if here and (missing := chosen().missing()):
         for item in here:
             item.add_marker(pytest.mark.skip(reason=missing))
