@@ -48,6 +48,7 @@ REPLACED = {
     "data.val=s3://bucket/{0000..0099}.tar": "data.val=val/*.tar",
     "checkpoint.remote=s3://bucket/runs/first": "checkpoint.remote=store",
     "checkpoint.remote=s3://bucket/run": "checkpoint.remote=store",
+    "checkpoint.remote=sftp://backup/srv/runs/first": "checkpoint.remote=store",
     "s3://bucket/runs/first": "runs/first",
     "s3://bucket/hard": "hard",
     "s3://bucket/run": "runs/first",
