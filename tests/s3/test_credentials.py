@@ -72,7 +72,7 @@ def peak_growth(url: str, profile: str, pairs: list[tuple[str, str]]) -> int:
     for i, pair in enumerate(pairs):
         write(Path(profile), pair)
         assert storage.list() == []
-        if i == 2:
+        if i == 9:  # Python collects s3fs's first clients late: they take 50 MiB
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
@@ -82,14 +82,14 @@ def test_renewals_cost_no_memory(
     url: str, server: Server, proxy: FaultyProxy, profile: Path
 ) -> None:
     """Another client for each would cost 12 MiB that is never given back, and a run may renew for weeks."""
-    pairs = [(f"RENEWED{i:02d}", "secret") for i in range(11)]
+    pairs = [(f"RENEWED{i:02d}", "secret") for i in range(20)]
     for pair in pairs:
         server.add_key(*pair)
     proxy.faults = [
         Fault("expired", key="", method=ANY, access_key=key, skip=1) for key, _ in pairs
     ]
     assert warm.call(peak_growth, url, str(profile), pairs) < 40 << 20
-    assert proxy.fired == 10
+    assert proxy.fired == 19
 
 
 @pytest.mark.full
