@@ -146,7 +146,7 @@ _IGNORES_CONDITIONS = (  # the remedy follows the semicolon
 
 
 _OPERATIONS = ("list", "write", "read", "delete")
-# the permissions that these operations need, by the scheme of the URL
+# the permissions that these operations need, by the kind of store
 _PERMISSIONS = {
     "s3": ("s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"),
     "gs": ("storage.objects.list", "storage.objects.create", "storage.objects.get",
@@ -156,9 +156,10 @@ _PERMISSIONS = {
 _ENDPOINTS = {"az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL", "s3": "AWS_ENDPOINT_URL"}
 
 
-def _scheme(url: str) -> str:
-    """The scheme of a URL, in lower case."""
-    return url.partition("://")[0].lower()
+def _kind(url: str) -> str:
+    """The kind of store: s3 also for `s3a://` and `fsspec+s3://`."""
+    scheme = url.partition("://")[0].lower().removeprefix("fsspec+")
+    return "s3" if scheme == "s3a" else scheme
 
 
 def preflight(storage: Storage) -> list[str]:
@@ -173,7 +174,7 @@ def preflight(storage: Storage) -> list[str]:
     file, once = f"{folder}/file", f"{folder}/once"
     warnings = []
     # for the message: what the store cannot do, and the permission that this needs
-    permissions = _PERMISSIONS.get(_scheme(storage.url), _PERMISSIONS["s3"])
+    permissions = _PERMISSIONS.get(_kind(storage.url), ("",) * len(_OPERATIONS))
     needs = dict(zip(_OPERATIONS, permissions, strict=True))
     doing, permission = "be listed", needs["list"]
     try:
@@ -226,12 +227,14 @@ def _preflight_error(
         if not lasts:
             kind = CheckpointError
             remedy = "try again, and if it stays so check the network and the URL"
-            setting = _ENDPOINTS.get(_scheme(url))
+            setting = _ENDPOINTS.get(_kind(url))
             if setting is not None:
                 remedy = f"try again, and if it stays so check the network, the URL and {setting}"
         elif head:
             result = head
-            remedy = f"{advice} ({permission})" if "the right" in advice else advice
+            remedy = advice
+            if permission and "the right" in advice:
+                remedy = f"{advice} ({permission})"
         else:
             remedy = "correct its permissions, or choose another place"
     return kind(f"checkpoint.remote ({url}) {result}; {remedy}")

@@ -316,7 +316,7 @@ def _read_small_files(stores: Stores, ref: CommitRef, urls: list[str]) -> Commit
 class BlockSource(NamedTuple):
     """Where the blocks of a checkpoint are."""
 
-    folder: Path | None  # has its files, or receives what is fetched; None: a temporary folder
+    folder: Path | None  # the files are there, or are fetched to it; None: a temporary folder
     remote: Storage | None  # has the blocks that are missing in `folder`; None: no store has
 
 

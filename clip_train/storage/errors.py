@@ -69,12 +69,11 @@ _REMEDIES = {  # by code, or by meaning
     "denied": "give these credentials the right to do it",
     "expired": "the credentials have expired: renew them where they come from "
     "(AWS_PROFILE, ~/.aws, a role); an AWS_SESSION_TOKEN needs a new start with a new token",
+    # there are no credentials
+    "log in": "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; "
+    "for a public bucket AWS_SKIP_SIGNATURE=true",
 }
-_LOG_IN = (
-    "log in, set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; "
-    "for a public bucket AWS_SKIP_SIGNATURE=true"
-)
-# What differs at other stores, by the scheme of the URL. "log in": there are no credentials.
+# What differs at other stores, by the scheme of the URL.
 _REMEDIES_OF: dict[str, dict[str, str]] = {
     "az": {
         "ContainerNotFound": "create the container, or correct the URL",
@@ -198,7 +197,7 @@ def describe_error(error: BaseException, scheme: str = "s3") -> str:
     if isinstance(error, TransferError | ChangedError):
         return str(error)
     kind = meaning(error)
-    remedies = _REMEDIES | {"log in": _LOG_IN} | _REMEDIES_OF.get(scheme, {})
+    remedies = _REMEDIES | _REMEDIES_OF.get(scheme, {})
     if _TOKEN_REQUEST in str(error) and _answer(error)[0] is None:
         return (
             "there are no credentials: neither the environment nor this machine has them; "

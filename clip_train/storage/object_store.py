@@ -32,7 +32,7 @@ from clip_train.storage.errors import (
     TransferError,
     meaning,
 )
-from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, checked_length, reached
+from clip_train.storage.remote import PATIENCE_SECONDS, Pace, RemoteStorage, collected, reached
 
 PARALLEL = 5  # parts of a file at a time: as many are in memory
 MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
@@ -127,7 +127,6 @@ class ObjectStorage(RemoteStorage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """Checks the average rate: an idle timeout would not notice a very slow transfer."""
         options: Any = {} if end is None else {"range": (begin, end)}
         request = obstore.get_async(self._client, key, options=options)
         answer = await pace.hold(request)
@@ -135,17 +134,7 @@ class ObjectStorage(RemoteStorage):
         if tag not in (None, e_tag):
             raise ChangedError(f"its ETag was {tag} when it was opened and is {e_tag}")
         num_bytes = (answer.meta["size"] if end is None else end) - begin
-        data = bytearray()
-        start = time.monotonic()
-        chunks = aiter(answer.stream(_CHUNK_BYTES))
-        while True:
-            elapsed = time.monotonic() - start
-            due = len(data) / pace.rate if pace.rate else elapsed  # seconds
-            chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
-            try:
-                data += await chunk_pace.hold(anext(chunks), so_far=f"only {len(data)} bytes")
-            except StopAsyncIteration:
-                return checked_length(bytes(data), num_bytes)
+        return await collected(aiter(answer.stream(_CHUNK_BYTES)), num_bytes, pace)
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:
         """A server may send names forever, so after a minute the average rate is checked."""

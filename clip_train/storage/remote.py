@@ -13,7 +13,7 @@ import random
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -259,6 +259,21 @@ class RemoteStorage(Storage):
         names = [entry.name for entry in self.list()]
         folders = {name.rpartition("/")[0] for name in names}  # consoles make objects for folders
         return [f"{self.url}/{name}" for name in names if regex.match(name) and name not in folders]
+
+
+async def collected(chunks: AsyncIterator[bytes], num_bytes: int, pace: Pace) -> bytes:
+    """The chunks of an answer, joined. TransferError if they are not `num_bytes`, or come at less
+    than the pace's rate on average, which an idle timeout would not notice."""
+    data = bytearray()
+    start = time.monotonic()
+    while True:
+        elapsed = time.monotonic() - start
+        due = len(data) / pace.rate if pace.rate else elapsed  # seconds
+        chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
+        try:
+            data += await chunk_pace.hold(anext(chunks), so_far=f"only {len(data)} bytes")
+        except StopAsyncIteration:
+            return checked_length(bytes(data), num_bytes)
 
 
 def checked_length(data: bytes, num_bytes: int) -> bytes:

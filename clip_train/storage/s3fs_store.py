@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import math
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from clip_train.storage.object_store import (
     refused_endpoint,
     servers,
 )
-from clip_train.storage.remote import PATIENCE_SECONDS, Pace, checked_length
+from clip_train.storage.remote import PATIENCE_SECONDS, Pace, collected
 
 _CHUNK_BYTES = 1 << 18
 _NO_LIMIT = 24 * 3600  # seconds: each request has a time limit of its own
@@ -81,7 +80,6 @@ class S3fsStorage(ObjectStorage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        """Checks the average rate, as `ObjectStorage` does."""
         options: dict[str, str] = {}
         if end is not None or begin:
             options["Range"] = f"bytes={begin}-{'' if end is None else end - 1}"
@@ -92,28 +90,7 @@ class S3fsStorage(ObjectStorage):
             if tag not in (None, e_tag):
                 raise ChangedError(f"its ETag was {tag} when it was opened and is {e_tag}")
             num_bytes = answer["ContentLength"] if end is None else end - begin
-            data = bytearray()
-            start = time.monotonic()
-            while True:
-                elapsed = time.monotonic() - start
-                due = len(data) / pace.rate if pace.rate else elapsed  # seconds
-                chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
-                try:
-                    part = body.read(_CHUNK_BYTES)
-                    chunk = await chunk_pace.hold(part, so_far=f"only {len(data)} bytes")
-                except (ClientError, BotoCoreError, ConnectionError) as e:
-                    cause = e.__cause__ or e
-                    reason = getattr(cause, "message", None) or cause
-                    # without the cause: it has a `code` that no server has sent
-                    raise TransferError(f"response body error: {reason}") from None
-                data += chunk
-                if not chunk:
-                    return checked_length(bytes(data), num_bytes)
-                if len(data) > num_bytes:
-                    raise ChangedError(
-                        f"the server sends more than the {num_bytes} bytes asked for: it ignores "
-                        "ranges"
-                    )
+            return await collected(_chunks(body, num_bytes), num_bytes, pace)
         finally:
             body.close()
 
@@ -195,6 +172,27 @@ class S3fsStorage(ObjectStorage):
                 await self._ask(pace, "delete_object", Key=key)
 
         return await asyncio.gather(*(remove_one(key) for key in keys))
+
+
+async def _chunks(body: Any, num_bytes: int) -> AsyncIterator[bytes]:
+    """The body of an answer in pieces. TransferError; ChangedError if it is longer."""
+    received = 0
+    while True:
+        try:
+            chunk = await body.read(_CHUNK_BYTES)
+        except (ClientError, BotoCoreError, ConnectionError) as e:
+            cause = e.__cause__ or e
+            reason = getattr(cause, "message", None) or cause
+            # without the cause: it has a `code` that no server has sent
+            raise TransferError(f"response body error: {reason}") from None
+        if not chunk:
+            return
+        received += len(chunk)
+        if received > num_bytes:
+            raise ChangedError(
+                f"the server sends more than the {num_bytes} bytes asked for: it ignores ranges"
+            )
+        yield chunk
 
 
 def s3fs_options() -> dict[str, Any]:
