@@ -2,8 +2,8 @@
 
 It writes a request into the run directory. The watchdog of each rank answers there, on any node. Ranks
 on this machine that do not answer, because they hold the GIL, are asked by a signal for their stacks.
-A second round tells ranks that hang from ranks that work. Of a run that has ended, it reads what the
-ranks and NCCL wrote when they noticed the hang.
+A second round separates ranks that hang from ranks that work. For a run that has ended, it reads what
+the ranks and NCCL wrote when they noticed the hang.
 """
 
 import calendar
@@ -178,7 +178,13 @@ def explain(run: str, overrides: list[str]) -> Report:
     if moved:
         state = f"{len(standings)} of {world_size} ranks answered"
     return Report(
-        run_dir, world_size, diagnose(standings, world_size), state, standings, texts, pids
+        run_dir=run_dir,
+        world_size=world_size,
+        diagnosis=diagnose(standings, world_size),
+        state=state,
+        standings=standings,
+        stacks=texts,
+        pids=pids,
     )
 
 
@@ -244,7 +250,17 @@ def explain_ended(run_dir: Path, world_size: int, begin: float) -> Report:
     for rank, collectives in dumps.items():
         before = standings.get(rank)
         if before is None:
-            before = Standing(rank, world_size, "?", 0, "?", None, 0.0, "not described", False)
+            before = Standing(
+                rank=rank,
+                world_size=world_size,
+                node="?",
+                pid=0,
+                phase="?",
+                step=None,
+                seconds=0.0,
+                where="not described",
+                waits=False,
+            )
         standings[rank] = Standing(**{**vars(before), "collectives": collectives})
     verdict = read_verdict(run_dir)
     word, details = verdict if verdict is not None else ("no verdict", {})
@@ -255,10 +271,10 @@ def explain_ended(run_dir: Path, world_size: int, begin: float) -> Report:
         )
     world_size = max([world_size, *(one.world_size for one in standings.values())])
     return Report(
-        run_dir,
-        world_size,
-        diagnose(standings, world_size),
-        f"ended, {word}: {details.get('reason', '')}",
-        standings,
-        {rank: answer["stacks"] for rank, answer in answers.items()},
+        run_dir=run_dir,
+        world_size=world_size,
+        diagnosis=diagnose(standings, world_size),
+        state=f"ended, {word}: {details.get('reason', '')}",
+        standings=standings,
+        stacks={rank: answer["stacks"] for rank, answer in answers.items()},
     )

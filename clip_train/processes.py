@@ -47,6 +47,16 @@ def _short_folder() -> str:
     )
 
 
+def state_of(pid: int) -> str:
+    """The state of a process, as `ps` shows it: T is stopped by a signal, t by a debugger. Empty if
+    it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[0]
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use: its affinity, and a container's limit on CPU time
     (`docker --cpus`, Kubernetes' limits), which is a quota of its control group. At least 1.

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from clip_train.processes import state_of
+
 # By default this signal is ignored, so it ends no process. Nothing here uses urgent data of sockets.
 SIGNAL = signal.SIGURG
 NAME = "clip-train-stacks"
@@ -35,11 +37,7 @@ class Answering:
 
     def is_stopped(self) -> bool:
         """Whether it is frozen, by SIGSTOP or a debugger, so that it cannot answer."""
-        try:
-            status = (PROC / str(self.pid) / "stat").read_text()
-        except OSError:  # it has just ended
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+        return state_of(self.pid) in ("T", "t")
 
 
 def answer(who: str) -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clip_train.errors import UserError, raise_all
+from clip_train.errors import Preempted, UserError, raise_all
 from clip_train.recipe.recipe import Recipe
 from clip_train.recipe.resolve import resolve
 from clip_train.storage.redact import redact
@@ -23,7 +23,7 @@ RECIPE = Path("/etc/clip-train")
 USER = 10001  # the image's user, who must be able to write into the volumes
 CONTAINER, NODES = "trainer", "nodes"
 # Exit statuses of the trainer; 1 is any other error.
-MISTAKE, PREEMPTED = 2, 75
+MISTAKE, PREEMPTED = UserError.exit_status, Preempted.exit_status
 
 
 def check_jobset(config: Recipe, job: Site, *, dry_run: bool) -> None:

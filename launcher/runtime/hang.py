@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from launcher.runtime.environment import NCCL_DUMP
 
@@ -43,7 +43,8 @@ class Collective:
     ended: bool
 
     def describe(self) -> str:
-        return f"{self.name} {self.sizes}{', called from ' * bool(self.caller)}{self.caller}"
+        call = f"{self.name} {self.sizes}"
+        return f"{call}, called from {self.caller}" if self.caller else call
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -118,6 +119,16 @@ def recorded() -> dict[str, list[Collective]]:
 # -- a rank
 
 
+class Progress(NamedTuple):
+    """What differs between two standings of a rank that makes progress."""
+
+    pid: int
+    step: int | None
+    phase: str
+    where: str
+    newest: dict[str, int]  # collective that it has entered, by group
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where a rank is. It travels as JSON."""
@@ -154,12 +165,13 @@ class Standing:
         return next((e for e in self.collectives.get(group, ()) if e.number == number), None)
 
     def does(self) -> str:
-        return f"{self.where}{', waiting for data: ' * bool(self.data)}{self.data}"
+        return f"{self.where}, waiting for data: {self.data}" if self.data else self.where
 
-    def progress(self) -> tuple[Any, ...]:
-        """What differs between two standings of a rank that makes progress."""
+    def progress(self) -> Progress:
         newest = {group: self.newest(group) for group in self.collectives}
-        return (self.pid, self.step, self.phase, self.where, sorted(newest.items()))
+        return Progress(
+            pid=self.pid, step=self.step, phase=self.phase, where=self.where, newest=newest
+        )
 
 
 # -- all ranks
@@ -178,7 +190,7 @@ class Diagnosis:
     entered: tuple[int, ...] = ()  # those that wait in the collective
 
     def describe(self) -> str:
-        return f"{self.said}{': ' * bool(self.where)}{self.where}"
+        return f"{self.said}: {self.where}" if self.where else self.said
 
 
 def diagnose(standings: Mapping[int, Standing], world_size: int) -> Diagnosis:

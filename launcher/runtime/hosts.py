@@ -42,8 +42,8 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts, one a line, as MPI writes them: `NAME` or `NAME slots=N`, and
-    comments after #. This machine comes first. UserError."""
+    """The hosts, one a line, as MPI writes them: `NAME` or `NAME slots=N`, and comments after #.
+    This machine comes first. UserError."""
     try:
         text = Path(path).read_text()
     except OSError as e:

@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from clip_train.errors import Preempted, UserError
+from clip_train.processes import state_of
 from clip_train.recipe.recipe import Recipe, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.cli.process import Process
@@ -219,7 +219,7 @@ def wait(processes: Sequence[Started], together_seconds: float) -> int:
             break
         if failed:
             for process in processes:
-                if is_stopped(process):
+                if state_of(process.pid) == "T":
                     process.kill()
         time.sleep(0.1)
     if failed > 0:
@@ -227,11 +227,3 @@ def wait(processes: Sequence[Started], together_seconds: float) -> int:
     if failed or None in statuses:  # killed by a signal, or given up
         return 1
     return 0
-
-
-def is_stopped(process: Started) -> bool:
-    try:
-        status = Path(f"/proc/{process.pid}/stat").read_text()
-    except OSError:  # it has just ended
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"

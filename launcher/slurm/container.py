@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clip_train.errors import UserError
-from clip_train.places import expanded
+from clip_train.places import expanded, split_places
 from clip_train.storage.urls import is_remote, local_path
 from launcher.slurm.profile import Site
 
@@ -130,7 +130,7 @@ def local_folders(value: Any) -> Iterator[Path]:
         return
     if not isinstance(value, str):
         return
-    for part in value.split("::"):
+    for part in split_places(value):
         if part.startswith("file://") or (part.startswith("/") and not is_remote(part)):
             path = str(local_path(part))
             start = re.split(r"[*?{\[]", path)[0]
