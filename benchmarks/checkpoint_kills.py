@@ -21,7 +21,7 @@ from tests.s3.kills import kill_again_and_again
 from tests.s3.places import STORES, missing, place
 
 TARGETS = {
-    "resumed": "every life goes on from the newest commit of disk and store",
+    "resumed": "each life resumes from the newest commit on disk and in the store",
     "committed": "a step whose commit was reported is in the store after the kill; every commit is whole",
     "left over": "nothing in the store but what a commit names, after the last save",
 }

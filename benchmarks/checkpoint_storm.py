@@ -2,7 +2,7 @@
 
 A small CLIP trains with DeepSpeed and `checkpoint.remote` at a store (`--store`): a folder; a real S3 server through
 obstore or s3fs (LocalStack, from scripts/setup_s3.sh; with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway); Azurite, from
-scripts/setup_clouds.sh; tests/clouds/gcs_server.py; or an sshd. Each life goes on from where the last one was killed
+scripts/setup_clouds.sh; tests/clouds/gcs_server.py; or an sshd. Each life resumes where the last one was killed
 (`checkpoint.resume: auto`), commits a few checkpoints, and is killed at a moment that the requests to the server tell,
 or the files of the folder: while a checkpoint is written, uploaded, committed, removed or fetched. Mostly all processes
 get SIGKILL; sometimes a checkpoint writer alone, or rank 1 alone. A third of the kills keep the layout; in the others

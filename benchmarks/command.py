@@ -59,9 +59,10 @@ def openclip(python: str, folder: Path, steps: int, run: str) -> list[str]:
     ]  # fmt: skip
 
 
-def cpu_seconds(command: list[str]) -> float:
-    """Of it and all that it starts."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def cpu_seconds(command: list[str], source: Path | None = None) -> float:
+    """Of it and all that it starts. source: of OpenCLIP's packages; None: those of its Python."""
+    paths = [str(ROOT), *([str(source)] if source else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

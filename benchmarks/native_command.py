@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, finish, parser
+from command import OPENCLIP, cpu_seconds
+from common import finish, parser
 
 from clip_tools.demo import BACKGROUNDS, COLORS, PHRASE, SHAPES, SIZES, Combination, draw_shape
 from clip_train.data.tar import write_shards
@@ -53,11 +51,6 @@ TIMM_SIZES = {"embed_dim": 192, "depth": 6, "num_heads": 3}
 OURS = (
     "import sys, tests.peers.torchvision_shim; from launcher.cli.main import main; "
     "sys.exit(main(sys.argv[1:]))"
-)
-OPENCLIP = (
-    "import sys, tests.peers.torchvision_shim, open_clip; from pathlib import Path; "
-    "open_clip.add_model_config(Path(sys.argv.pop(1))); from open_clip_train.main import main; "
-    "main(sys.argv[1:])"
 )
 
 
@@ -150,21 +143,6 @@ def commands(folder: Path, count: int, run: str, with_openclip: bool) -> dict[st
         )  # fmt: skip
         found["OpenCLIP, squares"] = openclip(folder, "timm-vit", count, f"squares-{run}")
     return found
-
-
-def cpu_seconds(command: list[str], source: Path | None) -> float:
-    """Of it and all that it starts. source: of OpenCLIP's packages."""
-    paths = [str(ROOT), *([str(source)] if source else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode != 0:
-        output = (done.stdout + done.stderr)[-3000:]
-        raise RuntimeError(f"{' '.join(command[:6])} ended with {done.returncode}: {output}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:

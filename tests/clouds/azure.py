@@ -113,10 +113,14 @@ class Azurite(Server):
         return AzureContainer(self, name)
 
     def add_key(self, access_key: str, secret_key: str) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(
+            "Azurite has one account with one key: tests of several keys are S3's"
+        )
 
     def remove_key(self, access_key: str) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(
+            "Azurite has one account with one key: tests of several keys are S3's"
+        )
 
 
 class AzureContainer(Bucket):

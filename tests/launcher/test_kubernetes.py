@@ -15,6 +15,7 @@ import yaml
 from clip_train.errors import Preempted, UserError
 from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
+from launcher.kubernetes import WORK
 
 SITE = """\
 gpus_per_node: 8
@@ -75,7 +76,7 @@ def test_each_pod_is_a_node_that_finds_the_first_one(here, tmp_path, capsys):
     }
     assert recipe["metadata"]["name"] == "my-run-recipe"
     (tmp_path / "inside.yaml").write_text(recipe["data"]["recipe.yaml"])
-    assert load_config("inside.yaml", []).run_dir == Path("/work/runs/a")
+    assert load_config("inside.yaml", []).run_dir == WORK / "runs" / "a"
 
 
 def action(jobset: dict, status: int | None) -> str:
