@@ -247,8 +247,9 @@ class Storm:
             self.wrong.append(f"{self.name}: passed over a checkpoint: {log[-600:]}")
 
     def begun(self) -> bool:
-        """This life's first step is done."""
-        return b"first step" in (self.run_dir / "log").read_bytes()[self.log_begins :]
+        """This life's first step is done: it is always logged."""
+        log = (self.run_dir / "log").read_bytes()[self.log_begins :]
+        return re.search(rb"info: step \d+/\d+ ", log) is not None
 
     def metrics(self) -> dict[int, tuple]:
         """step -> (loss, digest), from whole lines."""
