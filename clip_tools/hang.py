@@ -1,7 +1,8 @@
 """`clip-train doctor --hang RUN`: where each rank of a run is, and which collective who has not entered.
 
-It writes a request into the run directory. The watchdog of each rank answers there, on any node. Ranks
-on this machine that do not answer, because they hold the GIL, are asked by a signal for their stacks.
+It writes a request into the run directory. Two ranks look for it and tell the others through their
+store, and the watchdog of each rank answers in the run directory, on any node. Ranks on this machine
+that do not answer, because they hold the GIL, are asked by a signal for their stacks.
 A second round separates ranks that hang from ranks that work. For a run that has ended, it reads what
 the ranks and NCCL wrote when they noticed the hang.
 """
@@ -35,8 +36,10 @@ from launcher.runtime.watchdog import REQUEST_SECONDS, rank_of_run
 from launcher.slurm.attempts import History
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # in attempts.jsonl
-ANSWER_SECONDS = 20.0  # for all ranks; they look every REQUEST_SECONDS, and may ask their workers
-LATE_SECONDS = 6.0  # after the newest answer: ranks that have not answered then will not
+# For all ranks: two look every REQUEST_SECONDS, the others hear of it with their next heartbeat, and
+# each may ask its workers.
+ANSWER_SECONDS = 20.0
+LATE_SECONDS = 8.0  # after the newest answer: ranks that have not answered then will not
 ROUND_SECONDS = 2.0  # between the two rounds
 LINES_OF_STACK = 24  # shown of a rank
 STACKS_SHOWN = 2  # ranks

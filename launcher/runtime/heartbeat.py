@@ -4,7 +4,8 @@ Every BEAT_SECONDS, each rank writes a key through its own client: a counter, it
 rank 0. Rank 0 reads them all, every other rank reads rank 0's. The first rank that fails, or that
 finds another one silent, writes `abort`, which every rank polls every POLL_SECONDS. A rank that is
 asked to stop (by a signal, or on rank 0 by a STOP file) writes `stop`. All ranks poll it, even those
-that wait for data. A rank that finds a hang writes `hang`: then each rank writes where it is.
+that wait for data. A rank that finds a hang writes `hang`: then each rank writes where it is. A rank
+that finds a request of `clip-train doctor --hang` writes it to `asked`, where all see it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Heartbeat:
         # where this rank is, as JSON, once there is a watchdog; it may take seconds
         self.describe: Callable[[], str] | None = None
         self._described = False  # this rank has written that, or is about to
+        self.request = ""  # the newest of `clip-train doctor --hang` that this rank knows
+        self._found_request = ""  # by this rank, in the run directory; not yet passed on
         self._store: Store
         self._server: Store | None = None  # it is closed when the last reference to it goes
         self._store_is_lost = False  # it may never answer again: nothing more is asked of it
@@ -199,6 +202,13 @@ class Heartbeat:
             return {rank: text.decode() for rank, text in zip(written, texts, strict=True)}
         return {}
 
+    def pass_on(self, request: str) -> None:
+        """This rank has found a request of `clip-train doctor --hang`: let all ranks have it as their
+        `request`."""
+        if request != self.request:
+            self.request = self._found_request = request
+            self._wake.set()
+
     def publish_stop_now(self) -> None:
         """This rank was asked to stop: tell the others now rather than at the next poll."""
         self._wake.set()
@@ -223,12 +233,14 @@ class Heartbeat:
                 return
             try:
                 self._exchange_stop()
+                self._pass_on_request()
                 self._poll()
                 if time.monotonic() >= next_beat:
                     number, next_beat = number + 1, time.monotonic() + self._beat_seconds
                     self._store.set(f"beat/{self.env.rank}", f"{number} {node_name()} {self.line}")
                     self._check_beats()
                     self._answer_hang()
+                    self._look_for_request()
             except RuntimeError as e:  # torch's errors of stores and networks
                 if not self._closed.is_set():
                     self._lose_store(" ".join(str(e).split())[:100])
@@ -258,6 +270,15 @@ class Heartbeat:
         elif self._store.check(["stop"]):
             self.stop.ask(self._store.get("stop").decode())
             self._stop_is_exchanged = True
+
+    def _pass_on_request(self) -> None:
+        if self._found_request:
+            self._store.set("asked", self._found_request)
+            self._found_request = ""
+
+    def _look_for_request(self) -> None:
+        if self._store.check(["asked"]):
+            self.request = self._store.get("asked").decode()
 
     def _answer_hang(self) -> None:
         """If another rank has found a hang, write where this one is."""

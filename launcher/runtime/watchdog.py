@@ -75,6 +75,8 @@ DESCRIBE_SECONDS = BEAT_SECONDS + 3.0
 # what all have said, and the others find that it has. The first this many ranks wait for each other.
 TURN_SECONDS, TURNS = 0.1, 20
 REQUEST_SECONDS = 2.0  # between looks for a request of `clip-train doctor --hang`
+# So many ranks look in the run directory, and pass a request on: one of them may be what hangs.
+LOOKING_RANKS = 2
 SHOWN = 2  # loader workers of a rank that waits for data
 
 
@@ -119,7 +121,7 @@ class Watchdog(Callback):
         ranks, where each says where it is if it hangs or is asked (`hang.HANG`)."""
         self.config, self.stop, self.run_dir = config, stop, run_dir
         self._hang_dir = hang_dir
-        self._request, self._next_request = "", 0.0  # the last one; seconds, when to look again
+        self._answered, self._next_request = "", 0.0  # the last one; seconds, when to look again
         self.step: Callable[[], int | None] = lambda: None  # steps taken, once there is a trainer
         # the newest committed step, once there is a trainer
         self.committed: Callable[[], int | None] = lambda: None
@@ -218,9 +220,8 @@ class Watchdog(Callback):
         if abort is not None:
             self._end_after(abort, now - self._heartbeat.aborted_at)
         self._write_progress()
-        if self._hang_dir is not None and now > self._next_request:
-            self._next_request = now + REQUEST_SECONDS
-            self._look_for_request(self._hang_dir / REQUEST)
+        if self._hang_dir is not None:
+            self._answer_request(self._hang_dir / REQUEST, now)
         # once a rank has failed, a rank that waits for it is not a second hang
         watched = abort is None or self._phase is Phase.FINISH
         if watched and now - self._since > self.limit:
@@ -324,14 +325,17 @@ class Watchdog(Callback):
             members=group_members(),
         )
 
-    def _look_for_request(self, file: Path) -> None:
+    def _answer_request(self, file: Path, now: float) -> None:
         """Answer a new request of `clip-train doctor --hang`, in a thread: this one keeps watching."""
-        try:
-            request = file.read_text()
-        except OSError:
-            return
-        if request and request != self._request:
-            self._request = request
+        heartbeat = self._heartbeat
+        looks = heartbeat.env.rank < LOOKING_RANKS or not heartbeat.is_open
+        if looks and now > self._next_request:
+            self._next_request = now + REQUEST_SECONDS
+            with contextlib.suppress(OSError):  # usually there is none
+                heartbeat.pass_on(file.read_text())
+        request = heartbeat.request
+        if request and request != self._answered:
+            self._answered = request
             threading.Thread(
                 target=self._answer, args=[request], name="answer", daemon=True
             ).start()

@@ -79,9 +79,10 @@ def running(recipe: Path, *overrides: str, ranks: int = 2):
 
 @pytest.mark.engine
 def test_the_doctor_asks_a_live_run(recipe, tmp_path, capsys):
-    """A run that makes steps, then one whose rank 1 stays away, and then is frozen too."""
+    """A run that makes steps, then one whose rank 1 stays away, and then is frozen too. Rank 2 does
+    not look for requests: it hears of them."""
     run_dir = tmp_path / "run"
-    with running(recipe, f"log.callbacks=[{HANGS}.StaysAway]") as process:
+    with running(recipe, f"log.callbacks=[{HANGS}.StaysAway]", ranks=3) as process:
         wait_for_step(run_dir, 5, process)
         assert main(["doctor", "--hang", str(recipe)]) == 0
         assert "what to do: nothing: the run makes progress" in capsys.readouterr().out
@@ -89,7 +90,7 @@ def test_the_doctor_asks_a_live_run(recipe, tmp_path, capsys):
         assert until(lambda: explain(str(run_dir), []).hangs)
         assert main(["doctor", "--hang", str(run_dir)]) == 1
         page = capsys.readouterr().out
-        assert "2 of 2 ranks answered, and none moved" in page
+        assert "3 of 3 ranks answered, and none moved" in page
         assert "in launcher/hangs.py" in page and "time.sleep(1000)" in page  # its stack
         assert "rank 1 has not entered it: rank 1 is in launcher/hangs.py" in page
         assert page.splitlines()[-1].startswith("what to do: the rank is in code that does not end")

@@ -105,6 +105,14 @@ def test_a_rank_that_beats_is_not_lost(start):
     assert [rank.abort for rank in world.ranks] == [None] * 3
 
 
+@pytest.mark.parametrize("finder", [0, 1])
+def test_what_one_rank_is_asked_all_know(start, finder):
+    world = start(3)
+    for request in ("where are you?", "and now?"):
+        world.ranks[finder].pass_on(request)
+        assert until(lambda request=request: {each.request for each in world.ranks} == {request})
+
+
 def test_the_first_failure_decides_for_all(start):
     world = start(3)
     first = Failure(1, "n1", "no memory", "FAILED", 1)
