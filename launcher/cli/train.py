@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from clip_train.errors import UserError
 from launcher.cli.arguments import add_help, add_overrides, add_recipe, path_or_url
 from launcher.cli.process import Process
 
@@ -78,7 +79,12 @@ def run(
     hosts = []
     if hostfile is not None and node is None and not is_rank(os.environ):
         hosts = read_hostfile(hostfile)
-        ranks = hosts[0].slots or ranks
+        slots = hosts[0].slots
+        if None not in (slots, ranks) and slots != ranks:
+            raise UserError(
+                f"--ranks ({ranks}) and the slots of --hostfile ({slots}) differ; leave --ranks out"
+            )
+        ranks = slots or ranks
     if dry_run:
         from clip_tools.plan import dry_run as check
 

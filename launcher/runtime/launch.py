@@ -22,7 +22,7 @@ from clip_train.stop import SIGNALS, StopRequest
 from launcher.cli.process import Process
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.hosts import Host, RemoteHost
+from launcher.runtime.hosts import Host, RemoteHost, address_of
 from launcher.runtime.verdict import OURS, SAFE_PATH
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
@@ -49,6 +49,9 @@ class Node:
 
 # Limit for all ranks to end after one has, in addition to `checkpoint.grace_seconds`.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
+# From then on, TERM ends ranks that wait for one that will never join. All that have joined know of
+# a lost rank before.
+NOTICE_SECONDS = 25.0
 
 
 def counted(config: Recipe, process: Process) -> Recipe:
@@ -92,8 +95,12 @@ def place(nodes: int | None, node_rank: int | None, master: str | None) -> Node 
     if not 0 <= node_rank < nodes:
         raise UserError(f"--node-rank ({node_rank}) must be at least 0 and below --nodes ({nodes})")
     address, _, port = master.rpartition(":")
-    if not address or not port.isdigit():
-        raise UserError(f"--master ({master}) must be HOST:PORT of node 0, such as node0:29500")
+    address = address.removeprefix("[").removesuffix("]")  # of an IPv6 address
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(
+            f"--master ({master}) must be HOST:PORT of node 0, such as node0:29500; a port is at "
+            "most 65535"
+        )
     return Node(node_rank, nodes, address, int(port))
 
 
@@ -106,7 +113,7 @@ def launch_hosts(
     save_seconds: float,
 ) -> int:
     """`launch_local` on all hosts, `ranks` on each. The first host is this machine."""
-    address = hosts[0].name.rpartition("@")[2]
+    address = address_of(hosts[0].name)
     port = free_port(candidates(f"{address} {os.getpid()}"))
     master = f"{address}:{port}"
 
@@ -206,21 +213,28 @@ def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def wait(processes: Sequence[Started], together_seconds: float) -> int:
-    """0, or the exit status of the first rank that failed. The others are killed `together_seconds`
-    later. A stopped process is killed at once, because no other signal reaches it."""
-    failed, end = 0, float("inf")
+def wait(
+    processes: Sequence[Started], together_seconds: float, notice_seconds: float = NOTICE_SECONDS
+) -> int:
+    """0, or the exit status of the first rank that failed. The others get TERM `notice_seconds`
+    later, and are killed `together_seconds` later. A stopped process is killed at once, because no
+    other signal reaches it."""
+    failed, notice, end = 0, float("inf"), float("inf")
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
             failed = next(filter(None, statuses))
-            end = time.monotonic() + together_seconds
+            notice, end = (time.monotonic() + s for s in (notice_seconds, together_seconds))
         if None not in statuses:
             break
         if failed:
             for process in processes:
                 if state_of(process.pid) == "T":
                     process.kill()
+        if time.monotonic() > notice:
+            notice = float("inf")
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     if failed > 0:
         return failed

@@ -34,6 +34,9 @@ from launcher.runtime.log import log
 from launcher.slurm.scheduler import run_command
 
 RESOLVE_SECONDS = 10.0  # for a name that cannot be resolved yet
+# In the environment of each pod of Kubernetes. There the name of a pod exists once that pod has a
+# node, so it may take as long as the pod.
+IN_POD = "KUBERNETES_SERVICE_HOST"
 LATE_SECONDS = 5.0  # for gloo's own error, which names the address that it could not reach
 CAUSE_SECONDS = 20.0  # until the death of a rank is known, which may be why no group has formed
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -85,7 +88,7 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
 
     seconds: the limit for rank 0 to appear, and for each wait for a key.
     """
-    resolve(env)
+    resolve(env, seconds)
     server = serve(env, seconds) if env.rank == 0 else None
 
     def client(seconds: float) -> Store:
@@ -110,9 +113,10 @@ def connect(env: RankEnv, heartbeat: Heartbeat, seconds: float) -> Store:
     return store
 
 
-def resolve(env: RankEnv) -> None:
-    """RendezvousError if this node cannot resolve the name of rank 0's node."""
-    end = time.monotonic() + RESOLVE_SECONDS
+def resolve(env: RankEnv, seconds: float) -> None:
+    """RendezvousError if this node cannot resolve the name of rank 0's node. seconds: the limit in a
+    pod."""
+    end = time.monotonic() + (seconds if IN_POD in os.environ else RESOLVE_SECONDS)
     while True:
         try:
             socket.getaddrinfo(env.master_addr, env.master_port)
@@ -141,8 +145,15 @@ def meet(
     gpu: `gpu_identity` of this rank's device.
 
     RemoteRankError if one has failed, RendezvousError after `seconds`, UserError if this rank
-    differs from rank 0, RankError if another rank has this one's GPU.
+    differs from rank 0, or counts other ranks, RankError if another rank has this one's GPU.
     """
+    # the first rank to come says how many there are: with two counts, nobody would be complete
+    world = int(store.compare_set("world", "", str(env.world_size)))
+    if world != env.world_size:
+        raise UserError(
+            f"{node_name()} counts {env.world_size} ranks in all, and a node that came before it "
+            f"{world}: start the same number on every node (--ranks, --nodes, WORLD_SIZE)"
+        )
     if gpu:
         # the first rank to ask has it
         holder = int(store.compare_set(f"gpu/{gpu}", "", str(env.rank)))

@@ -1,4 +1,5 @@
-"""`clip-train train --hostfile` on two hosts of two ranks each: a stop, a lost host, a resume after each."""
+"""`clip-train train --hostfile` on two hosts of two ranks each: a stop, a lost host, a resume after each; a host that
+cannot be reached, and one that lacks the folder."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from tests.processes import running
 pytestmark = pytest.mark.hosts
 
 
-def train(hosts: Path, recipe: Path, *overrides: str) -> subprocess.Popen:
+def train(
+    hosts: Path, recipe: Path, *overrides: str, hostfile: Path | None = None
+) -> subprocess.Popen:
     """On h1, in the recipe's folder."""
     environ = {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "PYTHONPATH": str(ROOT),
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_TOKEN": "a secret",
     }  # fmt: skip
-    line = [sys.executable, "-m", "launcher", "train", recipe, "--hostfile", hosts / "hostfile"]
+    line = [sys.executable, "-m", "launcher", "train", recipe, "--hostfile", hostfile or hosts / "hostfile"]
     return subprocess.Popen(
         [SETUP, "exec", hosts, "h1", "bash", "-c", 'cd "$0"; exec "$@"', recipe.parent, *line, *overrides],
         env=environ,
@@ -83,3 +86,30 @@ def test_a_stop_and_a_lost_host_end_it_everywhere(hosts, recipe, tmp_path):
     assert status == 0, out
     assert read_verdict(run)[0] == "DONE"
     assert [line["step"] for line in metrics(run)] == [*range(1, last + 3)]
+
+
+def test_a_host_that_cannot_be_reached_ends_the_start(hosts, recipe, tmp_path):
+    """The ranks of h1 would wait for it until `launch.rendezvous_seconds`."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("h1 slots=1\nh9 slots=1\n")
+    status, out = finish(train(hosts, recipe, hostfile=hostfile))
+    assert status == 1, out
+    assert "h9: ssh has failed or lost its connection" in out, out
+    assert "stopped by SIGTERM before the first step" in out, out
+    until(lambda: not left_on(hosts, "h1"), 60)
+
+
+def test_a_host_without_the_folder_is_named(hosts, recipe, tmp_path):
+    """Its name needs quotes in a shell."""
+    here = tmp_path / "it's $HOME"
+    here.mkdir()
+    (here / "recipe.yaml").write_text(recipe.read_text())
+    call(SETUP, "exec", hosts, "h2", "mount", "-t", "tmpfs", "disk", tmp_path)
+    try:
+        status, out = finish(train(hosts, here / "recipe.yaml"))
+    finally:
+        call(SETUP, "exec", hosts, "h2", "umount", tmp_path)
+    assert status == 1, out
+    assert f"h2: its ranks were not started, with the message above; that host needs {here}" in out
+    status, out = finish(train(hosts, here / "recipe.yaml", "run.steps=2", "schedule.warmup_steps=0"))
+    assert status == 0, out

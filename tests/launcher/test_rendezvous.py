@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from clip_train.errors import RemoteRankError, RendezvousError, UserError
 from launcher.runtime.environment import RankEnv, detect
 from launcher.runtime.heartbeat import Heartbeat
-from launcher.runtime.rendezvous import connect, meet, serve
+from launcher.runtime.rendezvous import connect, meet, resolve, serve
 from launcher.runtime.verdict import Failure
 from tests.launcher.conftest import PATIENCE, free_port
 
@@ -152,6 +154,44 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch, gpus) -> None:
         )
     for beat in reversed(beats):
         beat.leave()
+
+
+def test_nodes_that_count_other_ranks_are_refused() -> None:
+    """As two commands with `--nodes 2` and their own `--ranks`: each waits for ranks that nobody starts."""
+    port = free_port()
+    envs = [world(0, port), replace(world(1, port), world_size=3)]
+    beats, stores = joining(envs)
+    stores[0].compare_set("world", "", "2")
+    with pytest.raises(UserError, match=r"counts 3 ranks in all, and a node .* before it 2: start"):
+        meet(envs[1], beats[1], stores[1], PATIENCE)
+    beats[1].claim(Failure(1, "n", "another count"))
+    for beat in reversed(beats):
+        beat.leave()
+
+
+@pytest.mark.parametrize("pod", [False, True])
+def test_the_name_of_a_pod_may_come_late(monkeypatch, pod) -> None:
+    """Kubernetes knows it once the pod has a node. Elsewhere a wrong name is an error soon."""
+    seconds = itertools.count(0.0, 7.0)
+    lookups: list[str] = []
+
+    def look_up(host: str, *others) -> list:
+        lookups.append(host)
+        if len(lookups) < 9:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    env = replace(world(1, free_port()), master_addr="run-nodes-0-0.run")
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if pod:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    wrong = pytest.raises(RendezvousError, match="cannot resolve MASTER_ADDR")
+    with contextlib.nullcontext() if pod else wrong:
+        resolve(env, 60.0)
+    assert (len(lookups) == 9) is pod
 
 
 def job(rank: int) -> RankEnv:
