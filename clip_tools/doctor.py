@@ -170,13 +170,20 @@ def health_of_gpus(nvml: Nvml | None, expected: int) -> Iterator[Finding]:
     if nvml is None:
         return
     count = nvml.count()
-    if count < expected:
+    if count < expected and not nvml.is_divided():
         yield error(
             "health",
             f"NVML sees {count} of {expected} GPUs",
             "one has fallen off the bus: dmesg | grep -i xid; restart the node, or exclude it",
         )
-    for state in nvml.states():
+    for index, state in enumerate(nvml.states()):
+        if state is None:
+            yield error(
+                "health",
+                f"GPU {index} does not answer NVML",
+                "it has fallen off the bus: dmesg | grep -i xid; restart the node, or exclude it",
+            )
+            continue
         problems = state.problems()
         for problem, remedy in problems:
             yield warning("health", f"GPU {state.index} ({state.name}): {problem}", remedy)

@@ -9,6 +9,7 @@ the ranks and NCCL wrote when they noticed the hang.
 
 import calendar
 import contextlib
+import re
 import secrets
 import shlex
 import time
@@ -204,9 +205,9 @@ def local_ranks(run_dir: Path) -> dict[int, stacks.Answering]:
     """The ranks of this run on this machine."""
     found = {}
     for process in stacks.processes():
-        words = process.who.split(" ", 2)
-        if words[0] == "rank" and process.who == rank_of_run(int(words[1]), run_dir):
-            found[int(words[1])] = process
+        match = re.match(r"rank (\d+) ", process.who)
+        if match is not None and process.who == rank_of_run(int(match[1]), run_dir):
+            found[int(match[1])] = process
     return found
 
 

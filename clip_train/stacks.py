@@ -41,8 +41,11 @@ class Answering:
 
 
 def answer(who: str) -> None:
-    """From now on this process answers `ask`. who: describes it to `processes`."""
-    if hasattr(os, "memfd_create"):
+    """From now on this process answers `ask`, unless a sandbox does not allow it. who: describes it
+    to `processes`, in at most 200 bytes."""
+    if not hasattr(os, "memfd_create"):
+        return
+    with contextlib.suppress(OSError):
         descriptor = os.memfd_create(f"{NAME} {os.getpid()} {who}")
         faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
         for earlier in _descriptors:

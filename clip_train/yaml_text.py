@@ -69,6 +69,8 @@ class _Dumper(yaml.SafeDumper):
 for _tag, _pattern, _first in PATTERNS:
     _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
     _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
+# Booleans of YAML 1.1 that PyYAML does not know, but Kubernetes' reader does.
+_Dumper.add_implicit_resolver(BOOLEAN, re.compile("^[yYnN]$"), list("yYnN"))
 
 
 def load_yaml(text: str) -> Any:

@@ -4,7 +4,10 @@
 service. Their exit statuses are the trainer's own, and decide whether the JobSet starts again.
 """
 
+import hashlib
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +17,42 @@ from clip_train.recipe.resolve import resolve
 from clip_train.storage.redact import redact
 from clip_train.storage.urls import is_remote
 from clip_train.yaml_text import dump_yaml
+from launcher.runtime.log import warn
 from launcher.slurm.profile import Site
-from launcher.slurm.submit import frozen_recipe
+from launcher.slurm.submit import frozen_recipe, mistakes_in_tasks
 
 PORT = 29500  # where rank 0 listens; each pod has an address of its own
 WORK = Path("/work")  # the image's folder (container/Dockerfile)
 RECIPE = Path("/etc/clip-train")
 USER = 10001  # the image's user, who must be able to write into the volumes
 CONTAINER, NODES = "trainer", "nodes"
+LONGEST_NAME = 40  # of 63 that a label has
 # Exit statuses of the trainer; 1 is any other error.
 MISTAKE, PREEMPTED = UserError.exit_status, Preempted.exit_status
 
 
-def check_jobset(config: Recipe, job: Site, *, dry_run: bool) -> None:
+# Keys of the site file that belong to Slurm alone.
+OF_SLURM = (
+    "account", "container_mounts", "container_runtime", "partition", "sbatch", "setup", "template", "time",
+)  # fmt: skip
+
+
+def check_jobset(
+    config: Recipe, job: Site, *, dry_run: bool, sbatch_options: Sequence[str] = ()
+) -> None:
     """Find what would fail in the cluster, as far as this machine can see. UserError."""
     problems: list[str | UserError] = []
+    if sbatch_options:
+        problems.append(
+            f"options of sbatch ({shlex.join(sbatch_options)}) have no meaning with --to kubernetes; "
+            "leave them out"
+        )
+    unused = sorted(job.model_fields_set & {*OF_SLURM})
+    if unused:
+        warn(
+            f"--to kubernetes does not use {', '.join(unused)} of the site file or the command line; "
+            "variables of the ranks come from a Secret (kubernetes.secrets) or from the image"
+        )
     if not dry_run:
         problems.append(
             "--to kubernetes submits nothing: add --dry-run, and give what it prints to "
@@ -36,9 +60,8 @@ def check_jobset(config: Recipe, job: Site, *, dry_run: bool) -> None:
         )
     if job.container is None:
         problems.append("--to kubernetes needs --container IMAGE, a name in a registry")
-    if job.tasks == 0:
-        problems.append("--gpus-per-node (0) is a job on CPUs: set --tasks-per-node")
-    else:
+    problems += mistakes_in_tasks(job)
+    if job.tasks:
         try:
             resolve(config, job.nodes * job.tasks, read_data=False)
         except UserError as e:
@@ -91,10 +114,15 @@ def manifests(config: Recipe, job: Site) -> str:
 
 
 def resource_name(name: str) -> str:
-    """A name that Kubernetes takes, also with what JobSet appends for a pod."""
-    cleaned = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+    """A name that Kubernetes takes, also with what JobSet appends for a pod. The names of different
+    runs differ in a hash if they were shortened or have other letters: `kubectl apply` would give
+    the recipe of one to the other."""
+    cleaned = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not cleaned or not cleaned[0].isalpha():
         cleaned = f"run-{cleaned}".strip("-")
+    if len(cleaned) > LONGEST_NAME or not name.isascii():
+        digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+        cleaned = f"{cleaned[: LONGEST_NAME - 7].strip('-')}-{digest}"
     return cleaned
 
 

@@ -109,14 +109,28 @@ class Nvml:
     def count(self) -> int:
         return self._number(ctypes.c_uint, "nvmlDeviceGetCount_v2") or 0
 
-    def states(self) -> list[GpuState]:
-        """Of all GPUs that answer."""
-        return [self.state(self.handle(index), index) for index in range(self.count())]
+    def states(self) -> list[GpuState | None]:
+        """Of all GPUs, by index; None: one that does not answer."""
+        handles = map(self.handle, range(self.count()))
+        return [
+            None if handle is None else self.state(handle, index)
+            for index, handle in enumerate(handles)
+        ]
 
     def handle(self, index: int) -> Any:
+        """None for a GPU that does not answer: it is counted, but has fallen off the bus."""
         handle = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-        return handle
+        done = self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        return handle if done else None
+
+    def is_divided(self) -> bool:
+        """Whether a GPU is divided by MIG. Its parts are GPUs to Slurm and CUDA, and not to `count`."""
+        modes = [ctypes.c_uint(), ctypes.c_uint()]  # now, and from the next reset on
+        for handle in filter(None, map(self.handle, range(self.count()))):
+            if self._call("nvmlDeviceGetMigMode", handle, *map(ctypes.byref, modes)):
+                if modes[0].value:
+                    return True
+        return False
 
     def handle_of(self, uuid: str) -> Any:
         """uuid: as torch gives it. None if no GPU has it."""
@@ -169,7 +183,7 @@ class Nvml:
 
 def open_nvml(name: str = LIBRARY) -> Nvml | None:
     """name: of the library, or its path."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # no library, or another one of this name
         library = ctypes.CDLL(name)
         if library.nvmlInit_v2() == 0:
             return Nvml(library)

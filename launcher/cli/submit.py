@@ -78,7 +78,7 @@ def run(
     if job.to == "kubernetes":
         from launcher.kubernetes import check_jobset, manifests
 
-        check_jobset(config, job, dry_run=dry_run)
+        check_jobset(config, job, dry_run=dry_run, sbatch_options=sbatch_options)
         print(manifests(config, job), end="")
         return 0
     run_dir, base = config.run_dir.absolute(), Path.cwd()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import faulthandler
+import hashlib
 import json
 import logging
 import os
@@ -430,8 +431,9 @@ def position(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def rank_of_run(rank: int, run_dir: Path) -> str:
-    """Names a rank to `clip_train.stacks`."""
-    return f"rank {rank} of {run_dir.resolve()}"
+    """Names a rank to `clip_train.stacks`. By a hash, because a path may be too long for a name."""
+    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:32]
+    return f"rank {rank} of run {run}"
 
 
 def all_stacks() -> str:

@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from clip_train.errors import UserError
 from clip_train.places import expanded
-from clip_train.settings import Place, Settings, explain, validated
+from clip_train.settings import Allowed, Place, Settings, explain, validated
 
 ENV = "CLIP_TRAIN_SITE"
 HOME = "~/.config/clip-train/site.yaml"
@@ -33,18 +33,31 @@ class Option:
     default: str = ""  # what the help calls it where the field's default is None
 
 
+# As Kubernetes checks them.
+ResourceName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+MountPath = Annotated[str, Field(pattern=r"^/[^:]*$")]
+Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?$")]
+
+
 class Kubernetes(Settings):
     """What a JobSet needs to know of its cluster."""
 
-    claims: dict[str, str] = Field(default_factory=dict)
+    claims: Annotated[
+        dict[ResourceName, MountPath],
+        Allowed("names of claims with absolute paths, such as {runs: /work}"),
+    ] = Field(default_factory=dict)
     """PersistentVolumeClaims and where each is mounted: `{datasets: /data, runs: /work}`."""
-    secrets: list[str] = Field(default_factory=list)
+    secrets: Annotated[
+        list[ResourceName], Allowed("names of Secrets, such as [s3-credentials]")
+    ] = Field(default_factory=list)
     """Secrets whose keys become variables of the ranks, such as AWS_ACCESS_KEY_ID."""
     service_account: str | None = None
     """Service account of the pods, such as one with a role for the store."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
+    node_selector: Annotated[
+        dict[str, str], Allowed("""labels whose values are texts, such as {gpu: "true"}""")
+    ] = Field(default_factory=dict)
     """Labels that the nodes must have."""
-    shared_memory: str = "16Gi"
+    shared_memory: Annotated[Quantity, Allowed("a quantity of Kubernetes, such as 16Gi")] = "16Gi"
     """Size of /dev/shm, through which the loader's workers pass batches. Counts as memory."""
     max_restarts: NonNegativeInt = 3
     """Failures after which the job is given up. Preemptions do not count."""

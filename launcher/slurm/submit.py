@@ -38,18 +38,7 @@ def check_submission(config: Recipe, job: Site, *, offline: bool) -> None:
 
     offline: skip the checks of shards and of checkpoint.remote.
     """
-    rules = [
-        (
-            not job.tasks,
-            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node",
-        ),
-        (
-            job.gpus_per_node > 0 and job.tasks != job.gpus_per_node,
-            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
-            "rank for each GPU; leave it out",
-        ),
-    ]
-    problems: list[str | UserError] = [*broken(rules)]
+    problems: list[str | UserError] = [*mistakes_in_tasks(job)]
     try:
         check_restarts(config.checkpoint.resume, {}, requeues=True)
     except UserError as e:
@@ -62,6 +51,22 @@ def check_submission(config: Recipe, job: Site, *, offline: bool) -> None:
     problems += [f"{each.message}: {each.remedy}" for each in check_places(config, job)]
     raise_all(problems)
     require_places(config, store=not offline)
+
+
+def mistakes_in_tasks(job: Site) -> list[str]:
+    """What is wrong with the number of ranks of a node."""
+    rules = [
+        (
+            not job.tasks,
+            "--gpus-per-node (0) is a job on CPUs: say how many ranks with --tasks-per-node",
+        ),
+        (
+            job.gpus_per_node > 0 and job.tasks != job.gpus_per_node,
+            f"--tasks-per-node ({job.tasks}) must be --gpus-per-node ({job.gpus_per_node}): one "
+            "rank for each GPU; leave it out",
+        ),
+    ]
+    return broken(rules)
 
 
 # -- render

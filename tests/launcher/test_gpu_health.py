@@ -14,7 +14,7 @@ from clip_tools.doctor import expected_gpus, health_of_gpus
 from clip_train.metrics.nvml import GpuReadings, Nvml, open_nvml
 from tests.launcher.conftest import ROOT, clean_environment, until
 
-FAULTS = ("NVML_GPUS", "NVML_THROTTLED", "NVML_ECC", "NVML_REMAP", "NVML_SLOW", "NVML_OLD")
+FAULTS = ("NVML_GPUS", "NVML_THROTTLED", "NVML_ECC", "NVML_REMAP", "NVML_SLOW", "NVML_LOST", "NVML_MIG", "NVML_OLD")
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +66,29 @@ def test_a_missing_gpu_is_an_error(nvml, monkeypatch):
     found = list(health_of_gpus(nvml, 2))
     assert [f.level for f in found] == ["error", "ok"]
     assert found[0].message == "NVML sees 1 of 2 GPUs"
+
+
+def test_a_gpu_that_is_counted_but_does_not_answer_is_an_error(nvml, monkeypatch):
+    """As after Xid 79: nvidia-smi says `Unable to determine the device handle`."""
+    monkeypatch.setenv("NVML_LOST", "1")
+    found = list(health_of_gpus(nvml, 2))
+    assert [f.level for f in found] == ["ok", "error"]
+    assert found[1].message == "GPU 1 does not answer NVML" and "fallen off" in found[1].remedy
+
+
+def test_the_parts_of_a_gpu_are_not_missed(nvml, monkeypatch):
+    """Slurm gives 7 parts of a GPU, and NVML counts one."""
+    monkeypatch.setenv("NVML_GPUS", "1")
+    monkeypatch.setenv("NVML_MIG", "0")
+    assert [f.level for f in health_of_gpus(nvml, 7)] == ["ok"]
+
+
+def test_a_library_of_this_name_that_is_another_one(tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    file = tmp_path / "libother.so"
+    line = [compiler, "-shared", "-o", file, "-xc", "/dev/null"]
+    subprocess.run(line, check=True)
+    assert open_nvml(str(file)) is None
 
 
 def test_the_gpus_that_should_be_there(tmp_path):

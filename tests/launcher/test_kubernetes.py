@@ -15,7 +15,7 @@ import yaml
 from clip_train.errors import Preempted, UserError
 from clip_train.recipe.recipe import load_config
 from launcher.cli.main import main
-from launcher.kubernetes import WORK
+from launcher.kubernetes import WORK, resource_name
 
 SITE = """\
 gpus_per_node: 8
@@ -120,6 +120,9 @@ def test_an_exit_status_decides_what_follows(here, capsys):
         (["--dry-run", "--container=a", "--nodes=9"], "global_size (32) must be"),
         (["--dry-run", "--container=a", "checkpoint.resume=never"], "every start would be from step 0"),
         (["--dry-run", "--container=a", "run.dir=/scratch/a"], "is lost with its pod"),
+        (["--dry-run", "--container=a", "--tasks-per-node=4"], "--tasks-per-node (4) must be --gpus-per-node (8)"),
+        (["--dry-run", "--container=a", "--gpus-per-node=0"], "--gpus-per-node (0) is a job on CPUs"),
+        (["--dry-run", "--container=a", "--", "--qos=high"], "options of sbatch (--qos=high) have no meaning"),
         (["--dry-run", "--container=a", "data.val=https://me:word@host/0.tar"], "a ConfigMap is not secret"),
     ],
 )  # fmt: skip
@@ -133,3 +136,48 @@ def test_a_store_can_stand_in_for_a_volume(here, capsys):
     line = ["--dry-run", "--container=a"]
     assert submit(capsys, *line)[0] == 2
     assert submit(capsys, *line, "checkpoint.remote=s3://bucket/a")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{claims: {runs: work}}", "claims ({runs: work}) must be names of claims with absolute paths"),
+        ("{claims: {My_runs: /work}}", "must be names of claims with absolute paths"),
+        ("{secrets: [S3_keys]}", "must be names of Secrets"),
+        ("{shared_memory: 16GB}", "shared_memory ('16GB') must be a quantity of Kubernetes, such as 16Gi"),
+        ("{node_selector: {gpu: true}}", "node_selector ({gpu: true}) must be labels whose values are texts"),
+    ],
+)
+def test_what_the_cluster_would_refuse_is_a_mistake_of_the_site_file(here, capsys, text, said):
+    (here / "site.yaml").write_text(f"kubernetes: {text}\n")
+    status, _, err = submit(capsys, "--dry-run", "--container=a")
+    assert status == 2 and said in err, err
+
+
+def test_keys_that_only_slurm_reads_are_named(here, capsys):
+    (here / "site.yaml").write_text(f"{SITE}setup: [export NCCL_DEBUG=INFO]\n")
+    status, _, err = submit(capsys, "--dry-run", "--container=a", "--partition=gpu")
+    assert status == 0 and "does not use partition, setup of the site file or the command line" in err
+
+
+def test_runs_of_different_names_are_different_jobs():
+    """`kubectl apply` would give the recipe of one to the other, which takes it when it starts again."""
+    long = "vit-l14-datacomp-large-batch-with-a-schedule"
+    names = [f"{long}-lr1e-3", f"{long}-lr5e-4", "\u6a21\u578b1", "\u7248\u672c1", "on", "1", "My_run"]
+    found = [resource_name(name) for name in names]
+    assert len({*found}) == len(names) and found[-3:] == ["on", "run-1", "my-run"]
+    for name in found:
+        assert re.fullmatch(r"[a-z][a-z0-9-]{0,38}[a-z0-9]", name)
+
+
+def test_a_label_that_yaml_takes_for_a_boolean_stays_a_text(here, capsys):
+    """Kubernetes' reader takes y and n for booleans, too."""
+    labels = ["y", "N", "on", "yes", "true", "1", "1e3", "null"]
+    (here / "site.yaml").write_text(
+        f"{SITE.replace('gpu: h100', ', '.join(f'l{i}: {label!r}' for i, label in enumerate(labels)))}"
+    )
+    line = ["submit", "recipe.yaml", "run.dir=runs/a", "--to=kubernetes", "--dry-run", "--container=a"]
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    for i, label in enumerate(labels):
+        assert f" l{i}: '{label}'\n" in out

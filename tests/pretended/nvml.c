@@ -1,6 +1,7 @@
 /* A library that answers as NVIDIA's NVML does, for a node whose state is in the environment:
  * NVML_GPUS (their number), NVML_THROTTLED, NVML_ECC, NVML_REMAP, NVML_SLOW (the index of a GPU with
- * that fault), NVML_OLD=1 (a driver that knows little). Signatures and numbers are those of nvml.h. */
+ * that fault), NVML_LOST (the index of a GPU that is counted, but has fallen off the bus), NVML_MIG (of one that is
+ * divided), NVML_OLD=1 (a driver that knows little). Signatures and numbers are those of nvml.h. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +9,7 @@
 
 typedef struct { unsigned index; } Device;
 typedef struct { unsigned gpu, memory; } Utilization;
-enum { SUCCESS = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
+enum { SUCCESS = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, LOST = 15 };
 
 static Device devices[16];
 
@@ -35,6 +36,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) {
     if ((int)index >= number("NVML_GPUS", 2)) return INVALID;
+    if ((int)index == number("NVML_LOST", -1)) return LOST;
     devices[index].index = index;
     *device = &devices[index];
     return SUCCESS;
@@ -44,6 +46,12 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {
     unsigned index;
     if (sscanf(uuid, "GPU-0000000%u", &index) != 1) return NOT_FOUND;
     return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+
+int nvmlDeviceGetMigMode(Device *device, unsigned *now, unsigned *later) {
+    if (old()) return NOT_SUPPORTED;
+    *now = *later = is("NVML_MIG", device);
+    return SUCCESS;
 }
 
 int nvmlDeviceGetName(Device *device, char *name, unsigned length) {
