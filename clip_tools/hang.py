@@ -9,11 +9,12 @@ the ranks and NCCL wrote when they noticed the hang.
 
 import calendar
 import contextlib
+import os
 import re
 import secrets
 import shlex
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from launcher.runtime.hang import (
     read_nccl_dumps,
 )
 from launcher.runtime.verdict import VERDICT_FILE, read_verdict
-from launcher.runtime.watchdog import REQUEST_SECONDS, rank_of_run
+from launcher.runtime.watchdog import REQUEST_SECONDS, Phase, rank_of_run
 from launcher.slurm.attempts import History
 
 TIME = "%Y-%m-%dT%H:%M:%S%z"  # in attempts.jsonl
@@ -41,7 +42,8 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"  # in attempts.jsonl
 # each may ask its workers.
 ANSWER_SECONDS = 20.0
 LATE_SECONDS = 8.0  # after the newest answer: ranks that have not answered then will not
-ROUND_SECONDS = 2.0  # between the two rounds
+ROUND_SECONDS = 2.0  # between the two rounds; a usual step, if that takes longer
+MOST_ROUND_SECONDS = 120.0
 LINES_OF_STACK = 24  # shown of a rank
 STACKS_SHOWN = 2  # ranks
 REMEDIES = {
@@ -138,7 +140,15 @@ def at_step(one: Standing) -> str:
 
 def explain(run: str, overrides: list[str]) -> Report:
     """run: its folder, or its recipe. UserError if there is nothing to say."""
-    run_dir = find_run_dir(run, overrides)
+    try:
+        return explain_run(find_run_dir(run, overrides))
+    except PermissionError as e:
+        raise UserError(
+            f"--hang ({run}): {e.filename} is another user's ({e.strerror}); ask as the user who runs it"
+        ) from e
+
+
+def explain_run(run_dir: Path) -> Report:
     folder = run_dir / HANG
     starts = History(run_dir).of("start")
     # as rank 0 has recorded them at the newest start, if it came so far
@@ -148,14 +158,17 @@ def explain(run: str, overrides: list[str]) -> Report:
         begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
         return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
     stopped = {rank for rank, process in here.items() if process.is_stopped()}
-    world_size = max([world_size, *(rank + 1 for rank in here)])
-    first = ask_all(folder, world_size, stopped)
+    first = ask_all(folder, max([world_size, *(rank + 1 for rank in here)]), stopped)
+    world_size = ranks_in_all(first) or max([world_size, *(rank + 1 for rank in here)])
     if not first and not here:
         raise UserError(
             f"no rank of {run_dir} answers within {ANSWER_SECONDS:.0f} s: is it running, and is this "
             "its run.dir, on a file system that its nodes share?"
         )
-    time.sleep(ROUND_SECONDS)
+    # a GPU may compute for the whole step while its rank waits at one place
+    usual = max((answer["standing"].usual for answer in first.values()), default=0.0)
+    seconds = max(ROUND_SECONDS, min(usual, MOST_ROUND_SECONDS))
+    time.sleep(seconds)
     answers = ask_all(folder, world_size, set(range(world_size)) - first.keys())
     standings = {rank: answer["standing"] for rank, answer in answers.items()}
     texts = {rank: answer["stacks"] for rank, answer in answers.items()}
@@ -166,15 +179,15 @@ def explain(run: str, overrides: list[str]) -> Report:
         elif rank not in answers:
             pids[rank] = f"pid {process.pid} on this node does not answer"
             texts[rank] = stacks.ask(process)
-    world_size = max([world_size, *(one.world_size for one in standings.values())])
+    world_size = ranks_in_all(answers) or world_size
     moved = [
         rank
         for rank, one in standings.items()
-        if rank in first and one.progress() != first[rank]["standing"].progress()
+        if rank in first and has_moved(first[rank]["standing"], one, seconds)
     ]
     if moved and len(standings) == world_size:
         steps = {one.step for one in standings.values()}
-        state = f"{named(moved)} of {world_size} moved within {ROUND_SECONDS:.0f} s"
+        state = f"{named(moved)} of {world_size} moved within {seconds:.0f} s"
         if steps - {None}:
             state += f", at step {max(step for step in steps if step is not None)}"
         return Report(run_dir, world_size, Diagnosis("none", state), state, standings)
@@ -192,10 +205,24 @@ def explain(run: str, overrides: list[str]) -> Report:
     )
 
 
+def has_moved(before: Standing, now: Standing, seconds: float) -> bool:
+    """Whether a rank has made progress in this time. A loop that does not end moves from line to
+    line, so where it is counts only until a step has had its usual time."""
+    early, late = before.progress(), now.progress()
+    if now.phase == Phase.STEP.value and 0 < now.usual <= seconds:
+        late = late._replace(where=early.where)
+    return early != late
+
+
 def find_run_dir(run: str, overrides: list[str]) -> Path:
     place = Path(run)
-    if place.suffix in (".yaml", ".yml"):
+    if place.suffix in (".yaml", ".yml") and not place.is_dir():
         place = load_config(run, overrides).run_dir
+        if not place.is_dir():
+            raise UserError(
+                f"--hang ({run}): its run.dir ({place}) does not exist: the run has not started, or "
+                "not in this folder and on this disk"
+            )
     if not place.is_dir():
         raise UserError(f"--hang ({run}) must be the folder of a run, or its recipe")
     return place.resolve()
@@ -211,10 +238,26 @@ def local_ranks(run_dir: Path) -> dict[int, stacks.Answering]:
     return found
 
 
+def ranks_in_all(answers: Mapping[int, dict[str, Any]]) -> int:
+    """As those that answer know it, unlike an earlier start; 0 if none does."""
+    return max((answer["standing"].world_size for answer in answers.values()), default=0)
+
+
+def write_request(folder: Path, request: str) -> None:
+    """If root asks, folder and file belong to the user of the run: the ranks write there too.
+    PermissionError."""
+    LocalStorage(folder).put_bytes(REQUEST, request.encode())
+    owner = folder.parent.stat()
+    if os.geteuid() != owner.st_uid:
+        with contextlib.suppress(OSError):
+            for place in (folder, folder / REQUEST):
+                os.chown(place, owner.st_uid, owner.st_gid)
+
+
 def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[str, Any]]:
     """The answers of all ranks that answer, by rank. silent: ranks that are not waited for."""
     request = secrets.token_hex(8)
-    LocalStorage(folder).put_bytes(REQUEST, request.encode())
+    write_request(folder, request)
     answers: dict[int, dict[str, Any]] = {}
     newest = time.monotonic()  # when the newest answer came
     end = newest + ANSWER_SECONDS
@@ -225,8 +268,7 @@ def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[s
             if len(now) > len(answers):
                 newest = time.monotonic()
             answers = now
-            sizes = [answer["standing"].world_size for answer in answers.values()]
-            expected = set(range(max([world_size, *sizes]))) - silent
+            expected = set(range(ranks_in_all(answers) or world_size)) - silent
             # all have answered, or all others have long ago
             if (expected and expected <= answers.keys()) or (
                 answers and time.monotonic() - newest > LATE_SECONDS

@@ -142,6 +142,7 @@ class Standing:
     seconds: float  # since the phase, or the step, began
     where: str  # of the main thread
     waits: bool  # for other ranks
+    usual: float = 0.0  # seconds of a step, the median of the latest; 0: none yet
     data: str = ""  # if it waits for a batch: what the code that reads it does
     collectives: dict[str, list[Collective]] = field(default_factory=dict)  # by group
     members: dict[str, list[int]] = field(default_factory=dict)  # by group: its ranks

@@ -321,6 +321,7 @@ class Watchdog(Callback):
             seconds=round(time.monotonic() - self._since, 1),
             where=where,
             waits=waits,
+            usual=round(statistics.median([*self._steps] or [0.0]), 3),
             data=reading(frames, self._main),
             collectives=recorded(),
             members=group_members(),

@@ -6,16 +6,22 @@ import json
 import os
 import pickle
 import signal
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 
-from clip_tools.hang import explain
+from clip_tools.hang import explain, local_ranks
 from clip_train import dist, stacks
 from clip_train.errors import UserError
+from clip_train.storage.local import LocalStorage
 from clip_train.torch_internals import dump_collectives, group_members
 from launcher.cli.main import main
 from launcher.runtime import environment
@@ -23,6 +29,7 @@ from launcher.runtime.environment import NCCL_DUMP
 from launcher.runtime.hang import (
     ANSWER,
     HANG,
+    REQUEST,
     Collective,
     Standing,
     diagnose,
@@ -30,6 +37,8 @@ from launcher.runtime.hang import (
     read_nccl_dumps,
 )
 from launcher.runtime.verdict import VERDICT_FILE, read_verdict
+from launcher.runtime.watchdog import rank_of_run
+from launcher.slurm.attempts import History
 from tests.launcher import hangs
 from tests.launcher.conftest import ENDLESS, finish, kill, start, until, wait_for_step
 from tests.ranks import run_ranks
@@ -118,6 +127,99 @@ def test_nothing_answers(tmp_path):
     (tmp_path / VERDICT_FILE).write_text('DONE\n{"step": 3, "reason": "trained"}\n')
     with pytest.raises(UserError, match=r"has ended \(DONE: trained\), and no rank wrote about"):
         explain(str(tmp_path), [])
+
+
+def test_a_run_that_has_not_started(recipe):
+    with pytest.raises(UserError, match=r"its run\.dir \(.*run\) does not exist: the run has not"):
+        explain(str(recipe), [])
+
+
+@contextmanager
+def answering(run_dir: Path, *now: Callable[[], Standing]) -> Iterator[None]:
+    """Ranks as the doctor knows them: each answers its requests with where it is then."""
+    folder, over = run_dir / HANG, threading.Event()
+
+    def answer() -> None:
+        done = ""
+        while not over.wait(0.02):
+            with suppress(OSError):
+                request = (folder / REQUEST).read_text()
+                if request == done:
+                    continue
+                for each in now:
+                    content = {"standing": asdict(each()), "stacks": "thread Main:\n", "time": time.time()}
+                    name = ANSWER.format(rank=content["standing"]["rank"])
+                    text = json.dumps(content | {"request": request})
+                    LocalStorage(folder).put_bytes(name, text.encode())
+                done = request
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_an_earlier_start_with_more_ranks_does_not_count(tmp_path):
+    History(tmp_path).append("start", ranks=4)
+    steps = count()
+    ranks = [lambda rank=rank: standing(rank, step=next(steps)) for rank in range(2)]
+    with answering(tmp_path, *ranks):
+        report = explain(str(tmp_path), [])
+    assert not report.hangs and report.world_size == 2 and "did not answer" not in report.page()
+
+
+def test_a_rank_that_waits_for_a_long_step_makes_progress(tmp_path):
+    """Its main thread is at one place for the whole step, as with a GPU."""
+    begin, usual = time.monotonic(), 5.0
+
+    def now() -> Standing:
+        step = int((time.monotonic() - begin) / usual)
+        return standing(0, world_size=1, step=step, usual=usual, waits=True)
+
+    with answering(tmp_path, now):
+        report = explain(str(tmp_path), [])
+    assert not report.hangs and "moved within 5 s" in report.state
+
+
+def test_a_loop_that_does_not_end_is_no_progress(tmp_path):
+    places = count()
+    looping = lambda: standing(0, world_size=1, usual=0.1, where=f"in a.py:{next(places)} f")  # noqa: E731
+    with answering(tmp_path, looping):
+        report = explain(str(tmp_path), [])
+    assert report.diagnosis.cause == "code"
+
+
+def test_the_run_of_another_user(tmp_path):
+    """Root's request belongs to the user of the run, whose ranks answer beside it. Another user is told."""
+    if os.geteuid():
+        pytest.skip("only root can be another user")
+    os.chown(tmp_path, 12345, 12345)
+    seen = []
+
+    def now() -> Standing:
+        seen[:] = [(tmp_path / HANG).stat().st_uid, (tmp_path / HANG / REQUEST).stat().st_uid]
+        return standing(0, world_size=1)
+
+    with answering(tmp_path, now):
+        explain(str(tmp_path), [])
+    assert seen == [12345, 12345]
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(54321)
+            with pytest.raises(UserError, match="is another user's .* ask as the user who runs it"):
+                explain(str(tmp_path), [])
+            os.write(write, b"told")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        assert told.read() == b"told"
 
 
 # -- the flight recorder
@@ -268,13 +370,14 @@ def test_an_answer_that_cannot_be_read_is_left_out(tmp_path):
 # -- stacks by a signal
 
 
-def test_a_process_answers_a_signal_with_its_stacks():
-    assert stacks.SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2)
+@contextmanager
+def asked_by_signal(who: str) -> Iterator[int]:
+    """The pid of a process that has called `stacks.answer`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            stacks.answer("this test")
+            stacks.answer(who)
             os.write(write, b"x")
             while True:
                 signal.pause()
@@ -282,6 +385,27 @@ def test_a_process_answers_a_signal_with_its_stacks():
             os._exit(1)
     try:
         os.read(read, 1)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_rank_is_found_by_the_folder_of_its_run(tmp_path):
+    """Its path may be longer than a name in memory, and lead over a link."""
+    run_dir = tmp_path / ("long" * 50) / ("name" * 50)
+    run_dir.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run_dir)
+    with asked_by_signal(rank_of_run(3, tmp_path / "link")) as pid:
+        (found,) = local_ranks(run_dir).items()
+    assert (found[0], found[1].pid) == (3, pid) and local_ranks(tmp_path) == {}
+
+
+def test_a_process_answers_a_signal_with_its_stacks():
+    assert stacks.SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2)
+    with asked_by_signal("this test") as pid:
         (found,) = [each for each in stacks.processes() if each.pid == pid]
         assert found.who == "this test" and not found.is_stopped()
         first, second = stacks.ask(found), stacks.ask(found)
@@ -289,9 +413,4 @@ def test_a_process_answers_a_signal_with_its_stacks():
         os.kill(pid, signal.SIGSTOP)
         assert until(found.is_stopped)
         assert stacks.ask(found, seconds=0.3) == ""
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(read)
-        os.close(write)
     assert stacks.ask(found, seconds=0.3) == ""
