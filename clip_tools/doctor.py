@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from clip_tools.container import check_cores, check_locked_memory
 from clip_tools.shards.equal import describe
 from clip_tools.shards.index import index_shard
 from clip_train import dist
+from clip_train.data.config import first_samples
 from clip_train.data.decode import image_bytes
 from clip_train.data.invalid import InvalidSample
 from clip_train.data.pixels import is_transparent
-from clip_train.data.reader import read_shard
 from clip_train.data.tar import TarSample
 from clip_train.data.worker import shared_bytes
 from clip_train.errors import ClipTrainError, UserError
@@ -81,7 +81,7 @@ SLURM_SETTINGS = (  # name, a harmful value (a regular expression), its effect, 
     ),
 )  # fmt: skip
 MAX_SHARDS, MAX_SHARD_BYTES = 8, 4 << 30  # that are read together, to count equal captions
-LOOK_AT = 200  # samples of the first shard whose images are decoded
+LOOK_AT = 200  # samples whose images are decoded
 RATE_BYTES = 32 << 20  # written to a disk or a store to measure it
 SLOW_DISK, SLOW_STORE = 50e6, 5e6  # bytes per second, below which saves take long
 PAIRS_SHOWN = 4
@@ -219,7 +219,9 @@ def check_group(all_nodes: bool = False) -> Iterator[Finding]:
         options = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1"]
         start = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *options, sys.executable]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
+    # an empty part would be the working directory, where a user's random.py may be
+    paths = [str(ROOT), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # the ranks give up by themselves before
     done = subprocess.run(
         [*start, "-m", __name__],
@@ -379,7 +381,7 @@ def check_recipe(config: Recipe) -> Iterator[Finding]:
         f"from {len(shards)} of {num} shards: {pairs or 'few samples have equal captions'}",
         "set loss.groups=caption, and such pairs are not negatives of each other",
     )
-    transparent, looked = count_transparent(shards[0])
+    transparent, looked = count_transparent(first_samples(source.index, config.storage, MAX_SHARDS))
     yield warning_if(
         transparent > 0 and "alpha" not in config.data.model_fields_set,
         "images",
@@ -399,14 +401,13 @@ def shards_to_read(shards: Sequence[str]) -> list[str]:
     return some
 
 
-def count_transparent(shard: str) -> tuple[int, int]:
-    """The images with transparent pixels among the first of a shard, and how many were decoded."""
+def count_transparent(samples: Iterable[TarSample]) -> tuple[int, int]:
+    """The images with transparent pixels among the first samples, and how many were decoded."""
     transparent = looked = 0
-    for sample in itertools.islice(read_shard(shard), LOOK_AT):
+    for sample in itertools.islice(samples, LOOK_AT):
         with contextlib.suppress(InvalidSample):
-            if isinstance(sample, TarSample):
-                transparent += is_transparent(image_bytes(sample.members))
-                looked += 1
+            transparent += is_transparent(image_bytes(sample.members))
+            looked += 1
     return transparent, looked
 
 

@@ -635,7 +635,7 @@ def check_source(config: DataConfig, storage: StorageConfig | None = None) -> So
     raise first_error
 
 
-def _kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
+def kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
     """The samples of an open shard that `data.keep` keeps; without it, all. Raises as
     `iter_samples`."""
     kept = KeptRows(shard.kept)
@@ -644,6 +644,22 @@ def _kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
     for number, sample in enumerate(iter_samples(file, start.offset, is_read=is_kept)):
         if is_kept(number):
             yield sample
+
+
+def first_samples(index: ShardIndex, storage: StorageConfig, num_shards: int) -> Iterator[TarSample]:
+    """The samples that training reads of the first local shards, at most `num_shards`. A damaged
+    shard ends at its damage."""
+    for number, places in enumerate(index.places):
+        shard = index.shard(number)
+        is_left_out = index.kept is not None and not places
+        if is_left_out or is_remote(shard.url) or not os.path.isfile(local_path(shard.url)):
+            continue
+        if num_shards == 0:
+            return
+        num_shards -= 1
+        reading = Reading(storage, shard.entry.checksums if shard.entry else None)
+        with contextlib.suppress(TarError, OSError), open_shard(shard.url, reading) as file:
+            yield from kept_samples(file, shard)
 
 
 def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -> tuple[str, str]:
@@ -655,7 +671,7 @@ def _first_sample(indexed: IndexedShard, reading: Reading, config: DataConfig) -
     caption_key, stages = config.caption_key, config.stages or ()
     try:
         with open_shard(shard, reading) as file:
-            sample = next(_kept_samples(file, indexed), None)
+            sample = next(kept_samples(file, indexed), None)
     except TarError as e:
         raise UserError(
             f"data.train ({shard}) cannot be read as a tar file: {e}; write it again"
@@ -710,7 +726,7 @@ def _median_length(shard: IndexedShard, reading: Reading, config: DataConfig) ->
         return 0
     # damage of the shard is found and reported when it is read
     with contextlib.suppress(TarError, OSError), open_shard(shard.url, reading) as file:
-        for sample in itertools.islice(_kept_samples(file, shard), CAPTIONS_MEASURED):
+        for sample in itertools.islice(kept_samples(file, shard), CAPTIONS_MEASURED):
             with contextlib.suppress(InvalidSample):
                 members = benchmark.with_captions(sample.members, shard.url)
                 lengths.append(len(decode.texts_of(members, config.caption_key)[0]))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -68,6 +69,7 @@ def run(
     from clip_train.places import shipped
     from clip_train.recipe.recipe import load_config, with_samples
     from clip_train.yaml_text import load_yaml
+    from launcher.runtime.verdict import STOP_FILE
     from launcher.slurm.container import container_words
     from launcher.slurm.profile import load_site
     from launcher.slurm.scheduler import OUTAGE, run_command
@@ -123,12 +125,13 @@ def run(
         raise UserError(f"sbatch refused {folder / 'job.sbatch'}: {sent.stderr.strip()}")
     identity = sent.stdout.strip().split(";")[0]
     (folder / "submit.json").write_text(json.dumps(described | {"job": identity}, indent=2) + "\n")
-    log = f"{folder}/{config.run.name}-{identity}*.log"
+    log = shlex.quote(f"{folder}/{config.run.name}-{identity}") + "*.log"
+    shown, stop_file = (shlex.quote(str(place)) for place in (run_dir, run_dir / STOP_FILE))
     print(
         f"job {identity}: {job.nodes} nodes x {job.tasks} ranks, {job.time}, from {folder}",
-        f"watch:   clip-train watch {run_dir}; squeue -j {identity}; tail -F {log}",
+        f"watch:   clip-train watch {shown}; squeue -j {identity}; tail -F {log}",
         f"history: {run_dir / 'attempts.jsonl'}",
-        f"stop:    touch {run_dir / 'STOP'}   (saves first)",
+        f"stop:    touch {stop_file}   (saves first)",
         f"cancel:  scancel {identity}   (saves if Slurm lets it)",
         sep="\n",
     )

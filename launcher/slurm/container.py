@@ -28,7 +28,8 @@ KEPT = (
     "MASTER", "MASTER_ADDR", "MASTER_PORT",
     "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONSAFEPATH",
 )  # fmt: skip
-EXPORT = re.compile(r"\bexport\s+(\w+)=")
+EXPORT = re.compile(r"\bexport\s([^;&|]*)")
+NAME = re.compile(r"(?:^|\s)(\w+)=")
 
 
 def container_words(job: Site, recipe: dict[str, Any]) -> list[str]:
@@ -40,9 +41,12 @@ def container_words(job: Site, recipe: dict[str, Any]) -> list[str]:
         return []
     runtime = find_runtime(job)
     image = image_name(job.container, runtime)
-    mounts = [mount(runtime, place) for place in [*folders(recipe), *job.container_mounts]]
+    mounts = [mount(runtime, place) for place in folders(recipe)]
+    for place in job.container_mounts:  # SOURCE:TARGET as it is written
+        mounts.append(one_mount(place) if ":" in place else mount(runtime, place))
     if runtime == "pyxis":
-        names = {name for line in job.setup for name in EXPORT.findall(line)} - {"PATH"}
+        exports = [text for line in job.setup for text in EXPORT.findall(line)]
+        names = {name for text in exports for name in NAME.findall(text)} - {"PATH"}
         return [
             f"--container-image={image}",
             f"--container-mounts={','.join(mounts)}",
@@ -139,12 +143,22 @@ def local_folders(value: Any) -> Iterator[Path]:
 
 
 def mount(runtime: Runtime, place: str) -> str:
-    """A mount under the same path, or `SOURCE:TARGET` as it is written."""
+    """A mount under the same path. UserError."""
+    if ":" in place:
+        raise UserError(
+            f"a container cannot mount {place!r}, because of its colon; rename it, or choose another "
+            "place (run.dir, run.name)"
+        )
+    if runtime == "pyxis":
+        return one_mount(f"{place}:{place}")
+    return one_mount(place)
+
+
+def one_mount(place: str) -> str:
+    """UserError for a comma, which separates mounts."""
     if "," in place:
         raise UserError(
             f"a container cannot mount {place!r}, because of its comma; rename it, or mount a "
             "folder above it under another name (container_mounts)"
         )
-    if ":" in place or runtime != "pyxis":
-        return place
-    return f"{place}:{place}"
+    return place

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clip_train.data.keep import is_list
 from clip_train.errors import UserError, raise_all
 from clip_train.evaluate.config import IMAGENET
 from clip_train.places import shipped, split_places
@@ -151,7 +152,7 @@ def frozen_recipe(config: Recipe, base: Path) -> str:
     for section, key in (
         ("data", "train"), ("data", "val"),
         ("model", "name"), ("model", "init_from"), ("model", "init_image_from"),
-        ("model", "init_text_from"), ("model", "teacher"),
+        ("model", "init_text_from"), ("model", "teacher"), ("model", "teacher_name"),
         ("evaluate", "zero_shot_classes"), ("evaluate", "zero_shot_data"),
         ("engine", "ds_config"), ("checkpoint", "resume"),
     ):  # fmt: skip
@@ -159,9 +160,11 @@ def frozen_recipe(config: Recipe, base: Path) -> str:
         if isinstance(value, dict):
             recipe[section][key] = {name: absolute(each, base) for name, each in value.items()}
         elif isinstance(value, list):
-            recipe[section][key] = [absolute(each, base) for each in value]
+            recipe[section][key] = [each and absolute(each, base) for each in value]
         elif isinstance(value, str) and value != IMAGENET:
             recipe[section][key] = absolute(value, base)
+    if config.data.keep is not None and is_list(config.data.keep):
+        recipe["data"]["keep"] = absolute(config.data.keep, base)
     for one in (recipe["evaluate"]["sets"] or {}).values():
         one["data"] = absolute(one["data"], base)
         if one["classes"] not in (None, IMAGENET):

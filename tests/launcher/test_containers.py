@@ -59,7 +59,7 @@ def test_pyxis_gets_image_mounts_and_variables(here, data, capsys):
     install(here, "srun", "  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH")
     (here / "site.yaml").write_text(
         "{gpus_per_node: 1, local_paths: [], container_mounts: ['/scratch:/fast'],"
-        " setup: ['export NCCL_SOCKET_IFNAME=ib0']}\n"
+        " setup: ['module load x; export NCCL_SOCKET_IFNAME=ib0 NCCL_DEBUG=\"A B\" && true']}\n"
     )
     image, mounts, folder, variables = words(capsys, "--container=nvcr.io/nvidia/pytorch:25.09-py3")
     assert image == "--container-image=nvcr.io#nvidia/pytorch:25.09-py3"
@@ -68,7 +68,7 @@ def test_pyxis_gets_image_mounts_and_variables(here, data, capsys):
     mounted = [f"{place}:{place}" for place in (here / "run", here / "home/.aws", "/dev/shm")]
     assert set(mounted) <= set(mounts.removeprefix("--container-mounts=").split(","))
     assert f"{shards}:{shards}" in mounts and mounts.endswith(",/scratch:/fast")
-    assert {"NCCL_SOCKET_IFNAME", "PYTHONPATH", "MASTER_PORT"} <= set(
+    assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "PYTHONPATH", "MASTER_PORT"} <= set(
         variables.removeprefix("--container-env=").split(",")
     )
 
@@ -100,6 +100,10 @@ def test_the_runtime_can_be_named(here, capsys):
         (
             ["--container=image.sif", "--container-runtime=pyxis", "run.dir=a,b"],
             "because of its comma",
+        ),
+        (
+            ["--container=image.sif", "--container-runtime=apptainer", "run.dir=a:1"],
+            "/a:1', because of its colon",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,7 @@ from launcher.checks import PLACES, Finding, check_store, error, require_places
 from launcher.cli.main import entry, main
 from tests.data.shards import jpeg, write_shard
 from tests.data.test_equal import counted, told
-from tests.launcher.conftest import clean_environment, finish
+from tests.launcher.conftest import ROOT, clean_environment, finish
 from tests.ranks import run_ranks
 from tests.warm import Command
 
@@ -96,6 +97,22 @@ def test_all_nodes_are_those_of_a_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     with pytest.raises(UserError, match="--all-nodes needs a Slurm job: salloc --nodes N"):
         next(check_group(all_nodes=True))
+
+
+def test_the_group_does_not_import_from_the_working_directory(monkeypatch):
+    """Where a user's random.py may be: an empty part of PYTHONPATH is that folder."""
+    seen: dict[str, str] = {}
+
+    def run(line, *, env, **others):
+        seen.update(env)
+        return subprocess.CompletedProcess(line, 1, "", "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    for mine in ("", "/a:/b"):
+        monkeypatch.setenv("PYTHONPATH", mine)
+        (found,) = check_group()
+        assert found.level == "error"
+        assert seen["PYTHONPATH"] == ":".join([str(ROOT), *filter(None, [mine])])
 
 
 def partners() -> tuple[set[int], list[dict[int, float]]]:
@@ -292,6 +309,25 @@ def test_transparent_images_are_counted(recipe, tmp_path):
     assert found.level == "warning" and "1 of the first 2 images have transparent" in found.message
     assert "data.alpha=drop" in found.remedy
     assert findings(recipe, "images", train, "data.alpha=drop").level == "ok"
+
+
+def test_images_that_training_does_not_read_are_not_looked_at(recipe, tmp_path):
+    """The first shard has none that `data.keep` keeps, the second one of each kind."""
+    file = io.BytesIO()
+    Image.new("RGBA", (8, 8), (200, 0, 0, 90)).save(file, "PNG")
+    transparent, plain = ("png", file.getvalue()), ("jpg", jpeg(1))
+    for shard, samples in enumerate(
+        ([(transparent, 0)], [(transparent, 0), (plain, 1), (transparent, 1), (plain, 1)])
+    ):
+        members = []
+        for number, ((extension, image), score) in enumerate(samples):
+            members += [(f"{number}.{extension}", image), (f"{number}.txt", b"a")]
+            members.append((f"{number}.json", b'{"score": %d}' % score))
+        write_shard(tmp_path / f"{shard}.tar", members)
+    train = f"{tmp_path}/*.tar"
+    assert main(["index", train, "--columns", "json.score"]) == 0
+    found = findings(recipe, "images", f"data.train={train}", "data.keep=score > 0.5")
+    assert "1 of the first 3 images have transparent" in found.message
 
 
 def test_planted_faults_are_each_named(recipe, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from clip_train.recipe.recipe import load_config
+from clip_train.yaml_text import load_yaml
 from launcher.cli.main import main
 from launcher.slurm.profile import Site, load_site
 from launcher.slurm.submit import absolute, frozen_recipe
@@ -227,6 +228,15 @@ def test_relative_paths_are_frozen_absolute(here, tmp_path):
     assert f"remote: {tmp_path}/all/small" in frozen_recipe(config, tmp_path)
     config = load_config("recipe.yaml", ["checkpoint.remote=s3://all/small"])
     assert "remote: s3://all/small" in frozen_recipe(config, tmp_path)
+    for name in ("uids.npy", "teacher.json"):
+        (tmp_path / name).touch()
+    teachers = ["model.teacher=[s3://b/a, s3://b/b]", "model.teacher_name=[null, teacher.json]"]
+    config = load_config("recipe.yaml", ["data.keep=uids.npy", *teachers])
+    frozen = load_yaml(frozen_recipe(config, tmp_path))
+    assert frozen["data"]["keep"] == f"{tmp_path}/uids.npy"
+    assert frozen["model"]["teacher_name"] == [None, f"{tmp_path}/teacher.json"]
+    config = load_config("recipe.yaml", ["data.keep=shards > 1"])  # a column of that name
+    assert load_yaml(frozen_recipe(config, tmp_path))["data"]["keep"] == "shards > 1"
     config = load_config("recipe.yaml", ["data.val={a: 'shards/*.tar', b: 's3://b/x.tar'}"])
     assert f"a: {tmp_path}/shards/*.tar\n    b: s3://b/x.tar" in frozen_recipe(config, tmp_path)
 
