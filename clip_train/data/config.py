@@ -646,7 +646,9 @@ def kept_samples(file: BinaryIO, shard: IndexedShard) -> Iterator[TarSample]:
             yield sample
 
 
-def first_samples(index: ShardIndex, storage: StorageConfig, num_shards: int) -> Iterator[TarSample]:
+def first_samples(
+    index: ShardIndex, storage: StorageConfig, num_shards: int
+) -> Iterator[TarSample]:
     """The samples that training reads of the first local shards, at most `num_shards`. A damaged
     shard ends at its damage."""
     for number, places in enumerate(index.places):

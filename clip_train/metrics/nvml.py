@@ -120,16 +120,18 @@ class Nvml:
     def handle(self, index: int) -> Any:
         """None for a GPU that does not answer: it is counted, but has fallen off the bus."""
         handle = ctypes.c_void_p()
-        done = self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        done = self._call(
+            "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)
+        )
         return handle if done else None
 
     def is_divided(self) -> bool:
         """Whether a GPU is divided by MIG. Its parts are GPUs to Slurm and CUDA, and not to `count`."""
         modes = [ctypes.c_uint(), ctypes.c_uint()]  # now, and from the next reset on
         for handle in filter(None, map(self.handle, range(self.count()))):
-            if self._call("nvmlDeviceGetMigMode", handle, *map(ctypes.byref, modes)):
-                if modes[0].value:
-                    return True
+            known = self._call("nvmlDeviceGetMigMode", handle, *map(ctypes.byref, modes))
+            if known and modes[0].value:
+                return True
         return False
 
     def handle_of(self, uuid: str) -> Any:

@@ -28,7 +28,15 @@ def train(
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "PYTHONPATH": str(ROOT),
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_TOKEN": "a secret",
     }  # fmt: skip
-    line = [sys.executable, "-m", "launcher", "train", recipe, "--hostfile", hostfile or hosts / "hostfile"]
+    line = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "train",
+        recipe,
+        "--hostfile",
+        hostfile or hosts / "hostfile",
+    ]
     return subprocess.Popen(
         [SETUP, "exec", hosts, "h1", "bash", "-c", 'cd "$0"; exec "$@"', recipe.parent, *line, *overrides],
         env=environ,
@@ -111,5 +119,7 @@ def test_a_host_without_the_folder_is_named(hosts, recipe, tmp_path):
         call(SETUP, "exec", hosts, "h2", "umount", tmp_path)
     assert status == 1, out
     assert f"h2: its ranks were not started, with the message above; that host needs {here}" in out
-    status, out = finish(train(hosts, here / "recipe.yaml", "run.steps=2", "schedule.warmup_steps=0"))
+    status, out = finish(
+        train(hosts, here / "recipe.yaml", "run.steps=2", "schedule.warmup_steps=0")
+    )
     assert status == 0, out

@@ -14,7 +14,16 @@ from clip_tools.doctor import expected_gpus, health_of_gpus
 from clip_train.metrics.nvml import GpuReadings, Nvml, open_nvml
 from tests.launcher.conftest import ROOT, clean_environment, until
 
-FAULTS = ("NVML_GPUS", "NVML_THROTTLED", "NVML_ECC", "NVML_REMAP", "NVML_SLOW", "NVML_LOST", "NVML_MIG", "NVML_OLD")
+FAULTS = (
+    "NVML_GPUS",
+    "NVML_THROTTLED",
+    "NVML_ECC",
+    "NVML_REMAP",
+    "NVML_SLOW",
+    "NVML_LOST",
+    "NVML_MIG",
+    "NVML_OLD",
+)
 
 
 @pytest.fixture(scope="session")

@@ -147,7 +147,11 @@ def answering(run_dir: Path, *now: Callable[[], Standing]) -> Iterator[None]:
                 if request == done:
                     continue
                 for each in now:
-                    content = {"standing": asdict(each()), "stacks": "thread Main:\n", "time": time.time()}
+                    content = {
+                        "standing": asdict(each()),
+                        "stacks": "thread Main:\n",
+                        "time": time.time(),
+                    }
                     name = ANSWER.format(rank=content["standing"]["rank"])
                     text = json.dumps(content | {"request": request})
                     LocalStorage(folder).put_bytes(name, text.encode())
@@ -211,7 +215,9 @@ def test_the_run_of_another_user(tmp_path):
     if pid == 0:
         try:
             os.setuid(54321)
-            with pytest.raises(UserError, match="is another user's .* ask as the user who runs it"):
+            with pytest.raises(
+                UserError, match=r"is another user's .* ask as the user who runs it"
+            ):
                 explain(str(tmp_path), [])
             os.write(write, b"told")
         finally:

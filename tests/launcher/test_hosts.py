@@ -57,7 +57,10 @@ def test_addresses_of_this_machine():
         ("127.0.0.1 slots=0\n", "line 1: slots (0) must be at least 1"),
         ("127.0.0.1\nnode2:8\n", "line 2: 'node2:8' is not `NAME slots=N`"),
         ("127.0.0.1\n-Fnode2\n", "line 2: '-Fnode2' is not `NAME slots=N`"),
-        ("192.0.2.7\nlocalhost\n", "has localhost for this machine, which each other host takes for"),
+        (
+            "192.0.2.7\nlocalhost\n",
+            "has localhost for this machine, which each other host takes for",
+        ),
         (f"{HERE}\nlocalhost\n192.0.2.7\n", f"under several names: {HERE}, localhost; keep"),
         (None, "cannot be read: No such file"),
     ],
@@ -95,8 +98,8 @@ def ssh(tmp_path, monkeypatch) -> Path:
 
 def test_variables_travel_in_the_connection(ssh, monkeypatch):
     sent = {
-        "HTTPS_PROXY": "http://me:word@proxy:1", "no_proxy": "local", "TORCHINDUCTOR_CACHE_DIR": "/c", "FI_PROVIDER": "efa",
-        "AWS_SECRET_ACCESS_KEY": "word", "SSL_CERT_FILE": "/c.pem",
+        "HTTPS_PROXY": "http://me:word@proxy:1", "no_proxy": "local", "TORCHINDUCTOR_CACHE_DIR": "/c",
+        "FI_PROVIDER": "efa", "AWS_SECRET_ACCESS_KEY": "word", "SSL_CERT_FILE": "/c.pem",
     }  # fmt: skip
     kept = {"CUDA_VISIBLE_DEVICES": "1", "RANK": "0", "SSH_AUTH_SOCK": "/s"}
     for name, value in (sent | kept).items():

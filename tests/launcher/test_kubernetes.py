@@ -141,11 +141,20 @@ def test_a_store_can_stand_in_for_a_volume(here, capsys):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("{claims: {runs: work}}", "claims ({runs: work}) must be names of claims with absolute paths"),
+        (
+            "{claims: {runs: work}}",
+            "claims ({runs: work}) must be names of claims with absolute paths",
+        ),
         ("{claims: {My_runs: /work}}", "must be names of claims with absolute paths"),
         ("{secrets: [S3_keys]}", "must be names of Secrets"),
-        ("{shared_memory: 16GB}", "shared_memory ('16GB') must be a quantity of Kubernetes, such as 16Gi"),
-        ("{node_selector: {gpu: true}}", "node_selector ({gpu: true}) must be labels whose values are texts"),
+        (
+            "{shared_memory: 16GB}",
+            "shared_memory ('16GB') must be a quantity of Kubernetes, such as 16Gi",
+        ),
+        (
+            "{node_selector: {gpu: true}}",
+            "node_selector ({gpu: true}) must be labels whose values are texts",
+        ),
     ],
 )
 def test_what_the_cluster_would_refuse_is_a_mistake_of_the_site_file(here, capsys, text, said):
@@ -157,13 +166,23 @@ def test_what_the_cluster_would_refuse_is_a_mistake_of_the_site_file(here, capsy
 def test_keys_that_only_slurm_reads_are_named(here, capsys):
     (here / "site.yaml").write_text(f"{SITE}setup: [export NCCL_DEBUG=INFO]\n")
     status, _, err = submit(capsys, "--dry-run", "--container=a", "--partition=gpu")
-    assert status == 0 and "does not use partition, setup of the site file or the command line" in err
+    assert (
+        status == 0 and "does not use partition, setup of the site file or the command line" in err
+    )
 
 
 def test_runs_of_different_names_are_different_jobs():
     """`kubectl apply` would give the recipe of one to the other, which takes it when it starts again."""
     long = "vit-l14-datacomp-large-batch-with-a-schedule"
-    names = [f"{long}-lr1e-3", f"{long}-lr5e-4", "\u6a21\u578b1", "\u7248\u672c1", "on", "1", "My_run"]
+    names = [
+        f"{long}-lr1e-3",
+        f"{long}-lr5e-4",
+        "\u6a21\u578b1",
+        "\u7248\u672c1",
+        "on",
+        "1",
+        "My_run",
+    ]
     found = [resource_name(name) for name in names]
     assert len({*found}) == len(names) and found[-3:] == ["on", "run-1", "my-run"]
     for name in found:
@@ -176,7 +195,14 @@ def test_a_label_that_yaml_takes_for_a_boolean_stays_a_text(here, capsys):
     (here / "site.yaml").write_text(
         f"{SITE.replace('gpu: h100', ', '.join(f'l{i}: {label!r}' for i, label in enumerate(labels)))}"
     )
-    line = ["submit", "recipe.yaml", "run.dir=runs/a", "--to=kubernetes", "--dry-run", "--container=a"]
+    line = [
+        "submit",
+        "recipe.yaml",
+        "run.dir=runs/a",
+        "--to=kubernetes",
+        "--dry-run",
+        "--container=a",
+    ]
     assert main(line) == 0
     out = capsys.readouterr().out
     for i, label in enumerate(labels):
