@@ -246,12 +246,18 @@ def ranks_in_all(answers: Mapping[int, dict[str, Any]]) -> int:
 def write_request(folder: Path, request: str) -> None:
     """If root asks, folder and file belong to the user of the run: the ranks write there too.
     PermissionError."""
+    folder.mkdir(exist_ok=True)
+    give_to_owner(folder)
     LocalStorage(folder).put_bytes(REQUEST, request.encode())
-    owner = folder.parent.stat()
+    give_to_owner(folder / REQUEST)
+
+
+def give_to_owner(place: Path) -> None:
+    """To the owner of the folder that it is in, if this process may do that."""
+    owner = place.parent.stat()
     if os.geteuid() != owner.st_uid:
         with contextlib.suppress(OSError):
-            for place in (folder, folder / REQUEST):
-                os.chown(place, owner.st_uid, owner.st_gid)
+            os.chown(place, owner.st_uid, owner.st_gid)
 
 
 def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[str, Any]]:
