@@ -13,6 +13,7 @@ import pytest
 from tests.data.shards import write_dataset
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 300.0  # seconds, on a machine that is slow
 MOUNT = 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && shift && exec "$@"'
 FILL = """
 import errno, os, sys
@@ -77,7 +78,7 @@ def run_in(size: str, code: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
