@@ -73,6 +73,7 @@ def test_put_read_list_delete(storage: SftpStorage, folder: Folder, tmp_path: Pa
     assert [each.name for each in storage.list("b")] == ["b/big", "b/two"]
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
     assert storage.read_bytes("b/big", 7, 900_000) == DATA[7:900_000]
+    assert storage.read_bytes("b/two", 1) == b"22"  # to the end
     for ask in (storage.read_bytes, storage.size, lambda name: storage.read_bytes(name, 0, 5)):
         with pytest.raises(FileNotFoundError):
             ask("b/none")

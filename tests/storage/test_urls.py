@@ -1,5 +1,6 @@
 """Paths and URLs of shards. `memory://` stands for every fsspec protocol."""
 
+import importlib.util
 import socket
 import time
 import uuid
@@ -162,6 +163,7 @@ def test_any_remote_storage_can_be_written_to(scheme: str, tmp_path: Path) -> No
     assert storage.list("b") == [Entry("b/file", 7), Entry("b/two", 3)]
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
     assert storage.read_bytes("b/file", 1, 3) == b"on"
+    assert storage.read_bytes("b/two", 1) == b"22"  # to the end
     assert storage.put_bytes("once", b"first", if_absent=True)
     assert not storage.put_bytes("once", b"second", if_absent=True)
     assert storage.read_bytes("once") == b"first"
@@ -194,6 +196,9 @@ def test_brackets_of_a_host_are_no_pattern() -> None:
 def test_an_unknown_protocol_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="not a URL that fsspec can open"):
         open_read("s4://bucket/key")
+    if importlib.util.find_spec("gcsfs") is None:
+        with pytest.raises(UserError, match=r"gcsfs.*; install it, or use storage\.client=obstore"):
+            open_storage("gs://bucket/key", client="fsspec")
 
 
 @pytest.fixture
