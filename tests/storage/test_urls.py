@@ -11,7 +11,7 @@ from typing import Any, cast
 import obstore
 import pytest
 
-from clip_train.checkpoint.config import preflight
+from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.data.shards import expand, expand_braces
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Entry
@@ -199,6 +199,22 @@ def test_an_unknown_protocol_is_the_users_mistake() -> None:
     if importlib.util.find_spec("gcsfs") is None:
         with pytest.raises(UserError, match=r"gcsfs.*; install it, or use storage\.client=obstore"):
             open_storage("gs://bucket/key", client="fsspec")
+
+
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [
+        ("s3://", "write s3://bucket/prefix"),
+        ("fsspec+s3://", r"write fsspec\+s3://bucket/prefix"),
+        ("gs://b*/run", "write gs://bucket/prefix"),
+        ("az:///run", "write az://bucket/prefix"),
+        ("sftp://host", "write sftp://host/path"),
+        ("simplecache::s3://bucket/run", "simplecache:: is for reading; leave simplecache:: out"),
+    ],
+)
+def test_a_wrong_place_for_checkpoints_is_the_recipes_mistake(remote: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"checkpoint.remote.*{message}"):
+        CheckpointConfig(remote=remote)
 
 
 @pytest.fixture
