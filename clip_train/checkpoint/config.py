@@ -12,11 +12,13 @@ from pydantic import Field
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
+from clip_train.places import CACHES
 from clip_train.settings import Messages, Place, Removed, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
-from clip_train.storage.urls import is_remote, local_path, open_storage
+from clip_train.storage.redact import redact
+from clip_train.storage.urls import STORES, is_remote, local_path, open_storage
 
 
 class CheckpointConfig(Settings):
@@ -84,9 +86,17 @@ class CheckpointConfig(Settings):
 
     @rule
     def _names_a_bucket(self) -> Messages:
-        if self.remote is not None and self.remote.lower().startswith(("s3://", "s3a://")):
+        if self.remote is None:
+            return
+        scheme = re.split("://|::", self.remote)[0].lower()
+        if scheme in CACHES:
+            yield (
+                f"checkpoint.remote ({redact(self.remote)}): {scheme}:: is for reading; leave "
+                f"{scheme}:: out"
+            )
+        elif scheme in STORES:
             try:
-                open_storage(self.remote)
+                open_storage(self.remote, client="obstore")  # asks for no other package
             except UserError as e:
                 yield f"checkpoint.remote: {e}"
 
