@@ -73,7 +73,7 @@ MOMENTS = {  # what the run asks of the server then: (weight, expression); None:
     "uploading": (5, r"PUT \S+/run/ckpt/\S+\.safetensors"),
     "manifest": (2, r"PUT \S+/_MANIFEST"),
     "committing": (4, r"PUT \S+/run/commit/"),
-    "removing": (4, r"DELETE \S+/run/(commit|ckpt)/"),
+    "removing": (4, r"DELETE \S+/run/(commit|ckpt)/|POST \S+comp=batch"),  # the second: Azure's
     "fetching": (2, r"GET \S+\.safetensors"),
     "any": (2, None),
 }

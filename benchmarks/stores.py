@@ -1,8 +1,9 @@
 """How fast checkpoints go to a store and come back, and shards are read, beside the store's own client.
 
 One file of 256 MiB (`--quick`: 64) at each store (`--store`): a real S3 server (LocalStack, from scripts/setup_s3.sh;
-with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) through obstore (`s3`) and through s3fs (`fsspec+s3`). Ours and the
-client's own, in turn, several times; the medians of the rates and of their ratios.
+with CLIP_TRAIN_S3_SERVER=ceph Ceph's gateway) through obstore (`s3`) and through s3fs (`fsspec+s3`); Azurite, from
+scripts/setup_clouds.sh, and tests/clouds/gcs_server.py through obstore; an sshd through paramiko. Ours and the client's
+own, in turn, several times; the medians of the rates and of their ratios.
 
 - upload: `put_file` of the storage, and the client's own upload, with parts of the same size, as many at a time.
 - resume: a checkpoint is resumed from in an empty folder, until all of its state is there and verified by sha256; and
@@ -17,20 +18,21 @@ most. Absolute figures are this machine's and this server's. With `--json FILE`,
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
-from common import finish, output_of, parser
+from common import finish, output_of, parser, rows_of_others
 
 from clip_train.checkpoint.config import CheckpointConfig
 from clip_train.checkpoint.manager import CheckpointManager, Saved
@@ -38,9 +40,11 @@ from clip_train.storage.blocks import SUM_DIGITS, Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.object_store import PARALLEL
 from clip_train.storage.remote import PART_BYTES
+from clip_train.storage.sftp_store import CONFIG
 from clip_train.storage.urls import open_read, open_storage
 from clip_train.task import Fragment
-from tests.s3.server import Server, chosen
+from tests.clouds.sshd import Sshd
+from tests.s3.places import SERVERS, missing
 
 TARGETS = {
     "upload": "at least 0.9 of the rate of the store's own client",
@@ -53,28 +57,20 @@ BLOCK_BYTES = 4 << 20  # of a shard: `clip-train index` writes one checksum for 
 
 @dataclass(frozen=True)
 class Client:
-    """A store's own client. A key is relative to the bucket."""
+    """A store's own client. A key is relative to the URL that it was made for."""
 
     upload: Callable[[Path, str], Any]
     download: Callable[[str, Path], Any]
     read: Callable[[str, int, int], bytes]  # key, begin, end
 
 
-@dataclass(frozen=True)
-class Store:
-    server: Callable[[], type[Server]]
-    client: Callable[[str], Client]  # for this bucket
-
-
-def obstore_client(bucket: str) -> Client:
+def obstore_client(url: str) -> Client:
     import obstore
 
-    store = obstore.store.S3Store(
-        bucket,
-        endpoint=os.environ["AWS_ENDPOINT_URL"],
-        client_options={"allow_http": True},
-        checksum_algorithm="sha256",
-    )
+    options: dict[str, Any] = {"client_options": {"allow_http": True}}
+    if url.startswith("s3://"):
+        options |= {"endpoint": os.environ["AWS_ENDPOINT_URL"], "checksum_algorithm": "sha256"}
+    store = obstore.store.from_url(url, **options)
 
     def download(key: str, path: Path) -> None:
         with path.open("wb") as file:
@@ -90,10 +86,11 @@ def obstore_client(bucket: str) -> Client:
     )
 
 
-def s3fs_client(bucket: str) -> Client:
+def s3fs_client(url: str) -> Client:
     import s3fs
 
     system = s3fs.S3FileSystem(skip_instance_cache=True)
+    bucket = urlsplit(url).netloc
     return Client(
         lambda path, key: system.put_file(
             str(path), f"{bucket}/{key}", chunksize=PART_BYTES, max_concurrency=PARALLEL
@@ -103,10 +100,56 @@ def s3fs_client(bucket: str) -> Client:
     )
 
 
-STORES = {
-    "s3": Store(chosen, obstore_client),
-    "fsspec+s3": Store(chosen, s3fs_client),
+def paramiko_client(url: str) -> Client:
+    import paramiko
+
+    place = urlsplit(url)
+    config = paramiko.SSHConfig.from_path(os.environ[CONFIG]).lookup(place.hostname or "")
+    ssh = paramiko.SSHClient()
+    ssh.load_host_keys(config["userknownhostsfile"])
+    keys = config["identityfile"]
+    ssh.connect(place.hostname or "", place.port or 22, config["user"], key_filename=keys)
+    sftp = ssh.open_sftp()
+
+    def read(key: str, begin: int, end: int) -> bytes:
+        with sftp.open(f"{place.path}/{key}") as file:
+            return b"".join(file.readv([(begin, end - begin)]))
+
+    return Client(
+        lambda path, key: sftp.put(str(path), f"{place.path}/{key}"),
+        lambda key, path: sftp.get(f"{place.path}/{key}", str(path)),
+        read,
+    )
+
+
+CLIENTS: dict[str, Callable[[str], Client]] = {  # by store: for this URL
+    "s3": obstore_client,
+    "fsspec+s3": s3fs_client,
+    "az": obstore_client,
+    "gs": obstore_client,
+    "sftp": paramiko_client,
 }
+
+
+@contextmanager
+def served(store: str, folder: Path) -> Iterator[str]:
+    """The URL of an empty bucket at a server of its own, or of an empty folder."""
+    if store == "sftp":
+        served_folder = folder / "served"
+        served_folder.mkdir()
+        with Sshd() as sshd:
+            os.environ |= sshd.environment()
+            yield sshd.url(served_folder)
+        return
+    server = SERVERS[store]()().start()
+    try:
+        os.environ |= server.environment()
+        bucket = f"stores-{uuid.uuid4().hex[:8]}"
+        server.put(bucket)
+        yield f"{store}://{bucket}"
+    finally:
+        server.stop()
+
 
 MEMORY = """
 import sys
@@ -153,12 +196,8 @@ def checksums_of(path: Path) -> Checksums:
 
 def measure(name: str, num_bytes: int, repeats: int, folder: Path) -> list[dict[str, Any]]:
     """A row for each of upload, resume and shards at this store."""
-    bucket = f"stores-{uuid.uuid4().hex[:8]}"
-    server = STORES[name].server()().start()
-    try:
-        os.environ |= server.environment()
-        server.put(bucket)
-        url, client = f"{name}://{bucket}", STORES[name].client(bucket)
+    with served(name, folder) as url:
+        client = CLIENTS[name](url)
         fragments = fragments_of(num_bytes)
         path = saved(f"{url}/run", fragments, folder / "first")
         key = f"run/{path.relative_to(folder / 'first').as_posix()}"
@@ -201,8 +240,6 @@ def measure(name: str, num_bytes: int, repeats: int, folder: Path) -> list[dict[
                 ours, own = (path.stat().st_size / seconds(action) / 1e6 for action in pair)
                 rates[what].append((ours, own))
         client_kib, grown_kib = map(int, output_of("-c", MEMORY, url, str(path)).split())
-    finally:
-        server.stop()
     rows = []
     for what, measured in rates.items():
         ours, own = (statistics.median(each) for each in zip(*measured, strict=True))
@@ -238,25 +275,17 @@ def resumed(url: str, fragments: list[Fragment], folder: Path) -> None:
     manager.close()
 
 
-def rows_of_others(path: str | None, stores: list[str]) -> list[dict[str, Any]]:
-    """The rows that the file has of other stores."""
-    if path is None or not Path(path).exists():
-        return []
-    rows = json.loads(Path(path).read_text())["rows"]
-    return [row for row in rows if row["store"] not in stores]
-
-
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--store", nargs="+", choices=STORES, default=list(STORES))
+    arguments.add_argument("--store", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     args = arguments.parse_args()
     torch.set_num_threads(1)
     num_bytes, repeats = (64 << 20, 3) if args.quick else (256 << 20, 5)
-    missed = [why for store in args.store if (why := STORES[store].server().missing())]
+    missed = [why for store in args.store if (why := missing(store))]
     if missed:
         print(*missed, sep="\n")
         return 1
-    rows = rows_of_others(args.json, args.store)
+    rows: list[dict[str, Any]] = rows_of_others(args.json, "store", args.store)
     for store in args.store:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(store, num_bytes, repeats, Path(folder))

@@ -18,6 +18,7 @@ import urllib.parse
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
 from email.utils import format_datetime
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from xml.sax.saxutils import escape
 
@@ -41,7 +42,7 @@ class Stored:
     generation: int
     changed: datetime.datetime
 
-    @property
+    @cached_property
     def etag(self) -> str:
         return f'"{hashlib.md5(self.data).hexdigest()}"'
 

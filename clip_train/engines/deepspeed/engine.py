@@ -26,6 +26,7 @@ from clip_train.engines import MakeOptimizer
 from clip_train.engines.base import LOSS_REMEDY, Engine, Piece
 from clip_train.engines.compile import compile_units, units
 from clip_train.engines.deepspeed.config import build_ds_config
+from clip_train.engines.deepspeed.gradient_order import InOrder
 from clip_train.engines.deepspeed.internals import delay_loss_scale, forget_gradients, fragment_of
 from clip_train.engines.linear import convert
 from clip_train.errors import UserError
@@ -236,6 +237,10 @@ class DeepSpeedEngine(Engine):
             engine.enable_backward_allreduce = False
         # stages 2 and 3: open from a step's first backward to `_reduce`
         self._reduction: contextlib.ExitStack | None = None
+        # the same stages, reduced after each backward
+        self._in_order: InOrder | None = None
+        if stage >= 2 and not self.reduce_once:
+            self._in_order = InOrder(engine.module, engine.optimizer)
         # Whether DeepSpeed's own step is avoided, which asks the device for the norm, two to four
         # times. fp16 has to look for an overflow, masters on the CPU wait in any case.
         self.direct = stage < 3 and not engine.fp16_enabled() and not self.offloaded
@@ -266,6 +271,8 @@ class DeepSpeedEngine(Engine):
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.close()
+        elif self._in_order is not None:
+            self._in_order.agree()
         elif self.stage < 2:
             self.engine.allreduce_gradients()
 
@@ -282,6 +289,8 @@ class DeepSpeedEngine(Engine):
 
     def discard_gradients(self) -> None:
         self.engine.zero_grad()
+        if self._in_order is not None:
+            self._in_order.forget()
         if self.stage:
             forget_gradients(self.engine.optimizer)
             if self._reduction is not None:
