@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         clip-train train recipes/vit_b32.yaml                   all GPUs; the same line again resumes
         clip-train train recipes/vit_b32.yaml run.name=try batch.global_size=8192 optim.lr=1e-3
         clip-train train recipes/vit_b32.yaml --ranks 2         two ranks, without a launcher
-        clip-train train recipes/vit_b32.yaml --hostfile hosts  several hosts, over ssh
+        clip-train train recipes/vit_b32.yaml --hostfile hosts   several hosts, over ssh
         """,
     )
     add_recipe(parser)

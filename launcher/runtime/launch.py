@@ -237,7 +237,7 @@ def wait(processes: Sequence[Started], together_seconds: float, node: Node, rank
 
 def report_lost_host(processes: Sequence[Started], node: Node, ranks: int) -> bool:
     """If another host has failed before its ranks had joined, end the ranks that wait for it. False:
-    rank 0 cannot be told yet."""
+    rank 0 does not answer yet."""
     hosts = [process for process in processes if isinstance(process, RemoteHost)]
     for number, host in enumerate(hosts, 1):
         if host.poll():

@@ -80,10 +80,8 @@ def test_each_pod_is_a_node_that_finds_the_first_one(here, tmp_path, capsys):
 
 
 def test_the_recipe_in_the_job_can_be_read_and_edited(here, capsys):
-    assert (
-        main(["submit", "recipe.yaml", "--to=kubernetes", "--dry-run", "--container=me/clip:1"])
-        == 0
-    )
+    line = ["recipe.yaml", "run.dir=runs/a", "--to=kubernetes", "--dry-run"]
+    assert main(["submit", *line, "--container=me/clip:1"]) == 0
     assert "\n  recipe.yaml: |\n    run:\n      name: " in capsys.readouterr().out
 
 
