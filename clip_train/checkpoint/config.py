@@ -101,23 +101,22 @@ class CheckpointConfig(Settings):
                 yield f"checkpoint.remote: {e}"
 
 
-# -- the path in `checkpoint.resume`
+# -- the checkpoints at a path, as in `checkpoint.resume`
 
 
-def locate(path: str) -> tuple[str, CommitRef | None]:
+def locate(path: str, key: str | None = None) -> tuple[str, CommitRef | None]:
     """The root of the checkpoints at `path`, and the checkpoint if `path` names one (else None).
 
-    UserError if there are no checkpoints; CheckpointError.
+    key: of the recipe that has this path. UserError if there are no checkpoints; CheckpointError.
     """
+    name = path if key is None else f"{key} ({path})"
     remote = is_remote(path)
     place = path.rstrip("/")
     if not remote:
         absolute = local_path(path).resolve()
         if not absolute.exists():
-            raise UserError(
-                f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that "
-                "exists"
-            )
+            remedy = "correct it" if key is None else "use auto, must, never, or a path that exists"
+            raise UserError(f"{name}: no such path; {remedy}")
         place = absolute.as_posix()
     roots = [place, f"{place}/checkpoints"]
     ref = None
@@ -133,13 +132,12 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
             else:
                 has_commits = Path(root, "commit").is_dir()
         except OSError as e:
-            raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
+            raise CheckpointError(f"{name} cannot be read: {e}") from e
         if has_commits:
             return root, ref
     raise UserError(
-        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its "
-        "checkpoint.remote, its checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* "
-        "in it"
+        f"{name} holds no checkpoints; give a run's folder, its checkpoints folder or "
+        "checkpoint.remote, or one checkpoint's commit/*.json or ckpt/*/* in it"
     )
 
 

@@ -62,7 +62,10 @@ def read_hostfile(path: str) -> list[Host]:
     if twice:
         raise UserError(f"--hostfile ({path}) has {', '.join(twice)} twice; remove one line")
     if len({host.slots for host in hosts}) > 1:
-        raise UserError(f"--hostfile ({path}): all hosts must have the same number of slots")
+        numbers = ", ".join(f"{host.name} {host.slots or 'none'}" for host in hosts)
+        raise UserError(
+            f"--hostfile ({path}): all hosts must have the same number of slots; found {numbers}"
+        )
     here = [host for host in hosts if is_this_machine(host.name)]
     if not here:
         raise UserError(
@@ -112,6 +115,19 @@ class RemoteHost:
         if status == SSH_FAILED:
             return 1
         return status
+
+    def why_it_ended(self) -> str:
+        """After `poll` has returned a failure."""
+        status = self._ssh.returncode
+        if status == SSH_FAILED:
+            return (
+                f"ssh could not log in, or lost the connection (its message is above); try `ssh "
+                f"{self.name} true`, and correct {self.name}'s line in the hostfile or ~/.ssh/config"
+            )
+        return (
+            f"its ranks ended with status {status} before all had joined (the cause is above); all "
+            "hosts need the same installation and the same folders"
+        )
 
     def send_signal(self, number: int) -> None:
         self._send(str(number))

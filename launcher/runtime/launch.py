@@ -21,9 +21,9 @@ from clip_train.recipe.recipe import Recipe, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.cli.process import Process
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
-from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.heartbeat import Heartbeat, end_ranks_that_wait
 from launcher.runtime.hosts import Host, RemoteHost
-from launcher.runtime.verdict import OURS, SAFE_PATH
+from launcher.runtime.verdict import OURS, SAFE_PATH, Failure
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
 
@@ -183,7 +183,7 @@ def launch_local(
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes, save_seconds + TOGETHER_SECONDS)
+        return wait(processes, save_seconds + TOGETHER_SECONDS, node, ranks)
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -206,10 +206,14 @@ def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def wait(processes: Sequence[Started], together_seconds: float) -> int:
+def wait(processes: Sequence[Started], together_seconds: float, node: Node, ranks: int) -> int:
     """0, or the exit status of the first rank that failed. The others are killed `together_seconds`
-    later. A stopped process is killed at once, because no other signal reaches it."""
+    later. A stopped process is killed at once, because no other signal reaches it.
+
+    node, ranks: of this machine, where rank 0 is if `processes` has other hosts.
+    """
     failed, end = 0, float("inf")
+    others_know = False
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
@@ -221,9 +225,22 @@ def wait(processes: Sequence[Started], together_seconds: float) -> int:
             for process in processes:
                 if state_of(process.pid) == "T":
                     process.kill()
+        if failed and not others_know:
+            others_know = report_lost_host(processes, node, ranks)
         time.sleep(0.1)
     if failed > 0:
         return failed
     if failed or None in statuses:  # killed by a signal, or given up
         return 1
     return 0
+
+
+def report_lost_host(processes: Sequence[Started], node: Node, ranks: int) -> bool:
+    """If another host has failed before its ranks had joined, end the ranks that wait for it. False:
+    rank 0 does not answer yet."""
+    hosts = [process for process in processes if isinstance(process, RemoteHost)]
+    for number, host in enumerate(hosts, 1):
+        if host.poll():
+            failure = Failure(number * ranks, host.name, host.why_it_ended(), node_suspect=True)
+            return end_ranks_that_wait(node.address, node.port, failure, ranks)
+    return True

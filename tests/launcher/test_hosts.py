@@ -29,7 +29,10 @@ def test_this_machine_comes_first_in_a_hostfile(tmp_path):
     "text, said",
     [
         ("192.0.2.7\n192.0.2.8\n", f"but not this machine ({HERE}): run the command on one"),
-        ("127.0.0.1 slots=2\n192.0.2.7 slots=4\n", "the same number of slots"),
+        (
+            "127.0.0.1 slots=2\n192.0.2.7 slots=4\n",
+            "the same number of slots; found 127.0.0.1 2, 192.0.2.7 4",
+        ),
         ("127.0.0.1\n127.0.0.1\n", "has 127.0.0.1 twice"),
         ("127.0.0.1\nnode2 gpus=8\n", "line 2: 'node2 gpus=8' is not `NAME slots=N`"),
         ("", "has no host, but not this machine"),
@@ -74,3 +77,31 @@ def test_each_node_ends_with_the_status_of_the_run(recipe, tmp_path):
             kill(node)
     assert [status for status, _ in ended] == [75, 75], ended
     assert "rank 0 of 2 (local 0)" in ended[0][1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "ends, said",
+    [
+        ("exit 255", "ssh could not log in, or lost the connection (its message is above)"),
+        ("exit 3", "its ranks ended with status 3 before all had joined"),
+    ],
+)
+def test_a_host_that_does_not_start_ends_the_ranks_that_wait_for_it(
+    recipe, tmp_path, monkeypatch, ends, said
+):
+    """In place of ssh a script that fails. launch.rendezvous_seconds is 600."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\n{ends}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=1\n192.0.2.7 slots=1\n")
+    process = start_cold(recipe, f"--hostfile={hosts}")
+    try:
+        status, out = finish(process)
+    finally:
+        kill(process)
+    assert status == (1 if ends == "exit 255" else 3), out
+    assert f"ended by rank 1 on 192.0.2.7: {said}" in out, out
