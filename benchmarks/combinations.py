@@ -105,7 +105,11 @@ def one_of(*choices: Options) -> Draw:
 def parts(lab: Lab) -> list[Draw]:
     """Each draws a part of a recipe. A later part wins; null is a key's default."""
     one, two = lab.one, lab.two
-    reinforced: Options = {"data.train": lab.reinforced, "data.reinforced": [32], "data.resize": "auto"}
+    reinforced: Options = {
+        "data.train": lab.reinforced,
+        "data.reinforced": [32],
+        "data.resize": "auto",
+    }
     reinforced |= dict.fromkeys(
         ["data.train_weights", "data.train_weights_schedule", "data.tokens", "data.tokens_schedule"]
     )

@@ -292,8 +292,8 @@ def check_shared_memory(needed: int = 1 << 30) -> Iterator[Finding]:
             "limits",
             f"/dev/shm has {free / 2**20:,.0f} MiB free; the loader workers of all ranks on this "
             f"machine take {needed / 2**20:,.0f} MiB",
-            "mount it larger (docker: --shm-size=16g), or set data.workers=0: batches pass "
-            "through it",
+            "remove files that ended jobs left in it (ls -l /dev/shm), mount it larger (docker: "
+            "--shm-size=16g), or set data.workers=0: batches pass through it",
         )
 
 

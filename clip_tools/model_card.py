@@ -161,7 +161,7 @@ def score_lines(scores: Scores) -> list[str]:
         texts = ["" if score is None else score_text(score, score.last) for score in cells]
         images = "" if row.num_samples is None else f"{row.num_samples:,}"
         table.append([row.label, images, *texts])
-    return [*table_lines(table), "", f"Of the evaluation at step {scores.step:,}."]
+    return [*table_lines(table), "", f"From the evaluation at step {scores.step:,}."]
 
 
 def curve_lines(card: Card) -> list[str]:

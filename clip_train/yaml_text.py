@@ -73,6 +73,15 @@ for _tag, _pattern, _first in PATTERNS:
 _Dumper.add_implicit_resolver(BOOLEAN, re.compile("^[yYnN]$"), list("yYnN"))
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Several lines as they are, after `|`, where YAML can."""
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def load_yaml(text: str) -> Any:
     """One YAML document. YamlError."""
     try:

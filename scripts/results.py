@@ -160,6 +160,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
         Table("survive", only=("every rank 1",), show=("scenario", "verdict")),
         Table("checkpoint_faults", only=("disk full",), show=("fault", "what happened")),
         Table("checkpoint_kills", "wrong", show=("store", "kills", "in_a_save", "wrong")),
+        Table("checkpoint_storm", "worst loss", show=("store", "layouts", "worst loss", "wrong")),
         Table(
             "stores",
             "ours / its own",

@@ -40,6 +40,7 @@ from clip_train.errors import DataError, UserError
 from clip_train.processes import fork_server, usable_cores
 from clip_train.storage.blocks import BlockFile, Checksums, block_sum
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.errors import MissingError, StorageError
 from clip_train.storage.urls import open_storage
 
 SHOWN = 20  # shards named in a message
@@ -245,6 +246,9 @@ class HashedFile(BlockFile):
 
 
 def cannot_index(url: str, error: OSError) -> DataError:
+    if isinstance(error, StorageError):  # its message has the URL and the reason
+        remedy = "; correct the URL, or its range" if isinstance(error, MissingError) else ""
+        return DataError(f"cannot index {error}{remedy}")
     return DataError(f"cannot index {url}: {type(error).__name__}: {error}")
 
 

@@ -67,6 +67,6 @@ def run(
     if as_json:
         print(json.dumps({"worst": worst, "findings": [*map(asdict, findings)]}, indent=2))
     else:
-        more = "" if recipe else "; with a recipe also shards, captions, S3 and disk"
+        more = "" if recipe else "; with a recipe also shards, captions, disk and stores"
         console.print(", ".join(f"{counts[level]} {level}" for level in COLOURS) + more)
     return int(worst == "error")

@@ -12,11 +12,13 @@ from pydantic import Field
 from clip_train.checkpoint.commit import list_commits
 from clip_train.checkpoint.manifest import CommitRef, parse_prefix
 from clip_train.errors import CheckpointError, ClipTrainError, UserError
+from clip_train.places import CACHES
 from clip_train.settings import Messages, Place, Removed, Settings, is_switch, rule
 from clip_train.storage.base import Storage
 from clip_train.storage.errors import RefusedError
 from clip_train.storage.local import LocalStorage
-from clip_train.storage.urls import is_remote, local_path, open_storage
+from clip_train.storage.redact import redact
+from clip_train.storage.urls import STORES, is_remote, local_path, open_storage
 
 
 class CheckpointConfig(Settings):
@@ -84,30 +86,37 @@ class CheckpointConfig(Settings):
 
     @rule
     def _names_a_bucket(self) -> Messages:
-        if self.remote is not None and self.remote.lower().startswith(("s3://", "s3a://")):
+        if self.remote is None:
+            return
+        scheme = re.split("://|::", self.remote)[0].lower()
+        if scheme in CACHES:
+            yield (
+                f"checkpoint.remote ({redact(self.remote)}): {scheme}:: is for reading; leave "
+                f"{scheme}:: out"
+            )
+        elif scheme in STORES:
             try:
-                open_storage(self.remote)
+                open_storage(self.remote, client="obstore")  # asks for no other package
             except UserError as e:
                 yield f"checkpoint.remote: {e}"
 
 
-# -- the path in `checkpoint.resume`
+# -- the checkpoints at a path, as in `checkpoint.resume`
 
 
-def locate(path: str) -> tuple[str, CommitRef | None]:
+def locate(path: str, key: str | None = None) -> tuple[str, CommitRef | None]:
     """The root of the checkpoints at `path`, and the checkpoint if `path` names one (else None).
 
-    UserError if there are no checkpoints; CheckpointError.
+    key: of the recipe that has this path. UserError if there are no checkpoints; CheckpointError.
     """
+    name = path if key is None else f"{key} ({path})"
     remote = is_remote(path)
     place = path.rstrip("/")
     if not remote:
         absolute = local_path(path).resolve()
         if not absolute.exists():
-            raise UserError(
-                f"checkpoint.resume ({path}): no such path; use auto, must, never, or a path that "
-                "exists"
-            )
+            remedy = "correct it" if key is None else "use auto, must, never, or a path that exists"
+            raise UserError(f"{name}: no such path; {remedy}")
         place = absolute.as_posix()
     roots = [place, f"{place}/checkpoints"]
     ref = None
@@ -123,13 +132,12 @@ def locate(path: str) -> tuple[str, CommitRef | None]:
             else:
                 has_commits = Path(root, "commit").is_dir()
         except OSError as e:
-            raise CheckpointError(f"checkpoint.resume ({path}) cannot be read: {e}") from e
+            raise CheckpointError(f"{name} cannot be read: {e}") from e
         if has_commits:
             return root, ref
     raise UserError(
-        f"checkpoint.resume ({path}): holds no checkpoints; give a run's folder or its "
-        "checkpoint.remote, its checkpoints folder, or one checkpoint's commit/*.json or ckpt/*/* "
-        "in it"
+        f"{name} holds no checkpoints; give a run's folder, its checkpoints folder or "
+        "checkpoint.remote, or one checkpoint's commit/*.json or ckpt/*/* in it"
     )
 
 

@@ -180,7 +180,7 @@ def _place_of_other_run(
 
     UserError if it is one of this run's checkpoints, or has none; CheckpointError. Collective.
     """
-    root, only = dist.on_main(locate, path)
+    root, only = dist.on_main(locate, path, "checkpoint.resume")
     own_roots = []  # as `locate` names them
     if cache is not None:
         own_roots.append(cache.root.resolve().as_posix())

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from clip_train.data.shards import (
     unpack_rows,
 )
 from clip_train.errors import UserError, unreadable
+from clip_train.processes import state_of
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
 from clip_train.storage.redact import redact
@@ -206,8 +207,20 @@ class SharedList:
     def header(self) -> Any:
         return self._unpickled(len(self))
 
-    def __reduce__(self) -> tuple[type[SharedList], tuple[str]]:
-        return SharedList, (self.address.path,)
+    @classmethod
+    def of_parent(cls, path: str) -> SharedList:
+        """In a worker. If the process that has the memory was stopped before the worker had started,
+        the worker ends too, without a traceback."""
+        try:
+            return cls(path)
+        except FileNotFoundError:
+            pid = int(path.split("/")[2])
+            if state_of(pid) in ("", "Z"):
+                raise SystemExit(1) from None
+            raise
+
+    def __reduce__(self) -> tuple[Callable[[str], SharedList], tuple[str]]:
+        return SharedList.of_parent, (self.address.path,)
 
     def __len__(self) -> int:
         """Of the objects, without the header."""

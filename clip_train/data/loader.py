@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import math
 import os
-import pickle
 import queue
 import signal
 import threading
@@ -35,7 +35,14 @@ from clip_train.data.reader import count_missing, make_order
 from clip_train.data.shards import pack_rows
 from clip_train.data.tokenizer import Tokenize, Tokenizer
 from clip_train.data.values import SampleValue
-from clip_train.data.worker import Piece, PieceStream, shared_images, shared_shape
+from clip_train.data.worker import (
+    Piece,
+    PieceStream,
+    no_shared_memory,
+    shared_images,
+    shared_shape,
+    unpacked,
+)
 from clip_train.errors import DataError, UserError
 from clip_train.inputs import layout_of, row_shape
 from clip_train.native import patch_counts
@@ -59,6 +66,7 @@ SPARE_BLOCKS = 8  # of a stream, beyond those between the workers' positions
 MOST_BLOCKS = 256  # of a rank; each has an open file
 # the last argument of hash64 for data that starts over: each use of a seed has its own
 STARTS_OVER = -5
+QUEUE_KIB = 32  # of a worker's queue: its semaphores take a page each
 PRELOAD = ["torch", "clip_train.data.worker"]  # once in the fork server, not in every worker
 
 
@@ -338,19 +346,26 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
         # workers ignore the signals that `multiprocessing` would end them with, and it would wait
         # for them
         atexit.register(self.close)
-        return iter(
-            DataLoader(
-                self._stream,
-                batch_size=None,
-                num_workers=len(workers),
-                prefetch_factor=slots_of_worker - 1,
-                multiprocessing_context=context,
-                # without its own generator, it would draw a seed from the model's
-                generator=torch.Generator(),
-                persistent_workers=True,
-                timeout=WAIT_SECONDS,
-            )
+        loader = DataLoader(
+            self._stream,
+            batch_size=None,
+            num_workers=len(workers),
+            prefetch_factor=slots_of_worker - 1,
+            multiprocessing_context=context,
+            # without its own generator, it would draw a seed from the model's
+            generator=torch.Generator(),
+            persistent_workers=True,
+            timeout=WAIT_SECONDS,
         )
+        try:
+            return iter(loader)
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            needed = QUEUE_KIB * len(workers)
+            raise no_shared_memory(
+                f"the queues of data.workers ({len(workers)}) need about {needed} KiB", e
+            ) from None
 
     def _next_piece(self, pieces: Iterator[Any]) -> Piece:
         """The next worker's piece. Raises StopIteration if the loader was closed meanwhile, and the
@@ -359,7 +374,7 @@ class TrainLoader(Iterator[Batch], contextlib.AbstractContextManager["TrainLoade
             return next(pieces)
         while not self._closed:
             try:
-                message = pickle.loads(next(pieces).numpy().tobytes())
+                message = unpacked(next(pieces))
             except (EOFError, ConnectionError, FileNotFoundError, RuntimeError) as e:
                 reason = str(e) or type(e).__name__
                 # after WAIT_SECONDS: look whether the loader was closed, and wait again

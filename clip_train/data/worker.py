@@ -71,12 +71,20 @@ def shared_images(shape: tuple[int, ...]) -> Tensor:
     try:
         storage = shared_storage(torch.Size(shape).numel())
     except RuntimeError as e:
-        raise RankError(
-            f"data.workers ({shape[0]}) and data.prefetch ({shape[1] - 1}) need "
-            f"{math.prod(shape) >> 20} MiB of shared memory: {e}; enlarge /dev/shm (a container's "
-            "--shm-size) and the shell's ulimit -f, or lower data.workers (0: none)"
+        needed = math.prod(shape) / 2**20
+        raise no_shared_memory(
+            f"data.workers ({shape[0]}) and data.prefetch ({shape[1] - 1}) need {needed:,.1f} MiB",
+            e,
         ) from None
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def no_shared_memory(need: str, error: Exception) -> RankError:
+    """The error for shared memory that is too small. need: "... need 64 MiB"."""
+    return RankError(
+        f"{need} of shared memory: {error}; enlarge /dev/shm (a container's --shm-size) and the "
+        "shell's ulimit -f, remove files that ended jobs left in it, or lower data.workers (0: none)"
+    )
 
 
 def shared_bytes(data: DataConfig, sizes: BatchSizes, row: tuple[int, ...], ranks: int) -> int:
@@ -146,7 +154,7 @@ class PieceStream(IterableDataset):
             for piece in self._pieces(info.id):
                 yield packed(piece)
         except ClipTrainError as e:
-            yield packed(WorkerError(e))
+            yield packed_error(WorkerError(e))
         except Exception as e:
             error: Exception = e
             try:
@@ -154,7 +162,7 @@ class PieceStream(IterableDataset):
             except Exception:
                 # an error that cannot be pickled would hang the queue
                 error = DataError(f"{type(e).__name__}: {e}")
-            yield packed(WorkerError(error, traceback.format_exc()))
+            yield packed_error(WorkerError(error, traceback.format_exc()))
 
     def _pieces(self, worker: int) -> Iterator[Piece]:
         """The pieces of one worker."""
@@ -233,11 +241,33 @@ def first_usable(
 
 def packed(message: Piece | WorkerError) -> Tensor:
     """Put the message into shared memory, so that only its name goes through the workers' one pipe.
+    Raises RankError if there is no room.
 
     A message longer than PIPE_BUF is written in parts. A worker killed between two parts would keep
     the pipe's lock, and the trainer would wait forever.
     """
-    return torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+    try:
+        # The queue's thread would only print the error, and the trainer would wait forever.
+        return content.share_memory_()
+    except RuntimeError as e:
+        need = f"a loader worker's message needs {len(content) / 1024:,.1f} KiB"
+        raise no_shared_memory(need, e) from None
+
+
+def packed_error(message: WorkerError) -> Tensor | bytes:
+    """As `packed`; without room, the error that says so, which is shorter than PIPE_BUF."""
+    try:
+        return packed(message)
+    except RankError as e:
+        return pickle.dumps(WorkerError(e))
+
+
+def unpacked(message: Tensor | bytes) -> Piece | WorkerError:
+    """What `packed` or `packed_error` have packed."""
+    content = message if isinstance(message, bytes) else message.numpy().tobytes()
+    unpickled: Piece | WorkerError = pickle.loads(content)
+    return unpickled
 
 
 def outlive_signals(closing: Any) -> None:

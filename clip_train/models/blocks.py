@@ -21,6 +21,7 @@ from clip_train.models.dropout import (
     PATCH_DROPOUT_ID,
     VISION_DROPOUT_ID,
     SampleDropout,
+    drawn_again,
     keep_patches,
 )
 from clip_train.models.one_pass import (
@@ -211,10 +212,15 @@ def recomputed(
     """product(pointwise(x), *more), whose backward computes pointwise(x) again, not the product.
 
     A product keeps its input for the backward. So checkpointing both keeps x alone, and computes
-    again up to the point at which the product would keep its input: it stops there.
+    again up to the point at which the product would keep its input: it stops there. An adapter in
+    the product has dropout by the last `draw_by`, which by then is another one's.
     """
+    # a compiled block has its inputs in its graph
+    draw = None if torch.compiler.is_compiling() else drawn_again()
 
     def both(x: Tensor) -> Any:
+        if draw is not None:
+            draw()
         return product(pointwise(x), *more)
 
     return checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)

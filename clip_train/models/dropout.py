@@ -6,6 +6,7 @@ and for any micro-batches. `b` is the number of samples in a
 micro-batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def draw_by(
     that is read; and for packed tokens, int64 [P] each, their samples' seeds and their places.
     """
     _of_micro_batch.update(seeds=sample_seeds, token=token, packed=packed)
+
+
+def drawn_again() -> Callable[[], None]:
+    """A function that repeats the last `draw_by`, for a later recomputation of a part of a block."""
+    last = dict(_of_micro_batch)
+    return lambda: _of_micro_batch.update(last)
 
 
 def current_seeds() -> Tensor:

@@ -6,10 +6,11 @@ failed copy stays. Here a copy appears when it is whole, and one process of the 
 """
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,8 +25,9 @@ from clip_train.storage.errors import (
     Meaning,
     MissingError,
     StorageError,
+    TransferError,
 )
-from clip_train.storage.remote import Pace, RemoteStorage
+from clip_train.storage.remote import Pace, RemoteStorage, checked_length
 
 RANGE_BYTES = 8 << 20  # of a request
 PARALLEL = 4  # ranges of a file at a time
@@ -52,9 +54,11 @@ class CachedStorage(RemoteStorage):
                 "or read without a cache"
             )
         super().__init__(url, store.root, **limits)
+        self._variable = variable
         self.host = store.host
         self._store, self._folder, self._kind = store, Path(folder), kind
         self._copies: dict[tuple[str, str | None], Path] = {}  # by key and tag
+        self._distrusted: set[tuple[str, str | None]] = set()  # these were copied anew once
         self._turn = asyncio.Lock()
 
     async def connect(self) -> None:
@@ -80,7 +84,27 @@ class CachedStorage(RemoteStorage):
         async with self._turn:  # ranges that are fetched ahead wait for the same copy
             if (key, tag) not in self._copies:
                 self._copies[key, tag] = await self._copy(key, tag, pace)
-        return await asyncio.to_thread(_read, self._copies[key, tag], begin, end)
+            copy = self._copies[key, tag]
+        try:
+            data = await asyncio.to_thread(_read, copy, begin, end)
+            return data if end is None else checked_length(data, end - begin)
+        except FileNotFoundError as e:  # the store has the file: it is not missing
+            self._copies.pop((key, tag), None)
+            raise TransferError(f"its copy {copy} was removed") from e
+        except TransferError:
+            self._copies.pop((key, tag), None)
+            raise
+
+    async def distrust(self, key: str, tag: str | None) -> None:
+        """Remove the copy, which the disk may have damaged; only once, since the object itself may be
+        damaged."""
+        async with self._turn:
+            copy = self._copies.get((key, tag))
+            if copy is not None and (key, tag) not in self._distrusted:
+                self._distrusted.add((key, tag))
+                del self._copies[key, tag]
+                with self._writing():
+                    copy.unlink(missing_ok=True)
 
     async def put(self, key: str, source: bytes | Path, if_absent: bool, pace: Pace) -> object:
         raise NotImplementedError(f"{self._kind}:: is for reading")
@@ -95,22 +119,42 @@ class CachedStorage(RemoteStorage):
             raise ChangedError(f"its ETag was {tag} when it was opened and is {head.tag}")
         content = f"{self._store.url} {key} {head.tag} {head.size}"
         copy = self._folder / hashlib.sha256(content.encode()).hexdigest()
-        if copy.exists():
-            return copy
-        self._folder.mkdir(parents=True, exist_ok=True)
         part = copy.with_suffix(".part")
-        with part.open("ab") as lock:
+        with self._writing():
+            if _is_whole(copy, head.size):
+                return copy
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = part.open("ab")
+        with lock:
             # not a blocking lock: it would keep one of the threads that requests need
             while not _locked(lock):
                 await asyncio.sleep(_LOOK_SECONDS)
-            if copy.exists():
+            if _is_whole(copy, head.size):
                 part.unlink(missing_ok=True)
                 return copy
-            part.touch()  # a process that waited before may have removed the name
-            os.truncate(part, 0)
-            await self._fill(part, key, head, pace)
-            os.replace(part, copy)
+            with self._writing():
+                part.touch()  # a process that waited before may have removed the name
+                os.truncate(part, 0)
+            try:
+                await self._fill(part, key, head, pace)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.truncate(part, 0)  # a part of a shard is of no use, and may fill the disk
+                raise
+            with self._writing():
+                os.replace(part, copy)
         return copy
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an error of the local disk into a ChangedError, since another attempt cannot help."""
+        try:
+            yield
+        except OSError as e:
+            raise ChangedError(
+                f"it cannot be copied to {self._folder}: {e.strerror}; make room there, correct its "
+                f"permissions, or name another folder in {self._variable}"
+            ) from e
 
     async def _fill(self, part: Path, key: str, head: Entry, pace: Pace) -> None:
         """Write the object into the file, by ranges that are each repeated by themselves."""
@@ -125,7 +169,8 @@ class CachedStorage(RemoteStorage):
 
             async with turns:
                 data = await self._repeat(f"bytes {begin}-{end - 1}", get, range_pace)
-                await asyncio.to_thread(_write, part, begin, data)
+                with self._writing():
+                    await asyncio.to_thread(_write, part, begin, data)
 
         tasks = [asyncio.create_task(fetch(begin)) for begin in range(0, head.size, RANGE_BYTES)]
         try:
@@ -147,6 +192,14 @@ def _locked(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_whole(copy: Path, size: int) -> bool:
+    """Whether a copy exists. After a power cut it may be there, and shorter."""
+    try:
+        return copy.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def _read(copy: Path, begin: int, end: int | None) -> bytes:

@@ -98,6 +98,10 @@ _REMEDIES_OF: dict[str, dict[str, str]] = {
     "sftp": {
         "log in": "name the user and a key that the server accepts in ~/.ssh/config, or add the "
         "key to an agent",
+        "denied": "give this user the right to do it on the server's disk",
+        "FailureError": "the server does not say why: often its disk is full, read-only or over a "
+        "quota",
+        "NotImplementedError": "use the sftp server of OpenSSH",
     },
 }
 _SIGN = "check the URL's user and password; a signed URL may have expired: sign it again"
@@ -126,6 +130,10 @@ class SettingsError(ValueError):
 
 class TransferError(OSError):
     """The answer was wrong, short or too slow; another attempt may succeed."""
+
+
+class FailureError(OSError):
+    """The server refuses a request and does not say why; another attempt may succeed."""
 
 
 class ChangedError(OSError):
@@ -216,10 +224,15 @@ def describe_error(error: BaseException, scheme: str = "s3") -> str:
     cause = error.__cause__ or error
     if kind == "denied" and type(cause).__module__.startswith("aiohttp"):
         advice = _SIGN
-    elif isinstance(error, SettingsError) or (kind == "denied" and status is None):
+    elif isinstance(error, SettingsError) or _is_without_login(error, kind, status):
         advice = remedies["log in"]
     reason = ": ".join(filter(None, (head, text)))
     return "; ".join(filter(None, (reason, advice)))
+
+
+def _is_without_login(error: BaseException, kind: Meaning, status: int | None) -> bool:
+    """Whether there are no valid credentials. With an errno, they are valid, and a file is refused."""
+    return kind == "denied" and status is None and getattr(error, "errno", None) is None
 
 
 def describe_route(error: BaseException, server: str) -> str:

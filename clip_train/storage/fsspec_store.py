@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from clip_train.storage.errors import ChangedError
 from clip_train.storage.redact import REMOVED, WAS_REDACTED
 from clip_train.storage.remote import Pace, RemoteStorage, checked_length
 
+LISTING_SECONDS = 60.0  # of everything below a folder: no file system reports its progress
+_TAGS = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
@@ -37,7 +40,12 @@ class FsspecStorage(RemoteStorage):
             self._fs, root = fsspec.core.url_to_fs(
                 url.removeprefix("fsspec+"), use_listings_cache=False
             )
-        except (ImportError, ValueError) as e:
+        except ImportError as e:
+            advice = "install it"
+            if url.startswith(("gs://", "az://")):
+                advice = "install it, or use storage.client=obstore, which needs no other package"
+            raise UserError(f"{url}: {e}; {advice}") from e
+        except ValueError as e:
             raise UserError(
                 f"{url}: not a URL that fsspec can open ({e}); give a store of your own by its "
                 "dotted path, or correct it"
@@ -64,14 +72,15 @@ class FsspecStorage(RemoteStorage):
             raise ChangedError(
                 f"{key}: the server does not report its length, so it cannot be read in ranges"
             )
-        return Entry(key, int(info["size"]))
+        return Entry(key, int(info["size"]), tag=_tag(info))
 
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
         """File systems have no common way to stream, so the time limit is for the whole range."""
         if end is None:
-            return await pace.hold(self._call("cat_file", key), self.part_bytes)
+            request = self._call("cat_file", key, **({"start": begin} if begin else {}))
+            return await pace.hold(request, self.part_bytes)
         num_bytes = end - begin
         request = self._call("cat_file", key, start=begin, end=end)
         data = await pace.hold(request, num_bytes, f"not all of {num_bytes} bytes")
@@ -79,7 +88,8 @@ class FsspecStorage(RemoteStorage):
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:
         try:
-            infos = await self._call("find", folder.rstrip("/"), withdirs=False, detail=True)
+            request = self._call("find", folder.rstrip("/"), withdirs=False, detail=True)
+            infos = await replace(pace, seconds=max(pace.seconds, LISTING_SECONDS)).hold(request)
         except FileNotFoundError:
             return []
         return [
@@ -117,6 +127,12 @@ class FsspecStorage(RemoteStorage):
         never end."""
         keys = self.wait(f"listing {pattern}", lambda pace: self._call("glob", self.key(pattern)))
         return sorted(self.url + key.removeprefix(self.root) for key in keys)
+
+
+def _tag(info: dict[str, Any]) -> str | None:
+    """What the file system reports and what changes with the content, if there is such a thing."""
+    values = [info.get(name) for name in (*_TAGS, *_TIMES)]
+    return next((str(value) for value in values if value), None)
 
 
 def _modified(info: dict[str, Any]) -> float:

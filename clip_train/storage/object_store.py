@@ -127,7 +127,11 @@ class ObjectStorage(RemoteStorage):
     async def get(
         self, key: str, begin: int, end: int | None, tag: str | None, pace: Pace
     ) -> bytes:
-        options: Any = {} if end is None else {"range": (begin, end)}
+        options: Any = {}
+        if end is not None:
+            options["range"] = (begin, end)
+        elif begin:
+            options["range"] = {"offset": begin}
         request = obstore.get_async(self._client, key, options=options)
         answer = await pace.hold(request)
         e_tag = answer.meta["e_tag"]

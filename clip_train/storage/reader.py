@@ -97,6 +97,7 @@ class RangedFile(BlockFile):
         async def fetch(pace: Pace) -> bytes:
             data = await self._remote.get(self._remote.root, begin, end, self._tag, pace)
             if self._checksums is not None and block_sum(data) != self._checksums.of(block):
+                await self._remote.distrust(self._remote.root, self._tag)
                 raise TransferError(_DAMAGED)
             return data
 

@@ -143,6 +143,9 @@ class RemoteStorage(Storage):
     async def remove(self, keys: Sequence[str], pace: Pace) -> object:
         """Remove objects; a missing one is not an error."""
 
+    async def distrust(self, key: str, tag: str | None) -> None:
+        """Called if bytes of this object are not what they must be: read no copy of it again."""
+
     async def connect(self) -> None:
         """Called before each request: make sure that there is a client."""
 

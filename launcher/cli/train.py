@@ -34,16 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hostfile",
         metavar="FILE",
         type=path_or_url,
-        help="hosts to train on, by ssh; a line for each: NAME, or NAME slots=RANKS. One is this one",
+        help="train on several hosts over ssh; a line for each: NAME, or NAME slots=RANKS. This "
+        "machine must be one of them",
     )
     parser.add_argument(
         "--nodes",
         metavar="N",
         type=int,
-        help="this is one of N machines that run the same line, each with its own --node-rank",
+        help="without ssh: the number of machines, each of which runs this line with its own "
+        "--node-rank",
     )
-    parser.add_argument("--node-rank", metavar="I", type=int, help="0 to N - 1")
-    parser.add_argument("--master", metavar="HOST:PORT", help="of node 0; the port must be free")
+    parser.add_argument(
+        "--node-rank", metavar="I", type=int, help="number of this machine, 0 to N - 1"
+    )
+    parser.add_argument(
+        "--master", metavar="HOST:PORT", help="name of node 0, and a port that is free there"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",

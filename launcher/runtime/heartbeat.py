@@ -11,7 +11,9 @@ that finds a request of `clip-train doctor --hang` writes it to `asked`, where a
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -343,3 +345,29 @@ class Heartbeat:
         first_of_other_node = first_of_node and node_name() != failure.node
         if self.env.rank == 1 or first_of_other_node:
             self._publish(failure, "")
+
+
+def end_ranks_that_wait(address: str, port: int, failure: Failure, num_absent: int) -> bool:
+    """From the process that starts ranks: `num_absent` ranks will never join, so the ranks that wait
+    for them end with `failure`. Changes nothing once all ranks have joined, or one has failed.
+
+    False: rank 0's store does not listen yet; call again.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    with contextlib.suppress(RuntimeError):  # rank 0 has ended meanwhile
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+        except OSError:
+            return False
+        timeout = datetime.timedelta(seconds=SILENT_SECONDS)
+        server = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        # the job of ranks whose MASTER_PORT was given is empty
+        store = PrefixStore("", server)
+        if store.check([JOIN_IS_OVER]):
+            return True
+        own = f"{failure.rank} {json.dumps(asdict(failure))}"
+        if store.compare_set("abort", "", own) == own.encode():
+            store.add("left", num_absent)  # rank 0 does not wait for them
+        store.compare_set(JOIN_IS_OVER, "", "1")
+    return True

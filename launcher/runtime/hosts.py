@@ -8,7 +8,6 @@ the connection or the process that started it is lost, the ranks get HUP: they s
 import contextlib
 import ipaddress
 import json
-import logging
 import os
 import re
 import shlex
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clip_train.errors import UserError
-from launcher.runtime.log import log
 
 # Variables that the other hosts get, by their first letters.
 SENT = (
@@ -80,7 +78,10 @@ def read_hostfile(path: str) -> list[Host]:
     if twice:
         raise UserError(f"--hostfile ({path}) has {', '.join(twice)} twice; remove one line")
     if len({host.slots for host in hosts}) > 1:
-        raise UserError(f"--hostfile ({path}): all hosts must have the same number of slots")
+        numbers = ", ".join(f"{host.name} {host.slots or 'none'}" for host in hosts)
+        raise UserError(
+            f"--hostfile ({path}): all hosts must have the same number of slots; found {numbers}"
+        )
     here = [host for host in hosts if is_this_machine(host.name)]
     if not here:
         raise UserError(
@@ -137,7 +138,6 @@ class RemoteHost:
         words = [f"{key}={value}" for key, value in import_path.items() if value]
         start = shlex.join(["env", *words, sys.executable, "-m", "launcher.runtime.hosts"])
         self.name = name
-        self._explained = False
         try:
             self._ssh = subprocess.Popen(
                 [*SSH, name, f"cd {shlex.quote(os.getcwd())} || exit {NOT_FOUND}; exec {start}"],
@@ -157,22 +157,26 @@ class RemoteHost:
 
     def poll(self) -> int | None:
         status = self._ssh.poll()
-        if status not in (SSH_FAILED, NOT_FOUND):
-            return status
-        if not self._explained:
-            self._explained = True
-            log(f"{self.name}: {self._why(status)}. The other ranks end", logging.ERROR)
-        return 1
+        if status in (SSH_FAILED, NOT_FOUND):
+            return 1
+        return status
 
-    def _why(self, status: int) -> str:
+    def why_it_ended(self) -> str:
+        """After `poll` has returned a failure."""
+        status = self._ssh.returncode
         if status == SSH_FAILED:
             return (
-                f"ssh has failed or lost its connection, with the message above; try: "
-                f"ssh -o BatchMode=yes {self.name} true"
+                f"ssh could not log in, or lost the connection (its message is above); try `ssh "
+                f"{self.name} true`, and correct {self.name}'s line in the hostfile or ~/.ssh/config"
+            )
+        if status == NOT_FOUND:
+            return (
+                f"its ranks were not started (its message is above); that host needs {os.getcwd()} "
+                f"and {sys.executable} too"
             )
         return (
-            f"its ranks were not started, with the message above; that host needs {os.getcwd()} "
-            f"and {sys.executable} too"
+            f"its ranks ended with status {status} before all had joined (the cause is above); all "
+            "hosts need the same installation and the same folders"
         )
 
     def send_signal(self, number: int) -> None:

@@ -21,9 +21,9 @@ from clip_train.recipe.recipe import Recipe, needs_samples, with_samples
 from clip_train.stop import SIGNALS, StopRequest
 from launcher.cli.process import Process
 from launcher.runtime.environment import LAUNCHER, candidates, detect, free_port, this_rank
-from launcher.runtime.heartbeat import Heartbeat
+from launcher.runtime.heartbeat import Heartbeat, end_ranks_that_wait
 from launcher.runtime.hosts import Host, RemoteHost, address_of
-from launcher.runtime.verdict import OURS, SAFE_PATH
+from launcher.runtime.verdict import OURS, SAFE_PATH, Failure
 from launcher.runtime.watchdog import CLOSE_SECONDS, Watchdog
 
 
@@ -49,9 +49,6 @@ class Node:
 
 # Limit for all ranks to end after one has, in addition to `checkpoint.grace_seconds`.
 TOGETHER_SECONDS = CLOSE_SECONDS + 30
-# From then on, TERM ends ranks that wait for one that will never join. All that have joined know of
-# a lost rank before.
-NOTICE_SECONDS = 25.0
 
 
 def counted(config: Recipe, process: Process) -> Recipe:
@@ -190,7 +187,7 @@ def launch_local(
         if stop.look() is not None:  # a thread of some library has taken it
             forward(signal.SIGTERM, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        return wait(processes, save_seconds + TOGETHER_SECONDS)
+        return wait(processes, save_seconds + TOGETHER_SECONDS, node, ranks)
     finally:
         stop.ignore()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -213,31 +210,41 @@ def import_path_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def wait(
-    processes: Sequence[Started], together_seconds: float, notice_seconds: float = NOTICE_SECONDS
-) -> int:
-    """0, or the exit status of the first rank that failed. The others get TERM `notice_seconds`
-    later, and are killed `together_seconds` later. A stopped process is killed at once, because no
-    other signal reaches it."""
-    failed, notice, end = 0, float("inf"), float("inf")
+def wait(processes: Sequence[Started], together_seconds: float, node: Node, ranks: int) -> int:
+    """0, or the exit status of the first rank that failed. The others are killed `together_seconds`
+    later. A stopped process is killed at once, because no other signal reaches it.
+
+    node, ranks: of this machine, where rank 0 is if `processes` has other hosts.
+    """
+    failed, end = 0, float("inf")
+    others_know = False
     while time.monotonic() < end:
         statuses = [process.poll() for process in processes]
         if not failed and any(statuses):
             failed = next(filter(None, statuses))
-            notice, end = (time.monotonic() + s for s in (notice_seconds, together_seconds))
+            end = time.monotonic() + together_seconds
         if None not in statuses:
             break
         if failed:
             for process in processes:
                 if state_of(process.pid) == "T":
                     process.kill()
-        if time.monotonic() > notice:
-            notice = float("inf")
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
+        if failed and not others_know:
+            others_know = report_lost_host(processes, node, ranks)
         time.sleep(0.1)
     if failed > 0:
         return failed
     if failed or None in statuses:  # killed by a signal, or given up
         return 1
     return 0
+
+
+def report_lost_host(processes: Sequence[Started], node: Node, ranks: int) -> bool:
+    """If another host has failed before its ranks had joined, end the ranks that wait for it. False:
+    rank 0 does not answer yet."""
+    hosts = [process for process in processes if isinstance(process, RemoteHost)]
+    for number, host in enumerate(hosts, 1):
+        if host.poll():
+            failure = Failure(number * ranks, host.name, host.why_it_ended(), node_suspect=True)
+            return end_ranks_that_wait(node.address, node.port, failure, ranks)
+    return True

@@ -28,7 +28,14 @@ from clip_train import dist
 from clip_train.errors import RankError, RemoteRankError, RendezvousError, UserError
 from clip_train.processes import node_name
 from clip_train.torch_internals import backends
-from launcher.runtime.environment import BACKENDS, SLURM_STEP, VISIBLE, RankEnv, gpu_identity
+from launcher.runtime.environment import (
+    BACKENDS,
+    LAUNCHER,
+    SLURM_STEP,
+    VISIBLE,
+    RankEnv,
+    gpu_identity,
+)
 from launcher.runtime.heartbeat import JOIN_IS_OVER, Heartbeat
 from launcher.runtime.log import log
 from launcher.slurm.scheduler import run_command
@@ -183,10 +190,9 @@ def meet(
                 "nodes' logs, or allow more time if ranks start slowly"
             )
         if env.rank == 0:
-            log(
-                f"waiting: {joined(env, store)}. Ranks counted by {env.found}: unset it if this "
-                f"is all"
-            )
+            # the user has not set what `clip-train train` sets
+            hint = f". Ranks counted by {env.found}: unset it if this is all"
+            log(f"waiting: {joined(env, store)}{'' if LAUNCHER in os.environ else hint}")
     if heartbeat.wait(0.0) is not None:
         raise RemoteRankError(str(heartbeat.abort))
     heartbeat.all_joined = True

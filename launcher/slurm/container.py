@@ -30,6 +30,8 @@ KEPT = (
 )  # fmt: skip
 EXPORT = re.compile(r"\bexport\s([^;&|]*)")
 NAME = re.compile(r"(?:^|\s)(\w+)=")
+# Folders for the copies of simplecache:: and filecache:: shards.
+SHARD_CACHES = ("FSSPEC_SIMPLECACHE_CACHE_STORAGE", "FSSPEC_FILECACHE_CACHE_STORAGE")
 
 
 def container_words(job: Site, recipe: dict[str, Any]) -> list[str]:
@@ -110,6 +112,7 @@ def folders(recipe: dict[str, Any]) -> list[str]:
         home / ".config/gcloud",
         home / ".azure",
     ]
+    caches += [Path(os.environ[each]) for each in SHARD_CACHES if os.environ.get(each)]
     caches += [Path(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
     places += [place.absolute() for place in caches if place.is_dir()]
     found: list[Path] = []

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.s3.server import ENDS_WITH_US, free_ports
 
 PROGRAM = "/usr/sbin/sshd"
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"  # what sshd has inside as `internal-sftp`
 
 
 class Sshd:
@@ -21,6 +22,7 @@ class Sshd:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="sshd-"))
         self.port = free_ports(1)
+        self.subsystem = "internal-sftp"  # the command that serves; it takes effect at a start
         self._process: subprocess.Popen | None = None
 
     @classmethod
@@ -51,12 +53,6 @@ class Sshd:
             f"Host alias*\n  HostName 127.0.0.1\nHost *\n  User {getpass.getuser()}\n  IdentityFile {self.folder}/key\n"
             f"  UserKnownHostsFile {self.folder}/known_hosts\n"
         )
-        (self.folder / "sshd_config").write_text(
-            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host_key\n"
-            f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\n"
-            f"UsePAM no\nStrictModes no\nPermitRootLogin yes\nPidFile none\nMaxStartups 100\n"
-            f"Subsystem sftp internal-sftp\n"
-        )
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)  # where it gives up its rights
         self.start()
@@ -64,6 +60,12 @@ class Sshd:
 
     def start(self) -> None:
         """Again, after a `stop`."""
+        (self.folder / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host_key\n"
+            f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\n"
+            f"UsePAM no\nStrictModes no\nPermitRootLogin yes\nPidFile none\nMaxStartups 100\n"
+            f"Subsystem sftp {self.subsystem}\n"
+        )
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 ["sh", "-c", ENDS_WITH_US, "sh", PROGRAM, "-D", "-e", "-f", f"{self.folder}/sshd_config"],
@@ -73,6 +75,12 @@ class Sshd:
         while b"Server listening" not in (self.folder / "log").read_bytes():
             assert time.monotonic() < end, (self.folder / "log").read_text()
             time.sleep(0.02)
+
+    def serve(self, subsystem: str) -> None:
+        """From now on by another command. All connections end."""
+        self.stop()
+        self.subsystem = subsystem
+        self.start()
 
     def stop(self) -> None:
         """All connections end with it."""

@@ -7,6 +7,8 @@ import io
 import json
 import pickle
 import resource
+import subprocess
+import sys
 import tarfile
 import tracemalloc
 from array import array
@@ -18,6 +20,7 @@ import yaml
 
 from clip_tools.shards.index import (
     BLOCK_BYTES,
+    cannot_index,
     check_keys,
     differences,
     index_shard,
@@ -43,8 +46,10 @@ from clip_train.errors import DataError, UserError
 from clip_train.recipe.recipe import load_config, with_samples
 from clip_train.storage.blocks import Checksums
 from clip_train.storage.config import StorageConfig
+from clip_train.storage.errors import MissingError
 from launcher.cli.main import main
 from tests.data.shards import counted, sample, shards_open_as, tar_bytes, write_dataset, write_shard
+from tests.documents import ROOT
 
 BLOCK = 4096
 
@@ -310,6 +315,25 @@ def test_a_first_shard_without_columns_says_why(tmp_path: Path, capsys) -> None:
     shard.unlink()
     with pytest.raises(DataError, match=r"cannot index .*0\.tar: FileNotFoundError"):
         check_keys(str(shard), ["width"])
+
+
+def test_a_worker_that_starts_after_its_loader_has_ended_ends_quietly() -> None:
+    program = """
+import pickle, sys
+from clip_train.data.index import SharedList
+sys.stdout.buffer.write(pickle.dumps(SharedList.of(["a"], None)))
+"""
+    line = [sys.executable, "-c", program]
+    pickled = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    with pytest.raises(SystemExit):
+        pickle.loads(pickled)
+
+
+def test_a_shard_that_is_not_in_the_store_has_a_remedy() -> None:
+    error = MissingError("s3://bucket/0.tar: its size: HTTP 404 NoSuchKey")
+    assert str(cannot_index("s3://bucket/0.tar", error)) == (
+        "cannot index s3://bucket/0.tar: its size: HTTP 404 NoSuchKey; correct the URL, or its range"
+    )
 
 
 def test_the_command_learns_before_it_reads_that_it_cannot_write(folder: Path, capsys) -> None:

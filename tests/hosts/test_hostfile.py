@@ -102,8 +102,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start(hosts, recipe, tmp_path):
     hostfile.write_text("h1 slots=1\nh9 slots=1\n")
     status, out = finish(train(hosts, recipe, hostfile=hostfile))
     assert status == 1, out
-    assert "h9: ssh has failed or lost its connection" in out, out
-    assert "stopped by SIGTERM before the first step" in out, out
+    assert "ssh could not log in" in out, out
     until(lambda: not left_on(hosts, "h1"), 60)
 
 
@@ -118,7 +117,7 @@ def test_a_host_without_the_folder_is_named(hosts, recipe, tmp_path):
     finally:
         call(SETUP, "exec", hosts, "h2", "umount", tmp_path)
     assert status == 1, out
-    assert f"h2: its ranks were not started, with the message above; that host needs {here}" in out
+    assert f"its ranks were not started (its message is above); that host needs {here}" in out, out
     status, out = finish(
         train(hosts, here / "recipe.yaml", "run.steps=2", "schedule.warmup_steps=0")
     )

@@ -12,6 +12,7 @@ from clip_tools.container import check_cores, check_locked_memory
 from launcher.cli.main import main
 from launcher.slurm.container import image_name, local_folders
 
+SHARD_CACHES = ("FSSPEC_SIMPLECACHE_CACHE_STORAGE", "FSSPEC_FILECACHE_CACHE_STORAGE")
 # What the batch script does with its words: printed, one a line, and the last word is a rank's.
 PRINT = 'printf "%s\\n" srun ${CONTAINER[@]+"${CONTAINER[@]}"} bash'
 
@@ -28,7 +29,8 @@ def here(tmp_path, monkeypatch, recipe) -> Path:
     monkeypatch.setenv("CLIP_TRAIN_SITE", str(tmp_path / "site.yaml"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("HF_HOME", raising=False)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in ("PYTHONPATH", *SHARD_CACHES):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -83,6 +85,17 @@ def test_apptainer_gets_a_command(here, capsys, runtime):
     assert image == f"{here}/image.sif"
     on_cpus = words(capsys, "--container=image.sif", "--gpus-per-node=0", "--tasks-per-node=1")
     assert "--nv" not in on_cpus
+
+
+@pytest.mark.parametrize("variable", SHARD_CACHES)
+def test_copies_of_shards_are_mounted_if_their_folder_exists(here, capsys, monkeypatch, variable):
+    install(here, "apptainer")
+    monkeypatch.setenv(variable, str(here / "copies"))
+    *_, of_the_nodes, _ = words(capsys, "--container=image.sif")
+    assert str(here / "copies") not in of_the_nodes.split(",")
+    (here / "copies").mkdir()
+    *_, mounts, _ = words(capsys, "--container=image.sif")
+    assert str(here / "copies") in mounts.split(",")
 
 
 def test_the_runtime_can_be_named(here, capsys):

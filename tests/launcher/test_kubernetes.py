@@ -79,6 +79,12 @@ def test_each_pod_is_a_node_that_finds_the_first_one(here, tmp_path, capsys):
     assert load_config("inside.yaml", []).run_dir == WORK / "runs" / "a"
 
 
+def test_the_recipe_in_the_job_can_be_read_and_edited(here, capsys):
+    line = ["recipe.yaml", "run.dir=runs/a", "--to=kubernetes", "--dry-run"]
+    assert main(["submit", *line, "--container=me/clip:1"]) == 0
+    assert "\n  recipe.yaml: |\n    run:\n      name: " in capsys.readouterr().out
+
+
 def action(jobset: dict, status: int | None) -> str:
     """What the JobSet's controller does when a container has ended so; None: its node was drained."""
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]

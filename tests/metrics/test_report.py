@@ -196,7 +196,7 @@ def test_scores_are_a_table_with_the_last_and_the_best_value(tmp_path: Path) -> 
     assert "coco, moving average 61.00% - - -" in scores
     assert "coco, first 32 values - - - 1.75" in scores
     assert "zero-shot 50,000 samples - - 25.00% -" in scores
-    assert "Of the evaluation at step 300." in scores
+    assert "From the evaluation at step 300." in scores
     all_scores = page.sections["All scores"]
     names = "image_to_text_R@5 = dedup_image_to_text_R@5 = text_retrieval_recall@5"
     assert all_scores.count(f"{names} 50.00% 62.50% 200") == 2  # one number, once for each set

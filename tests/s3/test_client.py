@@ -81,7 +81,7 @@ def test_a_command_without_a_recipe_asks_the_environment(
         status, out = finish(
             Command(line, env=clean_environment() | environ, cwd=tmp_path), timeout=900
         )
-        assert status == 2 and "holds no checkpoints" in out, out
+        assert status == 2 and f"error: {view.url}/run holds no checkpoints" in out, out
         return senders(proxy)
 
     assert listed(environ={}) == {"obstore"}

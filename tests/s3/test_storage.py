@@ -60,6 +60,7 @@ def test_put_read_list_delete(storage: Storage, view: Bucket, big: Path) -> None
     ) == []
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
     assert storage.read_bytes("b/big", PART - 7, PART + 9) == DATA[PART - 7 : PART + 9]
+    assert storage.read_bytes("b/two", 1) == b"22"  # to the end
     for ask in (storage.read_bytes, storage.size, lambda name: storage.read_bytes(name, 0, 5)):
         with pytest.raises(FileNotFoundError):
             ask("b/none")

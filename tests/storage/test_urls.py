@@ -1,5 +1,6 @@
 """Paths and URLs of shards. `memory://` stands for every fsspec protocol."""
 
+import importlib.util
 import socket
 import time
 import uuid
@@ -10,7 +11,7 @@ from typing import Any, cast
 import obstore
 import pytest
 
-from clip_train.checkpoint.config import preflight
+from clip_train.checkpoint.config import CheckpointConfig, preflight
 from clip_train.data.shards import expand, expand_braces
 from clip_train.errors import CheckpointError, UserError
 from clip_train.storage.base import Entry
@@ -162,6 +163,7 @@ def test_any_remote_storage_can_be_written_to(scheme: str, tmp_path: Path) -> No
     assert storage.list("b") == [Entry("b/file", 7), Entry("b/two", 3)]
     assert (storage.read_bytes("b/two"), storage.size("b/two")) == (b"222", 3)
     assert storage.read_bytes("b/file", 1, 3) == b"on"
+    assert storage.read_bytes("b/two", 1) == b"22"  # to the end
     assert storage.put_bytes("once", b"first", if_absent=True)
     assert not storage.put_bytes("once", b"second", if_absent=True)
     assert storage.read_bytes("once") == b"first"
@@ -194,6 +196,25 @@ def test_brackets_of_a_host_are_no_pattern() -> None:
 def test_an_unknown_protocol_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="not a URL that fsspec can open"):
         open_read("s4://bucket/key")
+    if importlib.util.find_spec("gcsfs") is None:
+        with pytest.raises(UserError, match=r"gcsfs.*; install it, or use storage\.client=obstore"):
+            open_storage("gs://bucket/key", client="fsspec")
+
+
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [
+        ("s3://", "write s3://bucket/prefix"),
+        ("fsspec+s3://", r"write fsspec\+s3://bucket/prefix"),
+        ("gs://b*/run", "write gs://bucket/prefix"),
+        ("az:///run", "write az://bucket/prefix"),
+        ("sftp://host", "write sftp://host/path"),
+        ("simplecache::s3://bucket/run", "simplecache:: is for reading; leave simplecache:: out"),
+    ],
+)
+def test_a_wrong_place_for_checkpoints_is_the_recipes_mistake(remote: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"checkpoint.remote.*{message}"):
+        CheckpointConfig(remote=remote)
 
 
 @pytest.fixture
