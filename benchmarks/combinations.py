@@ -370,7 +370,7 @@ def main() -> int:
             for part in parts(lab):
                 recipe |= part(rng)
             rows += try_recipe(lab, recipe, number, rng, missed)
-            if len({row["recipe"] for row in rows if row["status"] == 0}) == wanted:
+            if len({row["recipe"] for row in rows if isinstance(row["loss"], float)}) == wanted:
                 break
     return finish("combinations", rows, TARGETS, missed, args)
 
@@ -396,11 +396,12 @@ def try_recipe(
             chosen = way(rng, recipe)
             ran.append(str(chosen))
         ended = lab.run(name, recipe, chosen)
-        row = {
+        row: Options = {
             "recipe": number,
             "what": json.dumps(given),
             "how": ", killed, then ".join(ran),
-            "status": ended,
+            "loss": "",
+            "norm": "",
         }
         wrong = []
         if ended != status:
@@ -408,7 +409,7 @@ def try_recipe(
         elif ended == 0:
             row["loss"], row["norm"], wrong = differences(lab, name, whole, allowed)
         else:
-            row["refused"] = lab.end_of_log(name)
+            row["loss"] = "refused"
         print(f"{told}\n  {row['how']}: {wrong or 'the same'}", flush=True)
         missed += [f"{told}: {row['how']}: {each}" for each in wrong]
         rows.append(row)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,7 +246,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(format_cell(value) for value in row.values()))
+        table.add_row(*(escape(format_cell(value)) for value in row.values()))
     Console(width=150 if not sys.stdout.isatty() else None).print(table)
 
 
