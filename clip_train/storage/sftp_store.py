@@ -12,6 +12,7 @@ import functools
 import getpass
 import os
 import re
+import socket
 import stat
 import threading
 import uuid
@@ -148,6 +149,8 @@ class SftpStorage(RemoteStorage):
             )
             transport = client.get_transport()
             transport.set_keepalive(15)
+            # requests are small: without this, each waits for the answer to the one before
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = transport.open_session(timeout=_CONNECT_SECONDS)
             channel.settimeout(_CONNECT_SECONDS)
             # the answer to this request has no time limit of paramiko's
