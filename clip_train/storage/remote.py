@@ -267,16 +267,18 @@ class RemoteStorage(Storage):
 async def collected(chunks: AsyncIterator[bytes], num_bytes: int, pace: Pace) -> bytes:
     """The chunks of an answer, joined. TransferError if they are not `num_bytes`, or come at less
     than the pace's rate on average, which an idle timeout would not notice."""
-    data = bytearray()
+    received: list[bytes] = []
+    count = 0  # bytes
     start = time.monotonic()
     while True:
         elapsed = time.monotonic() - start
-        due = len(data) / pace.rate if pace.rate else elapsed  # seconds
+        due = count / pace.rate if pace.rate else elapsed  # seconds
         chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
         try:
-            data += await chunk_pace.hold(anext(chunks), so_far=f"only {len(data)} bytes")
+            received.append(await chunk_pace.hold(anext(chunks), so_far=f"only {count} bytes"))
+            count += len(received[-1])
         except StopAsyncIteration:
-            return checked_length(bytes(data), num_bytes)
+            return checked_length(b"".join(received), num_bytes)
 
 
 def checked_length(data: bytes, num_bytes: int) -> bytes:
