@@ -1,9 +1,9 @@
-"""Random recipes, each run in random ways: what is learned must not depend on the way.
+"""Runs random recipes in random layouts, and compares the losses, which must not depend on the layout.
 
 A recipe draws from each part of the library: loss, model, texts of an image, order and mixture of the data,
 resolution, augmentation, optimizer, sizes of batches. It is run on one rank as one whole batch, which is the reference,
 and in other ways: other ranks, engine, sharding, micro-batches, retained graphs, checkpointing, exchange of features,
-workers. One of these is killed in the middle, and goes on in yet another way. Each must have the same batches, losses
+workers. The last run is killed in the middle and resumed in yet another way. Each must have the same batches, losses
 and norms, and the same scores at the end. A recipe that is refused must be refused in all ways, with exit status 2.
 
 Everything goes through `clip-train train`, and is read from metrics.jsonl and eval.jsonl. `--seed N` draws others.
@@ -94,7 +94,7 @@ def clip_train(*words: str) -> None:
     output_of("-m", "launcher", *words)
 
 
-# -- what is learned
+# -- recipes
 
 
 def one_of(*choices: Options) -> Draw:
@@ -185,7 +185,7 @@ def parts(lab: Lab) -> list[Draw]:
     ]  # fmt: skip
 
 
-# -- how
+# -- layouts
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ CLIENTS: dict[str, Callable[[str], Client]] = {  # by store: for this URL
 
 @contextmanager
 def served(store: str, folder: Path) -> Iterator[str]:
-    """The URL of an empty bucket at a server of its own, or of an empty folder."""
+    """Starts a server, without the proxy of `tests.s3.places.place`, which would be measured too. Gives the URL of an
+    empty bucket, or of an empty folder."""
     if store == "sftp":
         served_folder = folder / "served"
         served_folder.mkdir()

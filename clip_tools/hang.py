@@ -158,8 +158,9 @@ def explain_run(run_dir: Path) -> Report:
         begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
         return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
     stopped = {rank for rank, process in here.items() if process.is_stopped()}
-    first = ask_all(folder, max([world_size, *(rank + 1 for rank in here)]), stopped)
-    world_size = ranks_in_all(first) or max([world_size, *(rank + 1 for rank in here)])
+    world_size = max([world_size, *(rank + 1 for rank in here)])
+    first = ask_all(folder, world_size, stopped)
+    world_size = ranks_in_all(first) or world_size
     if not first and not here:
         raise UserError(
             f"no rank of {run_dir} answers within {ANSWER_SECONDS:.0f} s: is it running, and is this "

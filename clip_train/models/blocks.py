@@ -21,7 +21,7 @@ from clip_train.models.dropout import (
     PATCH_DROPOUT_ID,
     VISION_DROPOUT_ID,
     SampleDropout,
-    drawn_again,
+    keep_draw,
     keep_patches,
 )
 from clip_train.models.one_pass import (
@@ -216,11 +216,11 @@ def recomputed(
     the product has dropout by the last `draw_by`, which by then is another one's.
     """
     # a compiled block has its inputs in its graph
-    draw = None if torch.compiler.is_compiling() else drawn_again()
+    draw_again = None if torch.compiler.is_compiling() else keep_draw()
 
     def both(x: Tensor) -> Any:
-        if draw is not None:
-            draw()
+        if draw_again is not None:
+            draw_again()
         return product(pointwise(x), *more)
 
     return checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)

@@ -52,8 +52,8 @@ def draw_by(
     _of_micro_batch.update(seeds=sample_seeds, token=token, packed=packed)
 
 
-def drawn_again() -> Callable[[], None]:
-    """A function that repeats the last `draw_by`, for a later recomputation of a part of a block."""
+def keep_draw() -> Callable[[], None]:
+    """Returns a function that repeats the last `draw_by`, for a recomputation of a part of a block."""
     last = dict(_of_micro_batch)
     return lambda: _of_micro_batch.update(last)
 

@@ -44,7 +44,7 @@ _ANSWERS = (
     PermissionError,
     ChangedError,
     FailureError,
-    NotImplementedError,
+    NotImplementedError,  # the server lacks an extension: another attempt cannot help
 )
 T = TypeVar("T")
 
@@ -322,7 +322,7 @@ def _settings(name: str) -> Any:
         settings = config.lookup(name)
     except (OSError, UnicodeError, ImportError, paramiko.SSHException) as e:
         raise ValueError(
-            f"{file} cannot be read: {e}; correct it, or name a file of its own in {CONFIG}"
+            f"{file} cannot be read: {e}; correct it, or name another file in {CONFIG}"
         ) from e
     for key in ("proxyjump", "proxycommand"):
         if settings.get(key, "none").lower() != "none":

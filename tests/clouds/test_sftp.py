@@ -251,7 +251,7 @@ def test_settings_that_ssh_accepts(
     def look(config: str, name: str) -> bool:
         (tmp_path / "config").write_text(f"Host {name}\n{config}")
         monkeypatch.setenv("CLIP_TRAIN_SSH_CONFIG", str(tmp_path / "config"))
-        # an alias of its own has a connection of its own
+        # each alias has another connection
         return open_storage(storage.url.replace("127.0.0.1", name), patience_seconds=0).exists("a")
 
     host = f"HostName 127.0.0.1\nUser {sshd.folder.owner()}\n"

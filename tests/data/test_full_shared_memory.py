@@ -75,7 +75,7 @@ def run_in(size: str, code: str, *arguments: str) -> str:
     try:
         allowed = subprocess.run([*line, "1m", "true"], capture_output=True, check=False)
     except FileNotFoundError:
-        pytest.skip("no unshare")
+        pytest.skip("unshare (of util-linux) makes the mount namespace, and is not on this machine")
     if allowed.returncode:
         pytest.skip(f"no mount namespaces allowed: {allowed.stderr.decode()}")
     done = subprocess.run(

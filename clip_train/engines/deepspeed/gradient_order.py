@@ -16,8 +16,6 @@ from torch import nn
 from clip_train import dist
 from clip_train.errors import UserError
 
-Parameter = nn.Parameter
-
 
 class InOrder:
     """Stands between the hooks of a ZeRO optimizer and its buckets.
@@ -34,7 +32,9 @@ class InOrder:
         optimizer.reduce_ready_partitions_and_remove_grads = self.add
         optimizer.overlapping_partition_gradients_reduce_epilogue = self.end_backward
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._siblings: dict[Parameter, list[Parameter]] = {}  # by parameter: those of its module
+        self._siblings: dict[
+            nn.Parameter, list[nn.Parameter]
+        ] = {}  # by parameter: those of its module
         for module in model.modules():
             own = [
                 p
@@ -42,13 +42,15 @@ class InOrder:
                 if p.requires_grad and p not in self._siblings  # one that is tied has one module
             ]
             self._siblings |= dict.fromkeys(own, own)
-        self._waiting: dict[Parameter, tuple[Any, ...]] = {}  # the other arguments of `_to_bucket`
-        self._order: list[Parameter] = []  # of the first backward
+        self._waiting: dict[
+            nn.Parameter, tuple[Any, ...]
+        ] = {}  # the other arguments of `_to_bucket`
+        self._order: list[nn.Parameter] = []  # of the first backward
         self._is_known = False  # once that has ended
         self._next = 0  # in the order
         self._has_agreed = False
 
-    def add(self, parameter: Parameter, *where: Any) -> None:
+    def add(self, parameter: nn.Parameter, *where: Any) -> None:
         """Called by DeepSpeed's hook: the gradient of this parameter is complete."""
         self._waiting[parameter] = where
         if not self._is_known:
@@ -64,10 +66,7 @@ class InOrder:
     def end_backward(self) -> None:
         """Called by DeepSpeed at the end of a backward. Some parameters may have got no gradient, so
         that others still wait for them."""
-        for p in self._order[self._next :] if self._is_known else []:
-            if p in self._waiting:
-                self._go_on(p)
-        for p in self._trained:
+        for p in [*self._order[self._next :], *self._trained]:
             if p in self._waiting:
                 self._go_on(p)
         self._next = 0
@@ -97,7 +96,7 @@ class InOrder:
             )
         self._has_agreed = True
 
-    def _go_on(self, parameter: Parameter) -> None:
+    def _go_on(self, parameter: nn.Parameter) -> None:
         where = self._waiting.pop(parameter)
         if not self._is_known:
             self._order.append(parameter)
