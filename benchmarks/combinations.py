@@ -17,7 +17,6 @@ import os
 import random
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any
 from common import ROOT, finish, output_of, parser
 from PIL import Image
 
+from tests.data.shards import write_shard
 from tests.processes import kill_tree
 
 STEPS, KILLED_AFTER = 6, 3
@@ -61,29 +61,25 @@ def write_shards(folder: Path, name: str, count: int, per_shard: int, seed: int)
     rng = random.Random(seed)
     texts = [" ".join(rng.choices(WORDS, k=rng.randint(2, 9))) for _ in range(count)]
     for shard in range(count // per_shard):
-        with tarfile.open(folder / f"{name}-{shard:02d}.tar", "w") as tar:
-            for i in range(shard * per_shard, (shard + 1) * per_shard):
-                side = (rng.choice([24, 40, 64]), rng.choice([24, 40, 64]))
-                pixels = Image.effect_noise(side, rng.uniform(10, 90)).convert("RGB")
-                file = io.BytesIO()
-                pixels.save(file, "JPEG")
-                others = rng.sample(texts, 3)
-                more = {
-                    "alt": others[:2],
-                    "negatives": [others[2], "not " + texts[i]],
-                    "score": round(rng.random(), 3),
-                    "group": rng.randrange(count // 2),
-                }
-                caption = rng.choice(texts) if rng.random() < 0.1 else texts[i]
-                members = {
-                    "jpg": file.getvalue(),
-                    "txt": caption.encode(),
-                    "json": json.dumps(more).encode(),
-                }
-                for extension, data in members.items():
-                    member = tarfile.TarInfo(f"{name}{i:05d}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        members: list[tuple[str, bytes]] = []
+        for i in range(shard * per_shard, (shard + 1) * per_shard):
+            side = (rng.choice([24, 40, 64]), rng.choice([24, 40, 64]))
+            image = io.BytesIO()
+            Image.effect_noise(side, rng.uniform(10, 90)).convert("RGB").save(image, "JPEG")
+            others = rng.sample(texts, 3)
+            more = {
+                "alt": others[:2],
+                "negatives": [others[2], "not " + texts[i]],
+                "score": round(rng.random(), 3),
+                "group": rng.randrange(count // 2),
+            }
+            caption = rng.choice(texts) if rng.random() < 0.1 else texts[i]
+            members += [
+                (f"{name}{i:05d}.jpg", image.getvalue()),
+                (f"{name}{i:05d}.txt", caption.encode()),
+                (f"{name}{i:05d}.json", json.dumps(more).encode()),
+            ]
+        write_shard(folder / f"{name}-{shard:02d}.tar", members)
     last = count // per_shard - 1
     url = f"{folder}/{name}-{{00..{last:02d}}}.tar"
     clip_train("index", url, "--columns", "json.score")
