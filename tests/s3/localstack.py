@@ -2,6 +2,8 @@
 
 It verifies checksums and honours conditional writes; it accepts any credentials, so the proxy plays that part.
 Without LISTEN_THERE it would listen at every address of this machine, whatever GATEWAY_LISTEN names.
+Without OVERRIDE_IN_DOCKER it would, in a container, keep its certificate in /var/lib/localstack, where one server
+reads what another is writing.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class LocalStack(Server):
             "XDG_CACHE_HOME": str(self.folder / "cache"),
             "TMPDIR": str(self.folder / "tmp"),
             "FILESYSTEM_ROOT": str(self.folder / "root"),
+            "OVERRIDE_IN_DOCKER": "0",
             "GATEWAY_LISTEN": self.address,
             "LOCALSTACK_HOST": self.address,
             "SERVICES": "s3",
