@@ -466,10 +466,14 @@ def checked_options(key: str, path: str, options: Mapping[str, Any]) -> dict[str
         return dict(model.model_validate(dict(options)))
     except ValidationError as e:
         known = ", ".join(model.model_fields) or "none"
-        lines = explain(e, model, dict(options), unknown=f"{path} takes {known}".format)
-        names = "|".join(map(re.escape, {**model.model_fields, **options}))
-        within = partial(re.sub, rf"(^|set |or )(?=(?:{names})[ .=:])", rf"\1{options_key(key)}.")
-        raise UserError(f"{key} ({path}): " + "; ".join(map(within, lines))) from None
+        lines = explain(
+            e,
+            model,
+            dict(options),
+            unknown=f"{path} takes {known}".format,
+            written=f"{options_key(key)}.{{}}".format,
+        )
+        raise UserError(f"{key} ({path}): {'; '.join(lines)}") from None
 
 
 # -- errors
@@ -484,10 +488,12 @@ def explain(
     *,
     unknown: Callable[[str], str],
     within: str = "recipe",
+    written: Callable[[str], str] = str,
 ) -> list[str]:
     """Every mistake of `raw`, once: key (value), pydantic's message, and what to write.
 
     unknown: from the path of an unknown key to a suggestion. within: the name of `raw`.
+    written: from the path of a key to what the user writes, such as `--nodes` for `nodes`.
     """
     lines: dict[str, str] = {}
     messages: dict[str, list[str]] = {}  # by path: the branches of a union have an error each
@@ -500,27 +506,30 @@ def explain(
             path = ".".join(map(str, loc))
             removed = _removed(model, loc)
             if removed is not None:
-                lines[path] = f"{path} ({shown(each['input'])}) was removed: {removed.instead}"
+                said = f" was removed: {removed.instead}"
             else:
-                lines[path] = f"{path} ({shown(each['input'])}): no such key; {unknown(path)}"
+                said = f": no such key; {unknown(path)}"
+            lines[path] = f"{written(path)} ({shown(each['input'])}){said}"
         elif each["type"] == "missing" and keys == list(loc):
-            command = f", or {_example(path, field)} to the command" if within == "recipe" else ""
-            lines[path] = f"{path} is missing; add it to the {within}{command}"
+            remedy = f"add it to the {within}"
+            if within == "recipe":
+                remedy += f", or {_example(path, field, written)} to the command"
+            lines[path] = f"{written(path)} is missing; {remedy}"
         elif each["type"] == "value_error":
             said = str(each["ctx"]["error"])
             # a rule across keys names them itself
             named = not keys or (path if len(keys) > 1 else str(keys[0])) in said
-            lines[said] = said if named else f"{path}: {said}"
+            lines[said] = said if named else f"{written(path)}: {said}"
         elif each["type"] in ("model_type", "model_attributes_type"):
             remedy = f"write {path}: and below it its keys, indented" if path else "see recipes/"
-            lines[path] = f"{path or within} ({shown(value)}) must be a section; {remedy}"
+            name = written(path) if path else within
+            lines[path] = f"{name} ({shown(value)}) must be a section; {remedy}"
         else:
             words = _hint(field).words or said
             messages.setdefault(path, []).append(words.removeprefix("Input should be "))
             allowed = " or ".join(dict.fromkeys(messages[path]))
-            lines[path] = (
-                f"{path} ({shown(value)}) must be {allowed}; {_remedy(path, field, value)}"
-            )
+            remedy = _remedy(path, field, value, written)
+            lines[path] = f"{written(path)} ({shown(value)}) must be {allowed}; {remedy}"
     return list(lines.values())
 
 
@@ -572,29 +581,35 @@ def _hint(field: FieldInfo | None) -> Allowed:
     return next((each for each in metadata if isinstance(each, Allowed)), Allowed(""))
 
 
-def _example(path: str, field: FieldInfo | None) -> str:
-    """`key=value` for a missing key; for a section, its first key that has an example."""
+def _setting(written: str, value: Any) -> str:
+    """How a key gets this value: `key=value`, or for an option of a command `--key value`."""
+    return f"{written}{' ' if written.startswith('--') else '='}{value}"
+
+
+def _example(path: str, field: FieldInfo | None, written: Callable[[str], str]) -> str:
+    """A setting of a missing key; for a section, of its first key that has an example."""
     # what a command can set: it cannot name one entry of a list
     key = ".".join(itertools.takewhile(lambda part: not part.isdecimal(), path.split(".")))
     model = _model_in(field.annotation) if field is not None and "." not in path else None
     for name, inner in model.model_fields.items() if model else ():
         if _hint(inner).example:
-            return f"{key}.{name}={_hint(inner).example}"
-    return f"{key}={_hint(field).example or '...'}"
+            return _setting(written(f"{key}.{name}"), _hint(inner).example)
+    return _setting(written(key), _hint(field).example or "...")
 
 
-def _remedy(path: str, field: FieldInfo | None, value: Any) -> str:
+def _remedy(path: str, field: FieldInfo | None, value: Any, written: Callable[[str], str]) -> str:
+    verb = "give" if written(path).startswith("--") else "set"
     if field is None or field.is_required() or _hint(field).example or path.count(".") > 1:
-        return f"set {_example(path, field)} or another"
+        return f"{verb} {_example(path, field, written)} or another"
     default = shlex.quote(as_yaml(field.get_default(call_default_factory=True)))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     quoted = ""
     if number and str in _kinds(field.annotation):  # YAML takes it for a number
         if isinstance(value, float):  # which is not what was typed, such as 1e5
-            quoted = f"{path}='\"...\"' with what you typed in the quotes, or "
+            quoted = _setting(written(path), "'\"...\"' with what you typed in the quotes, or ")
         else:
-            quoted = f"{path}='\"{value}\"', if that is meant, or "
-    return f"set {quoted}{path}={default} (the default) or another"
+            quoted = _setting(written(path), f"'\"{value}\"', if that is meant, or ")
+    return f"{verb} {quoted}{_setting(written(path), default)} (the default) or another"
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,20 +185,12 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
         if name in Site.model_fields and value is not None
     }
     known = f"known keys: {', '.join(Site.model_fields)}"
-    explained = partial(explain, unknown=lambda path: known, within="site file")
+
+    def written(key: str) -> str:
+        return f"--{key.replace('_', '-')}" if key in flags else key
+
+    explained = partial(explain, unknown=lambda path: known, within="site file", written=written)
     site, mistakes = validated(Site, raw | flags, explained)
     if site is None:
-        raise UserError(f"{where}: {'; '.join(as_options(mistakes, flags))}")
+        raise UserError(f"{where}: {'; '.join(mistakes)}")
     return site
-
-
-def as_options(mistakes: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The messages, with `--nodes` for the key `nodes` where it was given as an option."""
-    messages = list(mistakes)
-    for name in names:
-        option = f"--{name.replace('_', '-')}"
-        for number, message in enumerate(messages):
-            if message.startswith(f"{name} ("):
-                message = message.replace(f"{name} (", f"{option} (", 1)  # noqa: PLW2901
-                messages[number] = message.replace(f"set {name}=", f"give {option} ", 1)
-    return messages
