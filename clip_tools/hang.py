@@ -154,12 +154,17 @@ def explain_run(run_dir: Path) -> Report:
     # as rank 0 has recorded them at the newest start, if it came so far
     world_size = starts[-1].get("ranks", 0) if starts else 0
     here = local_ranks(run_dir)
-    if (run_dir / VERDICT_FILE).exists() and not here:
-        begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
-        return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
-    stopped = {rank for rank, process in here.items() if process.is_stopped()}
-    world_size = max([world_size, *(rank + 1 for rank in here)])
-    first = ask_all(folder, world_size, stopped)
+    if not here and (run_dir / VERDICT_FILE).exists():
+        # The verdict may be of an earlier attempt: a new one, on other nodes, removes it only when
+        # it has found its checkpoint, and may hang before that.
+        first = ask_ended(folder, world_size)
+        if not first:
+            begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
+            return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
+    else:
+        stopped = {rank for rank, process in here.items() if process.is_stopped()}
+        world_size = max([world_size, *(rank + 1 for rank in here)])
+        first = ask_all(folder, world_size, stopped)
     world_size = ranks_in_all(first) or world_size
     if not first and not here:
         raise UserError(
@@ -261,15 +266,28 @@ def give_to_owner(place: Path) -> None:
             os.chown(place, owner.st_uid, owner.st_gid)
 
 
-def ask_all(folder: Path, world_size: int, silent: Set[int]) -> dict[int, dict[str, Any]]:
-    """The answers of all ranks that answer, by rank. silent: ranks that are not waited for."""
+def ask_ended(folder: Path, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers, if a run that has a verdict was started again; else none, after a short time."""
+    try:
+        return ask_all(folder, world_size, set(), first_seconds=LATE_SECONDS)
+    except OSError:  # a folder that can only be read: nothing can be asked there
+        return {}
+
+
+def ask_all(
+    folder: Path, world_size: int, silent: Set[int], first_seconds: float = ANSWER_SECONDS
+) -> dict[int, dict[str, Any]]:
+    """The answers of all ranks that answer, by rank.
+
+    silent: ranks that are not waited for. first_seconds: until the first answer.
+    """
     request = secrets.token_hex(8)
     write_request(folder, request)
     answers: dict[int, dict[str, Any]] = {}
     newest = time.monotonic()  # when the newest answer came
-    end = newest + ANSWER_SECONDS
+    end, end_of_first = newest + ANSWER_SECONDS, newest + first_seconds
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < (end if answers else end_of_first):
             found = read_answers(folder).items()
             now = {rank: answer for rank, answer in found if answer["request"] == request}
             if len(now) > len(answers):

@@ -175,6 +175,16 @@ def test_an_earlier_start_with_more_ranks_does_not_count(tmp_path):
     assert not report.hangs and report.world_size == 2 and "did not answer" not in report.page()
 
 
+def test_a_run_that_was_started_again_elsewhere(tmp_path):
+    """And has not come so far that it removes the verdict of its earlier attempt."""
+    (tmp_path / VERDICT_FILE).write_text('FAILED\n{"step": 3, "reason": "timed out"}\n')
+    History(tmp_path).append("start", ranks=2)
+    ranks = [lambda rank=rank: standing(rank, phase="start", step=None) for rank in range(2)]
+    with answering(tmp_path, *ranks):
+        report = explain(str(tmp_path), [])
+    assert report.hangs and report.state == "2 of 2 ranks answered, and none moved"
+
+
 def test_a_rank_that_waits_for_a_long_step_makes_progress(tmp_path):
     """Its main thread is at one place for the whole step, as with a GPU."""
     begin, usual = time.monotonic(), 5.0
@@ -232,6 +242,11 @@ def test_the_run_of_another_user(tmp_path):
 # -- the flight recorder
 
 
+def pending_collectives() -> list[Collective]:
+    (dump,) = dump_collectives()
+    return [each for group in read_dump(dump).values() for each in group if not each.ended]
+
+
 def half_entered() -> tuple[bytes, dict[str, list[int]]]:
     """Rank 0 is in the third collective of a group, which rank 1 never enters."""
     group = torch_dist.new_group([0, 1])
@@ -245,6 +260,8 @@ def half_entered() -> tuple[bytes, dict[str, list[int]]]:
             async_op=True,
         )
     dist.barrier()
+    # the recorder hears a moment later than the main thread that the barrier has ended
+    assert until(lambda: len(pending_collectives()) == (1 if dist.rank() == 0 else 0))
     (dump,) = dump_collectives()
     members = group_members()
     dist.barrier()
