@@ -90,12 +90,20 @@ def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -
             f"--format open_clip: OpenCLIP has no text tower like that of {architecture.open_clip}, "
             "a ChineseCLIPModel: export with --format transformers"
         )
+    from clip_train.models.openclip.model import assemble, exported_cfg
+
+    config = exported_cfg(architecture)
+    vision = config["vision_cfg"]
+    if "img_size" in (vision.get("timm_model_kwargs") or {}):
+        warn(
+            f"its image tower is timm's {vision['timm_model_name']} with images of "
+            f"{vision['image_size']} pixels, for which timm has no name: OpenCLIP 4 reads it, "
+            "3.3.0 does not"
+        )
     arguments = architecture.own_keys().get("vision_cfg", {}).get("timm_model_args")
     if arguments is None:
         return
-    from clip_train.models.openclip.model import assemble
-
-    theirs = parse_openclip({"model_cfg": architecture.model_cfg()}, architecture.open_clip)
+    theirs = parse_openclip({"model_cfg": config}, architecture.open_clip)
     with torch.device("meta"):
         both = [assemble(each).state_dict() for each in (theirs, architecture)]
     ours, others = ({name: t.shape for name, t in each.items()} for each in both)

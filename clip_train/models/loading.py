@@ -28,7 +28,7 @@ from clip_train.models.config import AnyArchitecture, KeepPositions, OwnModel
 from clip_train.models.files import CONFIG_NAME, FOLDER_NAMES, read_object
 from clip_train.models.layouts import State
 from clip_train.models.openclip.config import described
-from clip_train.models.positions import resize_positions
+from clip_train.models.positions import IMAGE_POSITIONS, TEXT_POSITIONS, resize_positions
 from clip_train.models.transformers import preprocess_cfg, preprocessor
 from clip_train.resizing import RESIZED
 from clip_train.settings import clipped
@@ -492,7 +492,7 @@ class Differences:
     @property
     def only_positions(self) -> bool:
         """Positional embeddings alone differ, and may be interpolated."""
-        positions = all(name.endswith("positional_embedding") for name in self.shapes)
+        positions = all(name in (*IMAGE_POSITIONS, *TEXT_POSITIONS) for name in self.shapes)
         return positions and not self.missing and not self.unexpected
 
     def __str__(self) -> str:

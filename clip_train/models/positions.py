@@ -13,8 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clip_train.errors import UserError
-from clip_train.models.config import AnyArchitecture, Architecture, KeepPositions, OwnModel
+from clip_train.models.config import AnyArchitecture, KeepPositions, OwnModel
 
+IMAGE_POSITIONS = (
+    "visual.positional_embedding",
+    "visual.attnpool.positional_embedding",  # of a ResNet
+    "visual.trunk.pos_embed",  # of timm's
+)
+MOST_PREFIX_TOKENS = 8  # the class token and registers, before the patches
 TEXT_POSITIONS = ("positional_embedding", "text.positional_embedding")
 # Added to the seed, so that positions are not the numbers that begin another parameter.
 POSITIONS_SEED = 1 << 32
@@ -30,14 +36,15 @@ def resize_positions(
     """Give positional embeddings another image size or context in place.
 
     As OpenCLIP does: the image's grid bicubic with antialias (the class token stays), the text's
-    linear. What cannot be interpolated stays, and so do images of models that OpenCLIP builds.
+    linear. What cannot be interpolated stays.
     keep: as `model.keep_positions`. seed: of drawn positions. Returns the lines for the log.
     """
     if isinstance(architecture, OwnModel):
         return []
     interpolated, drawn = [], []
-    if isinstance(architecture, Architecture):
-        interpolated += resize_grid(state, architecture)
+    for name in IMAGE_POSITIONS:
+        if name in state and name in expected:
+            interpolated += resize_grid(state, name, expected[name])
     for name in TEXT_POSITIONS:
         old, shape = state.get(name), expected.get(name, ())
         if old is None or old.ndim != 2 or len(shape) != 2 or old.shape[1] != shape[1]:
@@ -116,20 +123,25 @@ def continued(
     return torch.cat([old, new]), line
 
 
-def resize_grid(state: dict[str, Tensor], architecture: Architecture) -> list[str]:
-    """The image's part of `resize_positions`. Returns what was done."""
-    side = architecture.vision_cfg.image_size // architecture.vision_cfg.patch_size
-    name = "visual.positional_embedding"
-    old = state.get(name)  # [1 + T, width]
-    if old is None or old.ndim != 2 or len(old) <= 1 or len(old) == 1 + side**2:
+def resize_grid(state: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> list[str]:
+    """The image's part of `resize_positions`, for one parameter. Returns what was done.
+
+    shape: [(1,) prefix + side * side, width], as the model has it.
+    """
+    old = state[name]
+    if old.ndim != len(shape) or old.ndim < 2 or old.shape[-2] == shape[-2]:
         return []
-    was = math.isqrt(len(old) - 1)
-    if was**2 != len(old) - 1:
+    for prefix in range(MOST_PREFIX_TOKENS):
+        was, side = (math.isqrt(max(0, each - prefix)) for each in (old.shape[-2], shape[-2]))
+        if (was**2, side**2) == (old.shape[-2] - prefix, shape[-2] - prefix) and was and side:
+            break
+    else:
         return []
-    # [1, width, was, was]
-    grid = old[1:].float().unflatten(0, (was, was)).permute(2, 0, 1)[None]
+    rows = old.float().flatten(0, -2)
+    grid = rows[prefix:].unflatten(0, (was, was)).permute(2, 0, 1)[None]  # [1, width, was, was]
     grid = F.interpolate(
         grid, size=(side, side), mode="bicubic", antialias=True, align_corners=False
     )
-    state[name] = torch.cat([old[:1].float(), grid[0].flatten(1).T])
+    new = torch.cat([rows[:prefix], grid[0].flatten(1).T])
+    state[name] = new.reshape(*old.shape[:-2], *new.shape)
     return [f"the image's from {was} x {was} to {side} x {side} patches"]

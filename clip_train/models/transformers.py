@@ -80,12 +80,14 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "chinese_clip": {"size": {"height": 224, "width": 224}, "crop_size": 224},
 }  # fmt: skip
-# OpenCLIP's name of a SigLIP image tower by its width.
+# timm's name of a SigLIP image tower, by its width and patch.
 TIMM_NAMES = {
-    768: "vit_base_patch16_siglip_224",
-    1024: "vit_large_patch16_siglip_256",
-    1152: "vit_so400m_patch14_siglip_224",
-    1536: "vit_giantopt_patch16_siglip_256",
+    (768, 16): "vit_base_patch16_siglip_224",
+    (768, 32): "vit_base_patch32_siglip_256",
+    (1024, 16): "vit_large_patch16_siglip_256",
+    (1152, 14): "vit_so400m_patch14_siglip_224",
+    (1152, 16): "vit_so400m_patch16_siglip_256",
+    (1536, 16): "vit_giantopt_patch16_siglip_256",
 }
 NAFLEX_NAMES = {
     768: "naflexvit_base_patch16_siglip",
@@ -224,7 +226,7 @@ def _siglip(vision: dict[str, Any], text: dict[str, Any], place: str) -> dict[st
         "init_logit_bias": -10.0,
         "vision_cfg": {
             "image_size": vision["image_size"],
-            "timm_model_name": TIMM_NAMES.get(width, TIMM_NAMES[768]),
+            "timm_model_name": TIMM_NAMES.get((width, vision["patch_size"]), TIMM_NAMES[768, 16]),
             "timm_pool": "map",
             "timm_proj": "none",
             "timm_model_args": {

@@ -186,9 +186,14 @@ def export_openclip(
     }
     path = Path(folder)
     weights = save_weights(out, path, WEIGHTS_NAMES[0], read)
-    own_keys = architecture.own_keys() if isinstance(architecture, OpenCLIPArchitecture) else {}
+    if isinstance(architecture, OpenCLIPArchitecture):
+        from clip_train.models.openclip.model import exported_cfg
+
+        own_keys, model_cfg = architecture.own_keys(), exported_cfg(architecture)
+    else:
+        own_keys, model_cfg = {}, architecture.model_cfg()
     description = {
-        "model_cfg": architecture.model_cfg(),
+        "model_cfg": model_cfg,
         "preprocess_cfg": {
             "mean": list(architecture.image_mean),
             "std": list(architecture.image_std),

@@ -149,6 +149,13 @@ class VisionKeys(Described):
                     f"image_size ({list(size)}) is not square: images are cut to squares here"
                 )
             keys = {**keys, "image_size": size[0]}
+        more = keys.get("timm_model_kwargs")
+        if isinstance(more, dict) and more.get("img_size") == keys.get("image_size"):
+            # of an export (`export_openclip`); only OpenCLIP 4 takes it, and here the size suffices
+            more = {key: value for key, value in more.items() if key != "img_size"}
+            keys = {**keys, "timm_model_kwargs": more}
+            if not more:
+                del keys["timm_model_kwargs"]
         arguments = keys.get("timm_model_args") or {}
         sizes = [value for key, value in arguments.items() if key != "act_layer"]
         if not arguments.keys() <= TIMM_ARGUMENTS or not all(0 < x <= 65_536 for x in sizes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import timm
 import torch
 from timm.layers import BatchNormAct2d as TimmBatchNormAct2d
 from torch import Tensor, nn
@@ -171,6 +173,7 @@ def build(
             model = build(architecture, activation_checkpointing=activation_checkpointing)
         with fake:
             replace_tensors(model, lambda x: torch.empty(x.shape, dtype=x.dtype))
+            seed_modules(model)  # their numbers are fake tensors, too
             return model
     with disable_current_modes():  # a constructor may be recorded: models/drawing.py
         intercepted = random_draws(architecture).modules
@@ -207,7 +210,15 @@ def random_draws(architecture: OpenCLIPArchitecture) -> RandomDraws:
             images = torch.zeros(2, *patches.row, dtype=torch.uint8)
         inputs = (images, texts, torch.zeros(2, dtype=torch.int64))
         modules = [*model.modules()]
-        drawing = [modules.index(model.get_submodule(name)) for name in find_draws(model, *inputs)]
+        try:
+            draws = find_draws(model, *inputs)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as e:
+            raise UserError(
+                f"model.name (open_clip:{architecture.open_clip}): a pass through it fails "
+                f"({type(e).__name__}: {e}); give its towers sizes that they take: model.image_size "
+                f"is {side}, model.context_length {length}"
+            ) from e
+        drawing = [modules.index(model.get_submodule(name)) for name in draws]
         for number in drawing:
             intercept(modules[number], number)
         remaining = find_draws(model, *inputs) if drawing else {}
@@ -269,20 +280,15 @@ def assemble(
     config["vision_cfg"]["timm_model_pretrained"] = False
     config["text_cfg"]["hf_model_pretrained"] = False
     norm = config["vision_cfg"].pop("norm", "batch")
-    arguments = architecture.vision_cfg.model_dump().get("timm_model_args")
+    arguments = timm_arguments(architecture)
     bert = architecture.text_cfg.bert
     try:
         kind = Captioner if "multimodal_cfg" in config else CustomText if custom else OneModule
         with tempfile.TemporaryDirectory(prefix="clip-train-") as folder:
             if arguments:  # timm's way to override a model's: a folder that describes it
-                size = config["vision_cfg"]["image_size"]
-                model_args = {**arguments, "img_size": size}
-                if architecture.is_naflex:
-                    side = size // (architecture.native_patch_size or size)
-                    model_args["pos_embed_grid_size"] = (side, side)
                 keys = {
-                    "architecture": config["vision_cfg"]["timm_model_name"],
-                    "model_args": model_args,
+                    "architecture": without_tag(config["vision_cfg"]["timm_model_name"]),
+                    "model_args": arguments,
                     "pretrained_cfg": {"num_classes": 0},
                 }
                 Path(folder, "config.json").write_text(json.dumps(keys))
@@ -330,6 +336,49 @@ def assemble(
     if architecture.is_naflex:
         adopt_native(model.visual.trunk)
     return model
+
+
+def timm_arguments(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
+    """Arguments of timm's image tower that OpenCLIP's `vision_cfg` does not pass on."""
+    vision = architecture.vision_cfg.model_dump()
+    size = architecture.vision_cfg.image_size
+    if not vision.get("timm_model_args"):
+        return {} if has_own_image_size(architecture) else {"img_size": size}
+    arguments = {**vision["timm_model_args"], "img_size": size}
+    if architecture.is_naflex:
+        side = size // (architecture.native_patch_size or size)
+        arguments["pos_embed_grid_size"] = (side, side)
+    return arguments
+
+
+def has_own_image_size(architecture: OpenCLIPArchitecture) -> bool:
+    """Whether OpenCLIP's image tower of this description takes images of its `image_size`: unless
+    it is one of timm's that are made for another size."""
+    name = architecture.vision_cfg.model_dump().get("timm_model_name")
+    made_for = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
+    if made_for is None or not made_for.fixed_input_size:
+        return True
+    return bool(made_for.input_size[-1] == architecture.vision_cfg.image_size)
+
+
+def exported_cfg(architecture: OpenCLIPArchitecture) -> dict[str, Any]:
+    """`model_cfg` for OpenCLIP itself. If timm's image tower is made for another size of images:
+    timm's name of the same tower for this size, or, for OpenCLIP 4, timm's argument."""
+    config, size = architecture.model_cfg(), architecture.vision_cfg.image_size
+    vision = config["vision_cfg"]
+    if has_own_image_size(architecture):
+        return config
+    name = re.sub(r"_\d+$", f"_{size}", without_tag(vision["timm_model_name"]))
+    if name.endswith(f"_{size}") and timm.is_model(name):
+        vision["timm_model_name"] = name
+    else:
+        vision["timm_model_kwargs"] = {**(vision.get("timm_model_kwargs") or {}), "img_size": size}
+    return config
+
+
+def without_tag(name: str) -> str:
+    """timm's name of an architecture, without that of its weights behind a dot."""
+    return name.partition(".")[0]
 
 
 def _dtype(model: Contrastive) -> torch.dtype:
