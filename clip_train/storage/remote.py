@@ -269,16 +269,29 @@ async def collected(chunks: AsyncIterator[bytes], num_bytes: int, pace: Pace) ->
     than the pace's rate on average, which an idle timeout would not notice."""
     received: list[bytes] = []
     count = 0  # bytes
-    start = time.monotonic()
-    while True:
-        elapsed = time.monotonic() - start
-        due = count / pace.rate if pace.rate else elapsed  # seconds
-        chunk_pace = replace(pace, seconds=pace.seconds + due - elapsed)
-        try:
-            received.append(await chunk_pace.hold(anext(chunks), so_far=f"only {count} bytes"))
-            count += len(received[-1])
-        except StopAsyncIteration:
-            return checked_length(b"".join(received), num_bytes)
+    start = newest = time.monotonic()
+
+    async def receive() -> None:
+        nonlocal count, newest
+        async for chunk in chunks:
+            received.append(chunk)
+            count += len(chunk)
+            newest = time.monotonic()
+
+    # one timeout for each chunk would cost a task each
+    receiving = asyncio.ensure_future(receive())
+    try:
+        while not receiving.done():
+            late = pace.seconds + (start + count / pace.rate if pace.rate else newest)
+            left = late - time.monotonic()
+            if left <= 0:
+                elapsed = time.monotonic() - start
+                raise TransferError(f"only {count} bytes within {elapsed:.3g} s{pace.keys}")
+            await asyncio.wait([receiving], timeout=left)
+        receiving.result()
+    finally:
+        receiving.cancel()
+    return checked_length(b"".join(received), num_bytes)
 
 
 def checked_length(data: bytes, num_bytes: int) -> bytes:

@@ -107,6 +107,16 @@ def test_what_lasts_is_an_error_with_shard_offset_and_attempt(
     assert re.search(why, told) and fault.fired == 3
 
 
+def test_a_link_of_any_rate_is_accepted(server: Server, proxy: FaultyProxy, bucket: str) -> None:
+    """With `storage.min_rate: 0`, if only something comes within the patience."""
+    server.put(f"{bucket}/a/small.tar", DATA[:600])
+    config = FAST.model_copy(update={"patience_seconds": 1.0, "min_rate": 0, "attempts": 1})
+    proxy.faults = [Fault("drip")]
+    with open_read(f"s3://{bucket}/a/small.tar", config) as file:
+        assert file.read() == DATA[:600]
+    assert proxy.fired
+
+
 def test_a_bit_flipped_where_it_is_stored(url: str, server: Server) -> None:
     checksums = sums_of(DATA)
     server.put(url.removeprefix("s3://"), DATA[:50_000] + bytes([DATA[50_000] ^ 1]) + DATA[50_001:])
