@@ -72,7 +72,7 @@ PARTS: dict[str, tuple[Table, ...]] = {
             only=("float32",),
             show=("loss", "scores", "loss error", "gradient error", "plain fp32"),
         ),
-        Table("combinations", "norm", without=("refused",), show=("loss", "norm")),
+        Table("combinations", "norm", without=("refused", "bf16"), show=("loss", "norm")),
         Table("usual_ways", "towers", only=("contrastive_step",)),
         Table("tolerances", "40 steps", show=("optimizer", "40 steps", "norm, 12 steps")),
         Table("loss_tf32", "tf32", show=("loss", "scale", "tf32")),
