@@ -42,8 +42,8 @@ TARGETS = {
     "refused": "in all ways, or in none",
 }
 LOSS, NORM = 2e-5, 2e-4
-MUON = 50  # times as much: it amplifies rounding (docs/numerics.md)
-BF16 = 500  # which rounds to 8 bits
+# By what rounds in a recipe, times as much: Muon amplifies rounding (docs/numerics.md), bf16 rounds to 8 bits.
+ALLOWED = {"fp32": 1, "Muon": 50, "bf16": 500}
 VAL = 32  # samples to evaluate
 Options = dict[str, Any]
 MODEL: Options = {
@@ -495,6 +495,13 @@ def scores_that_differ(lab: Lab, name: str, whole: str, allowed: float) -> list[
     return wrong
 
 
+def rounding(recipe: Options) -> str:
+    """A key of `ALLOWED`."""
+    if recipe.get("engine.precision") == "bf16":
+        return "bf16"
+    return "Muon" if recipe.get("optim.name") == "muon" else "fp32"
+
+
 def relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(b), 1e-12)
 
@@ -532,9 +539,7 @@ def try_recipe(
     if status not in (0, 2):
         missed.append(f"{told}: the reference ended with {status}: {lab.end_of_log(whole)}")
         return []
-    allowed = MUON if recipe.get("optim.name") == "muon" else 1
-    if recipe.get("engine.precision") == "bf16":
-        allowed = BF16
+    rounds = rounding(recipe)
     rows = []
     for count in range(WAYS):
         chosen, name = way(rng, recipe), f"{number}-{count}"
@@ -547,6 +552,7 @@ def try_recipe(
         ended = lab.run(name, recipe, chosen)
         row: Options = {
             "recipe": number,
+            "rounding": rounds,
             "what": json.dumps(given),
             "how": ", killed, then ".join(ran),
             "loss": "",
@@ -556,7 +562,7 @@ def try_recipe(
         if ended != status:
             wrong = [f"exit status {ended} instead of {status}: {lab.end_of_log(name)}"]
         elif ended == 0:
-            row["loss"], row["norm"], wrong = differences(lab, name, whole, allowed)
+            row["loss"], row["norm"], wrong = differences(lab, name, whole, ALLOWED[rounds])
         else:
             row["loss"] = "refused"
         same = f"refused: {lab.end_of_log(name)}" if ended == 2 else "the same"
