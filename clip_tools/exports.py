@@ -22,7 +22,7 @@ from clip_train.models.layouts import (
 from clip_train.models.loading import check_state
 from clip_train.models.lora import Lora
 from clip_train.models.low_rank import FUSED
-from clip_train.models.openclip.config import OpenCLIPArchitecture, parse_openclip
+from clip_train.models.openclip.config import OpenCLIPArchitecture, library, parse_openclip
 from clip_train.models.weights import save_json, save_weights
 from clip_train.storage.local import LocalStorage
 
@@ -82,14 +82,15 @@ def is_chinese_clip(architecture: AnyArchitecture | None) -> bool:
 
 
 def check_openclip(architecture: AnyArchitecture, warn: Callable[[str], None]) -> None:
-    """UserError if OpenCLIP has no image tower of these sizes; a warning if its activation
-    differs."""
+    """UserError if OpenCLIP is not installed, or has no image tower of these sizes; a warning if it
+    must be OpenCLIP 4, or if its activation differs."""
     assert isinstance(architecture, OpenCLIPArchitecture)
     if is_chinese_clip(architecture):
         raise UserError(
             f"--format open_clip: OpenCLIP has no text tower like that of {architecture.open_clip}, "
             "a ChineseCLIPModel: export with --format transformers"
         )
+    library(architecture.open_clip)
     from clip_train.models.openclip.model import assemble, exported_cfg
 
     config = exported_cfg(architecture)

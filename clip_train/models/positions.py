@@ -129,7 +129,9 @@ def resize_grid(state: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> 
     shape: [(1,) prefix + side * side, width], as the model has it.
     """
     old = state[name]
-    if old.ndim != len(shape) or old.ndim < 2 or old.shape[-2] == shape[-2]:
+    if old.ndim != len(shape) or old.ndim < 2 or old.shape[-1] != shape[-1]:
+        return []
+    if old.shape[-2] == shape[-2]:
         return []
     for prefix in range(MOST_PREFIX_TOKENS):
         was, side = (math.isqrt(max(0, each - prefix)) for each in (old.shape[-2], shape[-2]))
