@@ -41,7 +41,8 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"  # in attempts.jsonl
 # For all ranks: two look every REQUEST_SECONDS, the others hear of it with their next heartbeat, and
 # each may ask its workers.
 ANSWER_SECONDS = 20.0
-LATE_SECONDS = 8.0  # after the newest answer: ranks that have not answered then will not
+# After the newest answer, or the request to a run that has a verdict: who has not answered will not.
+LATE_SECONDS = 8.0
 ROUND_SECONDS = 2.0  # between the two rounds; a usual step, if that takes longer
 MOST_ROUND_SECONDS = 120.0
 LINES_OF_STACK = 24  # shown of a rank
@@ -154,17 +155,15 @@ def explain_run(run_dir: Path) -> Report:
     # as rank 0 has recorded them at the newest start, if it came so far
     world_size = starts[-1].get("ranks", 0) if starts else 0
     here = local_ranks(run_dir)
-    if not here and (run_dir / VERDICT_FILE).exists():
-        # The verdict may be of an earlier attempt: a new one, on other nodes, removes it only when
-        # it has found its checkpoint, and may hang before that.
-        first = ask_ended(folder, world_size)
-        if not first:
-            begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
-            return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
-    else:
-        stopped = {rank for rank, process in here.items() if process.is_stopped()}
-        world_size = max([world_size, *(rank + 1 for rank in here)])
-        first = ask_all(folder, world_size, stopped)
+    stopped = {rank for rank, process in here.items() if process.is_stopped()}
+    world_size = max([world_size, *(rank + 1 for rank in here)])
+    # The verdict may be of an earlier attempt: a new one, on other nodes, removes it only when it has
+    # found its checkpoint, and may hang before that.
+    has_ended = not here and (run_dir / VERDICT_FILE).exists()
+    first = ask_ended(folder, world_size) if has_ended else ask_all(folder, world_size, stopped)
+    if has_ended and not first:
+        begin = time.strptime(starts[-1]["time"], TIME) if starts else time.gmtime(0)
+        return explain_ended(run_dir, world_size, calendar.timegm(begin) - begin.tm_gmtoff)
     world_size = ranks_in_all(first) or world_size
     if not first and not here:
         raise UserError(

@@ -598,7 +598,8 @@ def _example(path: str, field: FieldInfo | None, written: Callable[[str], str]) 
 
 
 def _remedy(path: str, field: FieldInfo | None, value: Any, written: Callable[[str], str]) -> str:
-    verb = "give" if written(path).startswith("--") else "set"
+    name = written(path)
+    verb = "give" if name.startswith("--") else "set"
     if field is None or field.is_required() or _hint(field).example or path.count(".") > 1:
         return f"{verb} {_example(path, field, written)} or another"
     default = shlex.quote(as_yaml(field.get_default(call_default_factory=True)))
@@ -606,10 +607,10 @@ def _remedy(path: str, field: FieldInfo | None, value: Any, written: Callable[[s
     quoted = ""
     if number and str in _kinds(field.annotation):  # YAML takes it for a number
         if isinstance(value, float):  # which is not what was typed, such as 1e5
-            quoted = _setting(written(path), "'\"...\"' with what you typed in the quotes, or ")
+            quoted = _setting(name, "'\"...\"' with what you typed in the quotes, or ")
         else:
-            quoted = _setting(written(path), f"'\"{value}\"', if that is meant, or ")
-    return f"{verb} {quoted}{_setting(written(path), default)} (the default) or another"
+            quoted = _setting(name, f"'\"{value}\"', if that is meant, or ")
+    return f"{verb} {quoted}{_setting(name, default)} (the default) or another"
 
 
 def shown(value: Any) -> str:

@@ -123,6 +123,12 @@ def continued(
     return torch.cat([old, new]), line
 
 
+def side_of(count: int) -> int:
+    """The side of a square of so many patches; 0 if they make none."""
+    side = math.isqrt(max(count, 0))
+    return side if side**2 == count else 0
+
+
 def resize_grid(state: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> list[str]:
     """The image's part of `resize_positions`, for one parameter. Returns what was done.
 
@@ -134,8 +140,8 @@ def resize_grid(state: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> 
     if old.shape[-2] == shape[-2]:
         return []
     for prefix in range(MOST_PREFIX_TOKENS):
-        was, side = (math.isqrt(max(0, each - prefix)) for each in (old.shape[-2], shape[-2]))
-        if (was**2, side**2) == (old.shape[-2] - prefix, shape[-2] - prefix) and was and side:
+        was, side = side_of(old.shape[-2] - prefix), side_of(shape[-2] - prefix)
+        if was and side:
             break
     else:
         return []

@@ -38,7 +38,7 @@ PARALLEL = 5  # parts of a file at a time: as many are in memory
 MAX_PARTS = 9000  # S3 allows 10,000: larger files get larger parts
 _LONGEST_REQUEST_SECONDS = 900.0
 _FIRST_BACKOFF_SECONDS = 0.1  # obstore's
-MOST_CHUNK = 1 << 20  # bytes of an answer that are passed on at a time
+MOST_CHUNK_BYTES = 1 << 20  # of an answer, passed on at a time
 _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=10)}
 
 clients: dict[str, Any] = {}  # by bucket: all storages of this process share them
@@ -139,7 +139,7 @@ class ObjectStorage(RemoteStorage):
             raise ChangedError(f"its ETag was {tag} when it was opened and is {e_tag}")
         num_bytes = (answer.meta["size"] if end is None else end) - begin
         # large chunks cost less; but at the least rate two come before the time is over
-        chunk_bytes = min(max(1, int(pace.rate * pace.seconds / 2)), MOST_CHUNK)
+        chunk_bytes = min(max(1, int(pace.rate * pace.seconds / 2)), MOST_CHUNK_BYTES)
         return await collected(aiter(answer.stream(chunk_bytes)), num_bytes, pace)
 
     async def listing(self, folder: str, pace: Pace) -> list[Entry]:

@@ -148,6 +148,11 @@ class Site(Settings):
         return variables
 
 
+def option_of(field: str) -> str:
+    """The option of `submit` for a field of `Site`."""
+    return f"--{field.replace('_', '-')}"
+
+
 def add_site_options(parser: argparse.ArgumentParser) -> None:
     """An option for each field of `Site` that has an `Option`."""
     for name, field in Site.model_fields.items():
@@ -161,7 +166,7 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
             more: dict[str, Any] = {"metavar": option.metavar, "type": option.type}
             if get_origin(field.annotation) is Literal:
                 more = {"choices": get_args(field.annotation)}
-            parser.add_argument(f"--{name.replace('_', '-')}", help=text, **more)
+            parser.add_argument(option_of(name), help=text, **more)
 
 
 def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Site:
@@ -187,7 +192,7 @@ def load_site(path: str | None, options: Mapping[str, Any] | None = None) -> Sit
     known = f"known keys: {', '.join(Site.model_fields)}"
 
     def written(key: str) -> str:
-        return f"--{key.replace('_', '-')}" if key in flags else key
+        return option_of(key) if key in flags else key
 
     explained = partial(explain, unknown=lambda path: known, within="site file", written=written)
     site, mistakes = validated(Site, raw | flags, explained)

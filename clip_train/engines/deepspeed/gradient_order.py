@@ -32,9 +32,8 @@ class InOrder:
         optimizer.reduce_ready_partitions_and_remove_grads = self.add
         optimizer.overlapping_partition_gradients_reduce_epilogue = self.end_backward
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._siblings: dict[
-            nn.Parameter, list[nn.Parameter]
-        ] = {}  # by parameter: those of its module
+        # by parameter: those of its module
+        self._siblings: dict[nn.Parameter, list[nn.Parameter]] = {}
         for module in model.modules():
             own = [
                 p
@@ -42,9 +41,8 @@ class InOrder:
                 if p.requires_grad and p not in self._siblings  # one that is tied has one module
             ]
             self._siblings |= dict.fromkeys(own, own)
-        self._waiting: dict[
-            nn.Parameter, tuple[Any, ...]
-        ] = {}  # the other arguments of `_to_bucket`
+        # the other arguments of `_to_bucket`
+        self._waiting: dict[nn.Parameter, tuple[Any, ...]] = {}
         self._order: list[nn.Parameter] = []  # of the first backward
         self._is_known = False  # once that has ended
         self._next = 0  # in the order

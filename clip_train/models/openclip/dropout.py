@@ -81,7 +81,8 @@ SEEDED = {
 def seed_modules(model: nn.Module) -> None:
     """Those of known classes, and again those that it has seeded."""
     for number, module in enumerate(model.modules()):
-        module.__class__ = SEEDED.get(type(module), type(module))
+        if type(module) in SEEDED:
+            module.__class__ = SEEDED[type(module)]
         if isinstance(module, Seeded):
             # a tensor: torch.compile would make a graph for each int
             module.layer_id = torch.tensor(MODULE_ID + number, device="cpu")
